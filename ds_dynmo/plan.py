@@ -1,0 +1,230 @@
+"""Values that pass between measuring, deciding and migrating. All are frozen; all validate themselves once.
+
+Layers are numbered 0 .. num_layers - 1 for life. A *partition* is a list of ``num_stages + 1`` increasing
+ints, e.g. ``[0, 3, 8]``: stage ``s`` owns layers ``[p[s], p[s + 1])`` (DeepSpeed's ``parts``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ds_dynmo.errors import PartitionError
+
+__all__ = [
+    "LayerCost",
+    "LayerMove",
+    "MeasuredReport",
+    "MigrationPlan",
+    "Profile",
+    "RebalanceReport",
+    "check_partition",
+    "stage_of",
+]
+
+
+def check_partition(partition: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """``partition`` as a tuple of plain ints.
+
+    Raises:
+        PartitionError: not ``num_stages + 1`` ints, not strictly increasing (a stage would be empty),
+            or not running from 0 to ``num_layers``.
+    """
+    try:
+        bounds = tuple(operator.index(bound) for bound in partition)
+    except TypeError as error:
+        raise PartitionError(f"a partition is a list of ints, got {partition!r}") from error
+    if len(bounds) != num_stages + 1:
+        raise PartitionError(
+            f"partition {list(bounds)} has {len(bounds)} boundaries, {num_stages} stages need {num_stages + 1}"
+        )
+    if bounds[0] != 0 or bounds[-1] != num_layers:
+        raise PartitionError(
+            f"partition {list(bounds)} runs from {bounds[0]} to {bounds[-1]}, "
+            f"the model's {num_layers} layers need 0 to {num_layers}"
+        )
+    for stage, (start, stop) in enumerate(zip(bounds, bounds[1:])):
+        if stop <= start:
+            raise PartitionError(
+                f"partition {list(bounds)} is not strictly increasing: stage {stage} would own no layer ({start} to {stop})"
+            )
+    return bounds
+
+
+def stage_of(layer: int, partition: Sequence[int]) -> int:
+    """The stage that owns ``layer``."""
+    for stage in range(len(partition) - 1):
+        if partition[stage] <= layer < partition[stage + 1]:
+            return stage
+    raise PartitionError(f"layer {layer} is in no stage of partition {list(partition)}")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs, measured (paper, section 3.1: the first iteration after each dynamism step).
+
+    Attributes:
+        forward_seconds, backward_seconds: per micro-batch; recomputation under activation checkpointing
+            belongs to backward. Median over micro-batches, slowest data-parallel replica.
+        parameters, trainable_parameters: elements, frozen ones included and excluded.
+        static_bytes: weights, gradients, optimizer state and buffers.
+        activation_bytes: per micro-batch, what the layer saves for its backward pass.
+        input_bytes: per micro-batch, the layer's input, what a checkpointed segment keeps.
+        load_signal: the share of its dense work that the layer says it does now, None if it does not say.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    parameters: int
+    trainable_parameters: int
+    static_bytes: int
+    activation_bytes: int
+    input_bytes: int
+    load_signal: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together, per micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One measurement of the whole pipeline, the same on every rank.
+
+    Attributes:
+        step: ``global_steps`` after the last profiled batch.
+        partition: the partition under which it was measured.
+        layers: one :class:`LayerCost` per layer of the model.
+        micro_batches: micro-batches per batch.
+        batch_seconds: wall-clock seconds of a batch, median over profiled batches, slowest rank.
+    """
+
+    step: int
+    partition: tuple[int, ...]
+    layers: tuple[LayerCost, ...]
+    micro_batches: int
+    batch_seconds: float
+
+    def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
+        """Per-layer costs for a balancer: seconds per micro-batch, or trainable parameters."""
+        if balance_by == "time":
+            return [layer.seconds for layer in self.layers]
+        return [float(layer.trainable_parameters) for layer in self.layers]
+
+
+@dataclass(frozen=True)
+class LayerMove:
+    """One layer's way from the stage that owns it to the stage that will."""
+
+    layer: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True)
+class MigrationPlan:
+    """Every layer that changes stage between two partitions; ranks compare :attr:`digest` before a byte moves."""
+
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    moves: tuple[LayerMove, ...]
+
+    @classmethod
+    def between(cls, old: Sequence[int], new: Sequence[int]) -> MigrationPlan:
+        """The plan that leads from partition ``old`` to ``new`` (same layers, same number of stages)."""
+        num_layers, num_stages = old[-1], len(old) - 1
+        moves = []
+        for layer in range(num_layers):
+            source, destination = stage_of(layer, old), stage_of(layer, new)
+            if source != destination:
+                moves.append(LayerMove(layer, source, destination))
+        return cls(check_partition(old, num_layers, num_stages), check_partition(new, num_layers, num_stages), tuple(moves))
+
+    def __post_init__(self) -> None:
+        num_layers, num_stages = self.old[-1], len(self.old) - 1
+        check_partition(self.old, num_layers, num_stages)
+        check_partition(self.new, num_layers, num_stages)
+        expected = [
+            LayerMove(layer, stage_of(layer, self.old), stage_of(layer, self.new))
+            for layer in range(num_layers)
+            if stage_of(layer, self.old) != stage_of(layer, self.new)
+        ]
+        if list(self.moves) != expected:
+            raise PartitionError(f"moves {self.moves} do not lead from {self.old} to {self.new}")
+
+    @property
+    def digest(self) -> int:
+        """A 62-bit hash, equal on ranks that are about to do the same."""
+        text = repr((self.old, self.new, tuple((m.layer, m.source, m.destination) for m in self.moves)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+@dataclass(frozen=True)
+class RebalanceReport:
+    """What one decision did. Seconds are wall-clock on the reporting rank.
+
+    Attributes:
+        step: ``global_steps`` at the decision.
+        reason: what asked for it: "interval", "initial", "explicit", "by hand" or what ``model_changed`` was told.
+        old_partition, new_partition: equal if no layer moved.
+        bottleneck_seconds_before, bottleneck_seconds_after: predicted, per micro-batch, of the slowest stage;
+            None without a profile (an explicit partition before the first profiled batch).
+        imbalance_before, imbalance_after: predicted, the paper's equation 2.
+        layers_moved: in the whole pipeline (one data-parallel replica).
+        bytes_moved: in the whole pipeline (one data-parallel replica), weights, optimizer state and the rest.
+        profile_seconds: extra time of gathering the profile; decide_seconds, migrate_seconds: likewise.
+        load_signals: per layer, None where a layer does not report one.
+    """
+
+    step: int
+    reason: str
+    old_partition: tuple[int, ...]
+    new_partition: tuple[int, ...]
+    bottleneck_seconds_before: float | None
+    bottleneck_seconds_after: float | None
+    imbalance_before: float | None
+    imbalance_after: float | None
+    layers_moved: int
+    bytes_moved: int
+    profile_seconds: float
+    decide_seconds: float
+    migrate_seconds: float
+    load_signals: tuple[float | None, ...] = ()
+
+    @property
+    def moved(self) -> bool:
+        """Did any layer change stage?"""
+        return self.old_partition != self.new_partition
+
+    def as_record(self) -> dict[str, Any]:
+        """A dict for one JSON line."""
+        return {"kind": "rebalance", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class MeasuredReport:
+    """What was measured under a partition, from a profile: the record that follows a rebalance's prediction.
+
+    Attributes:
+        step: ``global_steps`` after the last profiled batch.
+        rebalance_step: the step of the rebalance whose outcome this is, None for the partition as built.
+        bottleneck_seconds: per micro-batch, of the slowest stage; imbalance: the paper's equation 2.
+        batch_seconds: wall-clock seconds of one batch.
+        bubble_ratio: the share of ``num_stages`` x ``batch_seconds`` in which no layer was at work.
+    """
+
+    step: int
+    rebalance_step: int | None
+    partition: tuple[int, ...]
+    bottleneck_seconds: float
+    imbalance: float
+    batch_seconds: float
+    bubble_ratio: float
+
+    def as_record(self) -> dict[str, Any]:
+        """A dict for one JSON line."""
+        return {"kind": "measured", **asdict(self)}

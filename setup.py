@@ -1,0 +1,16 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="ds_dynmo",
+    version="0.1.0",
+    description="A DeepSpeed pipeline that re-balances itself while it trains",
+    packages=find_packages(include=["ds_dynmo", "ds_dynmo.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch",
+        "deepspeed==0.19.8",
+        "numpy",
+        "pydantic>=2",
+    ],
+    extras_require={"test": ["pytest", "ruff>=0.17,<0.18", "mypy"]},
+)

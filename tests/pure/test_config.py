@@ -1,0 +1,309 @@
+import base64
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds_dynmo.config import (
+    DynMoConfig,
+    ProfileConfig,
+    load_json,
+    parse_block,
+    parse_type_partition,
+    read_dynmo_config,
+)
+from ds_dynmo.errors import ConfigError
+
+
+def read(**block: Any) -> DynMoConfig:
+    config = read_dynmo_config({"train_batch_size": 8, "dynmo": block})
+    assert config is not None
+    return config
+
+
+def test_an_empty_block_is_all_defaults() -> None:
+    assert read() == DynMoConfig()
+    assert read().profile == ProfileConfig(batches=1, warmup_batches=1)
+
+
+def test_every_default_is_a_value_that_the_block_takes() -> None:
+    defaults = json.loads(DynMoConfig().model_dump_json())
+    assert read(**defaults) == DynMoConfig()
+
+
+def test_a_full_block() -> None:
+    config = read(
+        enabled=False,
+        interval=10,
+        start_step=5,
+        stop_step=50,
+        balancer="diffusion",
+        balance_by="parameters",
+        decentralized=True,
+        profile={"batches": 3, "warmup_batches": 0},
+        min_improvement=0,
+        memory_limit=0.9,
+        initial_partition=[0, 3, 8],
+        timeout_seconds=10,
+        report="out.jsonl",
+        log=False,
+        monitor=False,
+    )
+    assert config.initial_partition == (0, 3, 8)
+    assert config.profile.batches == 3
+    assert (config.min_improvement, config.memory_limit, config.timeout_seconds) == (0, 0.9, 10)
+
+
+def test_a_block_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read().interval = 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("enabled", 1, "valid boolean"),
+        ("enabled", "true", "valid boolean"),
+        ("interval", "3", "valid integer"),
+        ("interval", True, "valid integer"),
+        ("interval", 3.0, "valid integer"),
+        ("interval", -1, "greater than or equal to 0"),
+        ("interval", None, "valid integer"),
+        ("start_step", -1, "greater than or equal to 0"),
+        ("stop_step", -1, "greater than or equal to 0"),
+        ("balancer", 3, "valid string"),
+        ("balance_by", "memory", "'time' or 'parameters'"),
+        ("decentralized", True, 'needs balancer "diffusion", not "partition"'),
+        ("profile", 3, "an object"),
+        ("min_improvement", 1, "less than 1"),
+        ("min_improvement", float("nan"), "finite"),
+        ("memory_limit", 0, "an int of bytes > 0 or a float in (0, 1]"),
+        ("memory_limit", 8e9, "an int of bytes > 0 or a float in (0, 1]"),
+        ("memory_limit", 0.0, "an int of bytes > 0 or a float in (0, 1]"),
+        ("memory_limit", True, "an int of bytes > 0 or a float in (0, 1]"),
+        ("memory_limit", "0.9", "an int of bytes > 0 or a float in (0, 1]"),
+        ("initial_partition", {}, "a string or a list of ints"),
+        ("initial_partition", [0, 3.0], "a string or a list of ints"),
+        ("initial_partition", [False, True], "a string or a list of ints"),
+        ("initial_partition", [0], "two or more boundaries"),
+        ("initial_partition", [1, 3], "strictly increasing from 0"),
+        ("initial_partition", [0, 3, 3], "strictly increasing from 0"),
+        ("initial_partition", "unifrm", 'did you mean "uniform"?'),
+        ("initial_partition", "type:block:0", 'the weight of "block" should be a number > 0'),
+        ("timeout_seconds", 0, "greater than 0"),
+        ("timeout_seconds", float("inf"), "finite"),
+        ("report", "", "at least 1 character"),
+        ("log", 0, "valid boolean"),
+        ("monitor", None, "valid boolean"),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(**{key: value})
+    line = str(error.value)
+    assert line.startswith(f"dynmo.{key} = {json.dumps(value)}: ")
+    assert allowed in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("limit", [1, 8_000_000_000, 0.9, 1.0, None])
+def test_memory_limit_in_bytes_or_as_a_fraction(limit: float | None) -> None:
+    config = read(memory_limit=limit)
+    assert config.memory_limit == limit
+    assert type(config.memory_limit) is type(limit)
+
+
+@pytest.mark.parametrize("method", ["uniform", "parameters", "profile", "type:embed:2|block:1"])
+def test_initial_partition_by_method(method: str) -> None:
+    assert read(initial_partition=method).initial_partition == method
+
+
+def test_stop_step_may_equal_start_step_but_not_come_before() -> None:
+    assert read(start_step=5, stop_step=5).stop_step == 5
+    with pytest.raises(ConfigError, match=r"^dynmo\.stop_step = 4: should be at least start_step, 5$"):
+        read(start_step=5, stop_step=4)
+
+
+@pytest.mark.parametrize("balancer", ["partition", "diffusion"])
+def test_balancers_that_come_with_the_package(balancer: str) -> None:
+    assert read(balancer=balancer).balancer == balancer
+
+
+def test_an_unknown_balancer_gets_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r'^dynmo\.balancer = "difusion": .*did you mean "diffusion"\?$'):
+        read(balancer="difusion")
+    with pytest.raises(ConfigError, match=r'^dynmo\.balancer = "zzz": .*should be one of .*diffusion.*partition'):
+        read(balancer="zzz")
+
+
+def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:
+    with pytest.raises(ConfigError) as error:
+        read(balancer="difusion", decentralized=True)
+    assert "decentralized" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        ({"intervall": 5}, 'dynmo.intervall = 5: unknown key; did you mean "interval"?'),
+        ({"Enabled": True}, 'dynmo.Enabled = true: unknown key; did you mean "enabled"?'),
+        ({"profile": {"batchs": 2}}, 'dynmo.profile.batchs = 2: unknown key; did you mean "batches"?'),
+        ({"profile": {"zzz": 2}}, "dynmo.profile.zzz = 2: unknown key; should be one of batches, warmup_batches"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_right_one(block: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(**block)
+    assert str(error.value) == line
+
+
+def test_all_problems_are_in_one_message_a_line_each() -> None:
+    with pytest.raises(ConfigError) as error:
+        read(interval="3", profile={"batches": 0}, intervals=1)
+    heads = [line.split(": ")[0] for line in str(error.value).splitlines()]
+    assert heads == ['dynmo.interval = "3"', "dynmo.profile.batches = 0", "dynmo.intervals = 1"]
+
+
+@pytest.mark.parametrize("block", [None, [], 3, "on", True])
+def test_a_block_that_is_no_object(block: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^dynmo = .*: should be an object"):
+        read_dynmo_config({"dynmo": block})
+
+
+@pytest.mark.parametrize("key", ["dynamo", "dynmoe", "DynMo", "DYNMO", "dyn_mo", "dynmo "])
+def test_a_misspelt_block_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match='did you mean "dynmo"'):
+        read_dynmo_config({key: {}})
+
+
+def test_keys_of_deepspeed_are_no_misspelling() -> None:
+    keys = "dynamic_loss_scale train_batch_size optimizer scheduler monitor_config compile dump_state zero_optimization"
+    assert read_dynmo_config(dict.fromkeys(keys.split(), 0)) is None
+
+
+def test_a_config_as_dict_path_or_base64(tmp_path: Path) -> None:
+    settings = {"train_batch_size": 8, "dynmo": {"interval": 7}}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(settings))
+    encoded = base64.urlsafe_b64encode(json.dumps(settings).encode()).decode()
+    for config in (settings, path, str(path), encoded):
+        found = read_dynmo_config(config)
+        assert found is not None
+        assert found.interval == 7
+
+
+@pytest.mark.parametrize("config", ["no_such_file.json", "no_such_file", "abcd", "ZGVtbw==", "", None, 3])
+def test_a_config_that_is_none(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no such file|a path, a dict or a base64 string"):
+        read_dynmo_config(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"dynmo": {"interval": 1, "log": true, "interval": 2}}', "more than once in one object: interval"),
+        ('{"dynmo": {}, "dynmo": {}}', "more than once in one object: dynmo"),
+        ('{"dynmo": {},}', "plain JSON .* line 1 column"),
+        ("// why\n{}", "plain JSON .* line 1 column"),
+        ("[]", r"should hold a JSON object, got \[\]"),
+    ],
+)
+def test_a_file_that_is_no_json_object(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_json(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "binary"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_json(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "types"),
+    [
+        ("type:block", (("block", 1.0),)),
+        ("type:embed:2|block:1", (("embed", 2.0), ("block", 1.0))),
+        ("type:^GPT.*Block$:0.5", (("^GPT.*Block$", 0.5),)),
+    ],
+)
+def test_type_partition(text: str, types: tuple[tuple[str, float], ...]) -> None:
+    assert parse_type_partition(text) == types
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("block", 'begin with "type:"'),
+        ("type:", "no regex"),
+        ("type:a||b", "no regex"),
+        ("type::2", "no regex"),
+        ("type:[", "no regular expression"),
+        ("type:(?:a)", "no regular expression"),
+        ("type:a:", "number > 0"),
+        ("type:a:b", "number > 0"),
+        ("type:a:0", "number > 0"),
+        ("type:a:-1", "number > 0"),
+        ("type:a:inf", "number > 0"),
+        ("type:a:nan", "number > 0"),
+        ("type:a:1:2", "number > 0"),
+    ],
+)
+def test_type_partition_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_type_partition(text)
+
+
+class Disc(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    kind: Literal["disc"]
+    radius: float
+
+
+class Box(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    kind: Literal["box"]
+    width: int | None = None
+
+
+class Drawing(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    title: str
+    scale: int | bool = 1
+    shapes: list[Annotated[Disc | Box, Field(discriminator="kind")]] = []
+    tagged: Disc | Box | None = Field(default=None, discriminator="kind")
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({}, "model.title: is required"),
+        ({"title": "t", "scale": "2"}, 'model.scale = "2": should be a valid integer or should be a valid boolean'),
+        ({"title": "t", "tagged": {"kind": "disc"}}, "model.tagged.radius: is required"),
+        (
+            {"title": "t", "tagged": {"kind": "box", "widht": 3}},
+            'model.tagged.widht = 3: unknown key; did you mean "width"?',
+        ),
+        ({"title": "t", "titel": "u"}, 'model.titel = "u": unknown key; did you mean "title"?'),
+    ],
+)
+def test_any_other_model_is_parsed_the_same_way(data: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_block(Drawing, data, "model")
+    assert str(error.value) == line
+
+
+def test_a_key_path_through_a_list() -> None:
+    with pytest.raises(ConfigError, match=r'^model\.shapes\[1\]\.width = "3": ') as error:
+        parse_block(Drawing, {"title": "t", "shapes": [{"kind": "box"}, {"kind": "box", "width": "3"}]}, "model")
+    assert "Box" not in str(error.value)
+
+
+def test_parse_block_gives_the_model() -> None:
+    assert parse_block(Drawing, {"title": "t"}, "model") == Drawing(title="t")
