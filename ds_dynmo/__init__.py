@@ -1,0 +1,36 @@
+"""DynMo for DeepSpeed: a pipeline that measures itself while it trains and moves layers until its stages are even.
+
+Names that need torch and DeepSpeed are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
+from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport
+
+if TYPE_CHECKING:
+    from ds_dynmo.engine import DynMoPipelineEngine, initialize
+
+__all__ = [
+    "ConfigError",
+    "DynMoConfig",
+    "DynMoPipelineEngine",
+    "LayerCost",
+    "MeasuredReport",
+    "MigrationError",
+    "PartitionError",
+    "Profile",
+    "RebalanceReport",
+    "initialize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("DynMoPipelineEngine", "initialize"):
+        from ds_dynmo import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,199 @@
+"""Every collective and point-to-point operation of our own: no other module in ``engine/`` calls one.
+
+Small numbers travel on a gloo group of their own, on the CPU, with a time-out of their own: no
+synchronisation with an accelerator, and a rank that does not take part is an error that names it. Layers
+travel on the default group, between the ranks of the same data-parallel index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_dynmo.errors import MigrationError
+from ds_dynmo.plan import MigrationPlan
+
+_DIGEST, _READY, _BYTES = range(3)
+
+
+class Communicator:
+    """One rank's view of the others. Construction and every method but the point-to-point ones are collective.
+
+    Args:
+        grid: DeepSpeed's ``PipelineParallelGrid``.
+        device: the engine's device.
+        timeout_seconds: how long a collective waits for the other ranks.
+    """
+
+    def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
+        self._grid = grid
+        self._device = device
+        self._timeout_seconds = timeout_seconds
+        timeout = timedelta(seconds=timeout_seconds)
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._tied_groups: dict[tuple[int, ...], Any] = {}
+        self._entered = 0
+        self._what = "initialize"
+        self._announce()
+
+    # -- who takes part -------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        _default_store().set(f"ds_dynmo/entered/{dist.get_rank()}", str(self._entered))
+
+    def _missing(self) -> list[int]:
+        store = _default_store()
+        return [
+            rank
+            for rank in range(dist.get_world_size())
+            if int(store.get(f"ds_dynmo/entered/{rank}").decode()) < self._entered
+        ]
+
+    def enter(self, what: str) -> None:
+        """Say that this rank takes part in the collective ``what`` that now begins."""
+        self._entered += 1
+        self._what = what
+        self._announce()
+
+    def _control_failed(self, error: RuntimeError) -> MigrationError:
+        missing = self._missing()
+        who = f"ranks {missing} did not call it" if missing else "a rank stopped answering"
+        return MigrationError(
+            f"{self._what} is collective, but {who} within {self._timeout_seconds:g} s. No layer has moved, yet the "
+            f"ranks are out of step: resume the job from its last checkpoint ({error})"
+        )
+
+    # -- small numbers --------------------------------------------------------------------------------
+
+    def max_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over all ranks of a CPU tensor, in place."""
+        try:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        return numbers
+
+    def max_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over the data-parallel replicas of this stage, of a CPU tensor."""
+        moved = numbers.to(self._device)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self._grid.get_data_parallel_group())
+        return moved.cpu()
+
+    def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over the stages of this replica's pipeline; the result is on the device of ``numbers``."""
+        moved = numbers.to(self._device, copy=True)
+        dist.all_reduce(moved, group=self._grid.get_pipe_parallel_group())
+        return moved.to(numbers.device)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One small picklable value of every rank, in rank order."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(gathered, value, group=self._control)
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        return gathered
+
+    def agree(self, plan: MigrationPlan, ready: bool, outgoing_bytes: int) -> int:
+        """All ranks are about to carry out the same plan and are ready; bytes that will leave each replica's stages.
+
+        Returns:
+            Bytes that move in this rank's pipeline.
+
+        Raises:
+            MigrationError: on every rank, if plans differ or a rank is not ready. Nothing has moved.
+        """
+        mine = torch.tensor([plan.digest, int(ready), outgoing_bytes], dtype=torch.int64)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        try:
+            dist.all_gather(every, mine, group=self._control)
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        other = [rank for rank, numbers in enumerate(every) if numbers[_DIGEST] != plan.digest]
+        if other:
+            raise MigrationError(
+                f"rank {dist.get_rank()} is to go from {list(plan.old)} to {list(plan.new)}, ranks {other} elsewhere: "
+                "every rank has to ask for the same partition. No layer has moved"
+            )
+        unready = [rank for rank, numbers in enumerate(every) if not numbers[_READY]]
+        if unready:
+            raise MigrationError(f"ranks {unready} could not pack their layers. No layer has moved")
+        return sum(int(every[rank][_BYTES]) for rank in self._grid.pp_group)
+
+    def exchange_lists(self, outgoing: dict[int, list[float]]) -> dict[int, list[float]]:
+        """Give each neighbouring stage in ``outgoing`` a list of floats, and get one from each (diffusion's round)."""
+        lengths_out = {stage: torch.tensor([len(numbers)]) for stage, numbers in outgoing.items()}
+        lengths_in = {stage: torch.zeros(1, dtype=torch.int64) for stage in outgoing}
+        self._swap(lengths_out, lengths_in)
+        numbers_out = {stage: torch.tensor(numbers, dtype=torch.float64) for stage, numbers in outgoing.items()}
+        numbers_in = {stage: torch.empty(int(n), dtype=torch.float64) for stage, n in lengths_in.items()}
+        self._swap(numbers_out, numbers_in)
+        return {stage: numbers.tolist() for stage, numbers in numbers_in.items()}
+
+    def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
+        works = [
+            dist.irecv(tensor, self._grid.stage_to_global(stage), group=self._control)
+            for stage, tensor in incoming.items()
+            if tensor.numel()
+        ]
+        works += [
+            dist.isend(tensor, self._grid.stage_to_global(stage), group=self._control)
+            for stage, tensor in outgoing.items()
+            if tensor.numel()
+        ]
+        for work in works:
+            work.wait()
+
+    # -- layers ---------------------------------------------------------------------------------------
+
+    def exchange_headers(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
+        """Send one byte string to each stage of ``outgoing``; receive one from each stage of ``sources``."""
+        sizes_out = {stage: torch.tensor([len(header)]) for stage, header in outgoing.items()}
+        sizes_in = {stage: torch.zeros(1, dtype=torch.int64) for stage in sources}
+        self._swap(sizes_out, sizes_in)
+        headers_out = {stage: torch.frombuffer(bytearray(header), dtype=torch.uint8) for stage, header in outgoing.items()}
+        headers_in = {stage: torch.empty(int(size), dtype=torch.uint8) for stage, size in sizes_in.items()}
+        self._swap(headers_out, headers_in)
+        return {stage: header.numpy().tobytes() for stage, header in headers_in.items()}
+
+    def exchange_tensors(self, outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]]) -> None:
+        """Send flat byte tensors to stages, receive into ``incoming`` in place; all are posted before any is awaited."""
+        works = []
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for stage, tensors in incoming.items():
+            for tensor in tensors:
+                landing = self._transportable(tensor, copy=False)
+                if landing is not tensor:
+                    staged.append((tensor, landing))
+                works.append(dist.irecv(landing, self._grid.stage_to_global(stage)))
+        for stage, tensors in outgoing.items():
+            for tensor in tensors:
+                works.append(dist.isend(self._transportable(tensor, copy=True), self._grid.stage_to_global(stage)))
+        for work in works:
+            work.wait()
+        for tensor, landing in staged:
+            tensor.copy_(landing)
+
+    def _transportable(self, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+        """``tensor``, or a twin of it where the default group's backend can reach it (NCCL: the accelerator)."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        return tensor.to(self._device) if copy else torch.empty_like(tensor, device=self._device)
+
+    def tied_group(self, ranks: Sequence[int]) -> Any:
+        """The process group of ``ranks``, made once. Every rank of the world has to ask in the same order."""
+        key = tuple(ranks)
+        if key not in self._tied_groups:
+            self._tied_groups[key] = dist.new_group(ranks=list(key))
+        return self._tied_groups[key]
+
+
+def _default_store() -> Any:
+    """The default group's store, to say which rank is missing. Private in torch; read in 2.13.0."""
+    return dist.distributed_c10d._get_default_store()
+
+

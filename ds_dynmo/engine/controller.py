@@ -1,0 +1,161 @@
+"""When to profile and when to decide, and the decision itself: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_dynmo import partitioners
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.partitioners import MemoryModel
+from ds_dynmo.plan import MeasuredReport, Profile, check_partition
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A partition to go to, and what is predicted of it. Seconds are per micro-batch, of the slowest stage."""
+
+    partition: tuple[int, ...]
+    bottleneck_seconds_before: float
+    bottleneck_seconds_after: float
+    imbalance_before: float
+    imbalance_after: float
+
+
+def decide(profile: Profile, config: DynMoConfig, memory: MemoryModel | None) -> Decision:
+    """The balancer's partition if it is worth a move from the profile's, else the profile's own.
+
+    Raises:
+        PartitionError: no partition meets the memory limit, or a cost is no cost.
+    """
+    current = profile.partition
+    num_layers, num_stages = len(profile.layers), len(current) - 1
+    costs = profile.costs(config.balance_by)
+    balancer = partitioners.get(config.balancer)
+    proposed = balancer(costs, num_stages, start=list(current), memory=memory)
+    return judge(profile, check_partition(proposed, num_layers, num_stages), config, memory)
+
+
+def judge(profile: Profile, proposed: tuple[int, ...], config: DynMoConfig, memory: MemoryModel | None) -> Decision:
+    """``proposed`` if its bottleneck is lower by ``min_improvement`` or the present partition breaks the memory limit."""
+    current = profile.partition
+    costs = profile.costs(config.balance_by)
+    before, after = partitioners.bottleneck(costs, current), partitioners.bottleneck(costs, proposed)
+    worth_it = after < before and before - after >= config.min_improvement * before
+    chosen = proposed if worth_it or not _fits(current, memory) else current
+    return predict(profile, chosen)
+
+
+def predict(profile: Profile, partition: tuple[int, ...]) -> Decision:
+    """What the profile lets expect of ``partition``, in seconds whatever was balanced."""
+    seconds = profile.costs("time")
+    return Decision(
+        partition,
+        partitioners.bottleneck(seconds, profile.partition),
+        partitioners.bottleneck(seconds, partition),
+        partitioners.imbalance(seconds, profile.partition),
+        partitioners.imbalance(seconds, partition),
+    )
+
+
+def measured(profile: Profile, rebalance_step: int | None) -> MeasuredReport:
+    """What a profile says of the partition it was taken under."""
+    seconds = profile.costs("time")
+    loads = partitioners.loads(seconds, profile.partition)
+    busy = profile.micro_batches * sum(loads) / len(loads)
+    return MeasuredReport(
+        step=profile.step,
+        rebalance_step=rebalance_step,
+        partition=profile.partition,
+        bottleneck_seconds=max(loads),
+        imbalance=partitioners.imbalance(seconds, profile.partition),
+        batch_seconds=profile.batch_seconds,
+        bubble_ratio=max(0.0, 1.0 - busy / profile.batch_seconds) if profile.batch_seconds else 0.0,
+    )
+
+
+def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
+    """The memory that each layer needs, measured, against the limit of a rank; None without a limit."""
+    if limit_bytes is None:
+        return None
+    return MemoryModel(
+        static_bytes=tuple(layer.static_bytes for layer in profile.layers),
+        activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),
+        input_bytes=tuple(layer.input_bytes for layer in profile.layers),
+        limits=(limit_bytes,) * (len(profile.partition) - 1),
+        micro_batches=profile.micro_batches,
+        checkpoint_interval=checkpoint_interval,
+    )
+
+
+def _fits(partition: Sequence[int], memory: MemoryModel | None) -> bool:
+    if memory is None:
+        return True
+    return all(memory.fits(stage, partition[stage], partition[stage + 1]) for stage in range(len(partition) - 1))
+
+
+class Controller:
+    """Which batches are profiled, and after which a decision is due.
+
+    Steps are DeepSpeed's ``global_steps``: batch ``n`` is the one that ends with ``global_steps == n``. A decision
+    is due after every ``interval`` batches within [start_step, stop_step]; the batches before it are profiled, so
+    that nothing is measured that is not used. After a move the outcome is measured once.
+    """
+
+    def __init__(self, config: DynMoConfig) -> None:
+        self._config = config
+        self._settled = 0  # batches since the start or since layers last moved
+        self._reason: str | None = "initial" if config.initial_partition == "profile" else None
+        self._urgent = False
+        self._outcome_wanted = True  # the first profile of a run, and the first after each move
+
+    @property
+    def reason(self) -> str | None:
+        """What asked for the decision that is pending, None if none is."""
+        return self._reason
+
+    def request(self, reason: str) -> None:
+        """The next batch is profiled, whatever the warm-up, and a decision follows."""
+        self._reason, self._urgent = reason, True
+
+    def profile_batch(self, step: int) -> bool:
+        """Is the batch that will end with ``step`` to be profiled?"""
+        if not self._config.enabled:
+            return False
+        if self._urgent:
+            return True
+        if self._settled < self._config.profile.warmup_batches:
+            return False
+        return self._outcome_wanted or self._reason is not None or self._due_within(step, self._config.profile.batches)
+
+    def batch_done(self, step: int) -> None:
+        """A batch ended with ``step``."""
+        self._settled += 1
+        if self._config.enabled and self._reason is None and self._due(step):
+            self._reason = "interval"
+
+    def decision_due(self, profiled_batches: int) -> bool:
+        """Is a decision pending, with a profile long enough to take it?"""
+        return self._reason is not None and profiled_batches >= self._config.profile.batches
+
+    def outcome_due(self, profiled_batches: int) -> bool:
+        """Is the outcome of the last move still to be recorded, and measured well enough?"""
+        return self._outcome_wanted and profiled_batches >= self._config.profile.batches
+
+    def outcome_recorded(self) -> None:
+        self._outcome_wanted = False
+
+    def decided(self, moved: bool) -> None:
+        """A decision was taken."""
+        self._reason, self._urgent = None, False
+        if moved:
+            self._settled, self._outcome_wanted = 0, True
+
+    def _due(self, step: int) -> bool:
+        config = self._config
+        if config.interval == 0 or step < max(config.start_step, 1):
+            return False
+        return (config.stop_step is None or step <= config.stop_step) and step % config.interval == 0
+
+    def _due_within(self, step: int, batches: int) -> bool:
+        return any(self._due(later) for later in range(step, step + batches))

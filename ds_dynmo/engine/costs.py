@@ -1,0 +1,102 @@
+"""Gather what every stage measured into one profile of the whole model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.profiler import Samples
+from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.plan import LayerCost, Profile
+
+_FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _COLUMNS = range(9)
+_BATCH = 0  # in the row after the last layer
+
+
+def stage_costs(layers: StageLayers, samples: Samples, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
+    """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere."""
+    table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
+    for index in range(layers.start, layers.stop):
+        row = table[index]
+        row[_FORWARD], row[_BACKWARD] = samples.forward_seconds(index), samples.backward_seconds(index)
+        row[_ACTIVATION] = samples.activation_bytes.get(index, 0)
+        row[_INPUT] = samples.input_bytes.get(index, 0)
+        module = layers.local_module(index)
+        if module is not None:
+            row[_PARAMETERS] = sum(p.numel() for p in module.parameters())
+            row[_TRAINABLE] = trainable_parameters(module)
+            row[_STATIC] = static_bytes(module, optimizer)
+            signal = getattr(module, "load_signal", None)
+            row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
+    table[-1, _BATCH] = statistics.median(samples.batch_seconds)
+    return table
+
+
+def profile_from(table: torch.Tensor, partition: tuple[int, ...], step: int, micro_batches: int) -> Profile:
+    """The profile, from the elementwise maximum of all ranks' tables (the slowest replica counts).
+
+    Raises:
+        PartitionError: a layer has no forward time: it was not measured.
+    """
+    costs = []
+    for index, row in enumerate(table[:-1].tolist()):
+        if not row[_FORWARD] > 0:
+            raise PartitionError(f"layer {index} has no measured forward seconds ({row[_FORWARD]})")
+        costs.append(
+            LayerCost(
+                forward_seconds=row[_FORWARD],
+                backward_seconds=row[_BACKWARD],
+                parameters=int(row[_PARAMETERS]),
+                trainable_parameters=int(row[_TRAINABLE]),
+                static_bytes=int(row[_STATIC]),
+                activation_bytes=int(row[_ACTIVATION]),
+                input_bytes=int(row[_INPUT]),
+                load_signal=row[_SIGNAL] - 1.0 if row[_SIGNAL] else None,
+            )
+        )
+    return Profile(step, partition, tuple(costs), micro_batches, float(table[-1, _BATCH]))
+
+
+def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
+    """``number`` of every local layer's module: ``[num_layers]``, float64, zeros for functions and layers elsewhere."""
+    numbers = torch.zeros(layers.num_layers, dtype=torch.float64)
+    for index in range(layers.start, layers.stop):
+        module = layers.local_module(index)
+        if module is not None:
+            numbers[index] = number(module)
+    return numbers
+
+
+def trainable_parameters(module: nn.Module) -> int:
+    """Elements that require a gradient."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def static_bytes(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Weights, gradients, optimizer state and buffers of a layer."""
+    total = sum(_nbytes(buffer) for buffer in module.buffers())
+    for parameter in module.parameters():
+        total += _nbytes(parameter) * (2 if parameter.requires_grad else 1)
+        if optimizer is not None and parameter in optimizer.state:
+            total += sum(_nbytes(tensor) for tensor in _tensors_in(optimizer.state[parameter]))
+    return total
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    if tensor.layout == torch.sparse_csr:
+        tensor = tensor.detach()
+        return sum(part.nbytes for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+    return tensor.nbytes
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,420 @@
+"""The pipeline engine that re-balances itself: wiring of profiler, controller, migration and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
+from torch import nn
+
+from ds_dynmo import partitioners
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine import controller, costs, frozen
+from ds_dynmo.engine.checks import type_costs
+from ds_dynmo.engine.clipping import gradient_norm, scale_gradients
+from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.decentralized import decide_among_neighbours
+from ds_dynmo.engine.migration import Site, migrate
+from ds_dynmo.engine.parameter_groups import complete_groups
+from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
+from ds_dynmo.engine.reporting import Reporter
+from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.errors import ConfigError, MigrationError
+from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
+
+Callback = Callable[[], None]
+
+
+class DynMoPipelineEngine(PipelineEngine):
+    """DeepSpeed's ``PipelineEngine`` with a re-partition step. Built by :func:`ds_dynmo.initialize`.
+
+    Attributes:
+        dynmo: the "dynmo" block; None without one, and then this is DeepSpeed's engine.
+        released: True on a rank whose accelerator was handed back (no rank is, so far).
+    """
+
+    def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
+        self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
+        self.__dict__["_comm"] = None
+        super().__init__(*args, **kwargs)
+        self.released = False
+        self._layers = StageLayers(self.module)
+        if dynmo is None:
+            return
+        self._connect()
+        self._controller = controller.Controller(dynmo)
+        self._profiler = Profiler(EventClock(get_accelerator()) if _has_events() else CpuClock())
+        self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
+        self._profile: Profile | None = None
+        self._last_move_step: int | None = None
+        self._step_callbacks: list[Callback] = []
+        self._prefix = 0
+        self._trainable: list[bool] = []
+        if self._reentrant_checkpointing():
+            self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
+        self._layers.split_uses()
+        self._agree_on_trainable("initialize")
+
+    # -- public ---------------------------------------------------------------------------------------
+
+    @property
+    def partition(self) -> list[int]:
+        """Current boundaries: stage ``s`` owns layers ``[p[s], p[s + 1])``."""
+        return [int(bound) for bound in self.module.parts]
+
+    @property
+    def profile(self) -> Profile | None:
+        """The latest profile, the same on every rank; None before the first."""
+        return None if self.dynmo is None else self._profile
+
+    @property
+    def reports(self) -> list[RebalanceReport]:
+        """Every decision so far, moved or not."""
+        return [] if self.dynmo is None else self._reporter.rebalances
+
+    @property
+    def measurements(self) -> list[MeasuredReport]:
+        """What was measured under each partition: the first profile of a run and the first after each move."""
+        return [] if self.dynmo is None else self._reporter.measurements
+
+    def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport:
+        """Move layers now. Collective: every rank calls it between the same two batches.
+
+        Args:
+            partition: exactly where to go; None: decide from the latest profile as at an interval. If there is no
+                profile yet, batches are trained first, on the data iterator that the engine has, until there is.
+
+        Raises:
+            PartitionError: ``partition`` is none, or no partition meets the memory limit. Nothing has changed.
+            MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
+            ConfigError: the configuration has no "dynmo" block, or one that is switched off.
+        """
+        self._require_enabled("rebalance")
+        if partition is not None:
+            new = check_partition(partition, self._layers.num_layers, self.num_stages)
+            self._comm.enter("rebalance")
+            return self._go_to(new, reason="explicit")
+        if self._profile is None:
+            self._train_until_profiled()
+        return self._rebalance("by hand")
+
+    def model_changed(self, reason: str) -> None:
+        """A dynamic model says that its work just changed: the next batch is profiled and a decision follows.
+
+        Collective: call it on every rank between the same two batches. It is also how the engine learns that
+        layers were frozen or unfrozen (``requires_grad``).
+        """
+        if self.dynmo is None:
+            return
+        self._agree_on_trainable("model_changed")
+        self._profiler.forget()
+        if self.dynmo.enabled:
+            self._controller.request(reason)
+
+    def before_step(self, callback: Callback) -> None:
+        """Call ``callback`` on this rank in every batch, when gradients are complete and the optimizer has not stepped."""
+        self._require_block("before_step")
+        self._step_callbacks.append(callback)
+        self._set_instructions()
+
+    def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum of a tensor over the stages of this rank's pipeline. Collective."""
+        self._require_block("sum_over_stages")
+        return self._comm.sum_over_stages(numbers)
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""
+        if self.dynmo is None:
+            return super().train_batch(data_iter)
+        self._check_trainable()
+        self._layers.refresh_twins()
+        if self._controller.profile_batch(self.global_steps + 1):
+            loss = self._profiled_batch(data_iter)
+        else:
+            loss = super().train_batch(data_iter)
+        self._batch_done()
+        return loss
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's ``eval_batch``."""
+        if self.dynmo is not None:
+            self._layers.refresh_twins()
+        return super().eval_batch(*args, **kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm of the whole model (DeepSpeed's counts the first stage only)."""
+        if self.dynmo is None:
+            super().clip_fp32_gradients()
+            return
+        norm = gradient_norm(
+            self._layers.counted_modules(), self._layers.num_layers, self._comm.sum_over_stages, self.device
+        )
+        scale_gradients(self.module.parameters(), norm, self.gradient_clipping())
+        self._global_grad_norm = norm
+
+    def apply_initial_partition(self) -> None:
+        """Go to ``dynmo.initial_partition``. Called once, by :func:`ds_dynmo.initialize`."""
+        partition = self.dynmo.initial_partition
+        if not self.dynmo.enabled or partition in (None, "profile"):
+            return
+        if partition == "uniform":
+            target: Sequence[int] = partitioners.uniform(self._layers.num_layers, self.num_stages)
+        elif partition == "parameters":
+            counts = self._comm.max_over_world(costs.per_layer(self._layers, costs.trainable_parameters))
+            target = partitioners.balanced(counts.tolist(), self.num_stages)
+        elif isinstance(partition, str):
+            target = partitioners.balanced(type_costs(self.module._layer_specs, partition), self.num_stages)
+        else:
+            target = partition
+        new = check_partition(target, self._layers.num_layers, self.num_stages)
+        if list(new) != self.partition:
+            self._comm.enter("initialize")
+            self._go_to(new, reason="initial")
+
+    # -- construction ---------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._comm is None:
+            self._comm = Communicator(self.mpu, self.device, self.dynmo.timeout_seconds)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        """Build the optimizer as DeepSpeed does, but keep every parameter group on every rank, empty ones too."""
+        if self.dynmo is None:
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        parameters = model_parameters or [{"params": []}]  # a stage with nothing to train: torch wants a group
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            optimizer = client_optimizer
+        elif client_optimizer is not None:
+            optimizer = client_optimizer(parameters)
+        else:
+            optimizer = self._configure_basic_optimizer(parameters)
+        groups = list(optimizer.param_groups) if model_parameters else []
+        super()._configure_optimizer(optimizer, model_parameters)
+        optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
+        self._connect()
+        scheduler = self.client_lr_scheduler
+        self._comm.enter("initialize")
+        complete_groups(optimizer, None if callable(scheduler) else scheduler, self._comm.gather_objects)
+
+    def _reentrant_checkpointing(self) -> bool:
+        return self.module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
+
+    # -- a batch --------------------------------------------------------------------------------------
+
+    def _profiled_batch(self, data_iter: Any) -> torch.Tensor:
+        bare = self._INSTRUCTION_MAP
+        self._INSTRUCTION_MAP = self._with_marks(bare)
+        try:
+            with self._profiler.batch(self.module, self._layers.start, self.is_last_stage()):
+                return super().train_batch(data_iter)
+        finally:
+            self._INSTRUCTION_MAP = bare
+
+    def _with_marks(self, bare: dict[type, Any]) -> dict[type, Any]:
+        forward, backward = bare[schedule.ForwardPass], bare[schedule.BackwardPass]
+
+        def forward_pass(engine: Any, buffer_id: int) -> None:
+            with engine._profiler.one_pass(backward=False):
+                forward(engine, buffer_id)
+
+        def backward_pass(engine: Any, buffer_id: int) -> None:
+            with engine._profiler.one_pass(backward=True):
+                backward(engine, buffer_id)
+
+        marked = {**bare, schedule.ForwardPass: forward_pass}
+        if self._prefix < self._layers.stop:
+            marked[schedule.BackwardPass] = backward_pass
+        return marked
+
+    def _batch_done(self) -> None:
+        self._controller.batch_done(self.global_steps)
+        batches = self._profiler.batches
+        outcome, decision = self._controller.outcome_due(batches), self._controller.decision_due(batches)
+        if not outcome and not decision:
+            return
+        began = time.perf_counter()
+        self._comm.enter("rebalance")
+        self._gather_profile()
+        profile_seconds = time.perf_counter() - began
+        assert self._profile is not None
+        if outcome:
+            self._reporter.measured(controller.measured(self._profile, self._last_move_step), self.global_samples)
+            self._controller.outcome_recorded()
+        if decision:
+            self._rebalance(self._controller.reason or "interval", profile_seconds)
+
+    def _gather_profile(self) -> None:
+        table = costs.stage_costs(self._layers, self._profiler.samples, self.basic_optimizer)
+        self._comm.max_over_world(table)
+        self._profile = costs.profile_from(table, tuple(self.partition), self.global_steps, self.micro_batches)
+        self._profiler.forget()
+
+    def _train_until_profiled(self) -> None:
+        self._comm.enter("rebalance")
+        edge = self.is_first_stage() or self.is_last_stage()
+        lacking = torch.tensor([float(edge and self.data_iterator is None)])
+        if self._comm.max_over_world(lacking).item():
+            raise MigrationError("rebalance: there is no profile yet and no data to train on. Train a batch first")
+        self._controller.request("by hand")
+        while self._profile is None:
+            self.train_batch()
+
+    # -- decide and migrate ---------------------------------------------------------------------------
+
+    def _rebalance(self, reason: str, profile_seconds: float = 0.0) -> RebalanceReport:
+        assert self._profile is not None
+        began = time.perf_counter()
+        self._comm.enter("rebalance")
+        latest = self._profile
+        profile = Profile(
+            latest.step, tuple(self.partition), latest.layers, latest.micro_batches, latest.batch_seconds
+        )
+        memory = controller.memory_model(profile, self._memory_limit_bytes(), self.module.activation_checkpoint_interval)
+        if self.dynmo.decentralized:
+            proposed = decide_among_neighbours(profile, self.dynmo, memory, self.stage_id, self._comm)
+            decision = controller.judge(profile, proposed, self.dynmo, memory)
+        else:
+            decision = controller.decide(profile, self.dynmo, memory)
+        decide_seconds = time.perf_counter() - began
+        return self._go_to(
+            decision.partition,
+            reason=reason,
+            decision=decision,
+            profile_seconds=profile_seconds,
+            decide_seconds=decide_seconds,
+        )
+
+    def _go_to(
+        self,
+        new: tuple[int, ...],
+        *,
+        reason: str,
+        decision: controller.Decision | None = None,
+        profile_seconds: float = 0.0,
+        decide_seconds: float = 0.0,
+    ) -> RebalanceReport:
+        plan = MigrationPlan.between(self.partition, new)
+        if decision is None and self._profile is not None:
+            here = Profile(
+                self._profile.step, plan.old, self._profile.layers, self._profile.micro_batches, self._profile.batch_seconds
+            )
+            decision = controller.predict(here, new)
+        began = time.perf_counter()
+        site = Site(self.stage_id, self._layers, self.basic_optimizer, self.grid, self.device, self._comm)
+        moved_bytes = migrate(plan, site)
+        if plan.moves:
+            self._layers_moved()
+        self._controller.decided(bool(plan.moves))
+        report = RebalanceReport(
+            step=self.global_steps,
+            reason=reason,
+            old_partition=plan.old,
+            new_partition=plan.new,
+            bottleneck_seconds_before=decision.bottleneck_seconds_before if decision else None,
+            bottleneck_seconds_after=decision.bottleneck_seconds_after if decision else None,
+            imbalance_before=decision.imbalance_before if decision else None,
+            imbalance_after=decision.imbalance_after if decision else None,
+            layers_moved=len(plan.moves),
+            bytes_moved=moved_bytes,
+            profile_seconds=profile_seconds,
+            decide_seconds=decide_seconds,
+            migrate_seconds=time.perf_counter() - began,
+            load_signals=tuple(layer.load_signal for layer in self._profile.layers) if self._profile else (),
+        )
+        self._reporter.rebalanced(report, self.global_samples)
+        return report
+
+    def _layers_moved(self) -> None:
+        """Make everything in the engine that depends on the stage's layers right again."""
+        self._last_move_step = self.global_steps
+        self._profiler.forget()
+        self.reset_activation_shape()
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else None  # its graph holds old layers
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        debug_clear_module_and_param_names()
+        debug_extract_module_and_param_names(self.module)
+        self._set_instructions()
+
+    def _memory_limit_bytes(self) -> int | None:
+        """The least of all ranks' limits; what a fraction is a fraction of may differ between them."""
+        limit = self.dynmo.memory_limit
+        if not isinstance(limit, float):
+            return limit
+        mine = torch.tensor([-limit * get_accelerator().total_memory()], dtype=torch.float64)
+        return int(-self._comm.max_over_world(mine).item())
+
+    # -- frozen layers --------------------------------------------------------------------------------
+
+    def _agree_on_trainable(self, what: str) -> None:
+        """Every rank learns which layers of the model have something to train."""
+        self._comm.enter(what)
+        flags = self._comm.max_over_world(costs.per_layer(self._layers, lambda m: float(_trains(m)))).tolist()
+        for key in {key for index in range(len(flags)) if (key := self._layers.key(index)) is not None}:
+            uses = self._layers.uses(key)
+            if len({flags[use] for use in uses}) > 1:
+                raise ConfigError(
+                    f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if flags[u]]} have "
+                    "something to train: freeze all of them, or untie them"
+                )
+        self._trainable = [bool(flag) for flag in flags]
+        self._prefix = frozen.frozen_prefix(self._trainable)
+        self._set_instructions()
+
+    def _check_trainable(self) -> None:
+        for index, module in self._layers.modules().items():
+            if _trains(module) != self._trainable[index]:
+                change = "frozen" if self._trainable[index] else "unfrozen"
+                raise ConfigError(
+                    f"layer {index} was {change}: call engine.model_changed(reason) on every rank after layers are "
+                    "frozen or unfrozen"
+                )
+
+    def _set_instructions(self) -> None:
+        """DeepSpeed's own instructions, but for what a frozen prefix, twins or callbacks need."""
+        changed: dict[type, Any] = frozen.instructions(self._layers.start, self._layers.stop, self._prefix)
+        if self._layers.has_twins:
+            changed[schedule.ReduceTiedGrads] = _reduce_tied_gradients
+        if self._step_callbacks:
+            changed[schedule.OptimizerStep] = _call_back_and_step
+        stock = PipelineEngine._INSTRUCTION_MAP
+        self._INSTRUCTION_MAP = {**stock, **changed} if changed else stock
+
+    # -- misuse ---------------------------------------------------------------------------------------
+
+    def _require_block(self, what: str) -> None:
+        if self.dynmo is None:
+            raise ConfigError(f'engine.{what} needs a "dynmo" block in the DeepSpeed configuration; {{}} will do')
+
+    def _require_enabled(self, what: str) -> None:
+        self._require_block(what)
+        if not self.dynmo.enabled:
+            raise ConfigError(f"dynmo.enabled = false: engine.{what} would move layers; set it to true")
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _has_events() -> bool:
+    return get_accelerator().device_name() != "cpu"
+
+
+def _reduce_tied_gradients(engine: Any) -> None:
+    engine._layers.fold_twin_gradients()
+    PipelineEngine._exec_reduce_tied_grads(engine)
+
+
+def _call_back_and_step(engine: Any) -> None:
+    for callback in engine._step_callbacks:
+        callback()
+    PipelineEngine._exec_optimizer_step(engine)

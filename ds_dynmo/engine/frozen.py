@@ -1,0 +1,85 @@
+"""A frozen prefix of the model does no backward work and is sent no gradients.
+
+The prefix is the leading layers without a trainable parameter. A stage inside it skips its backward passes, its
+successor sends nothing back, and the stage where the prefix ends receives activations that need no gradient
+(DeepSpeed 0.19.8 makes every received activation require one: runtime/pipe/engine.py:1129, 1152). These
+functions stand in for DeepSpeed's pipeline instructions; they take the engine as DeepSpeed's own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+Instruction = Callable[..., None]
+
+
+def frozen_prefix(trainable: Sequence[bool]) -> int:
+    """How many leading layers have nothing to train.
+
+    >>> frozen_prefix([False, False, True, False])
+    2
+    """
+    return next((index for index, trains in enumerate(trainable) if trains), len(trainable))
+
+
+def instructions(start: int, stop: int, prefix: int) -> dict[type, Instruction]:
+    """The instructions that a stage owning layers ``[start, stop)`` carries out in another way than DeepSpeed's."""
+    changed: dict[type, Instruction] = {}
+    if prefix == 0:
+        return changed
+    if prefix >= stop:
+        changed[schedule.BackwardPass] = _skip_backward
+        changed[schedule.RecvGrad] = _nothing
+    if prefix >= start:
+        changed[schedule.SendGrad] = _free_input
+        changed[schedule.RecvActivation] = _without_gradient(PipelineEngine._exec_recv_activations)
+        changed[schedule.LoadMicroBatch] = _without_gradient(PipelineEngine._exec_load_micro_batch)
+    return changed
+
+
+def _nothing(engine: Any, buffer_id: int) -> None:
+    """The successor sends no gradient."""
+
+
+def _skip_backward(engine: Any, buffer_id: int) -> None:
+    engine.pipe_buffers["output_tensors"][buffer_id] = None
+    engine.pipe_buffers["outputs"][buffer_id] = None
+
+
+def _free_input(engine: Any, buffer_id: int) -> None:
+    engine.pipe_buffers["inputs"][buffer_id] = None
+
+
+def _without_gradient(receive: Instruction) -> Instruction:
+    @wraps(receive)
+    def instruction(engine: Any, buffer_id: int) -> None:
+        receive(engine, buffer_id)
+        inputs = engine.pipe_buffers["inputs"][buffer_id]
+        for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+            if isinstance(tensor, torch.Tensor):
+                tensor.requires_grad_(False)
+
+    return instruction
+
+
+def checkpoint_any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Reentrant checkpointing that also works where no input needs a gradient.
+
+    Reentrant checkpointing loses the gradients of a segment none of whose inputs requires one (token ids, the
+    output of a frozen prefix): such a segment is checkpointed the non-reentrant way.
+    """
+
+    @wraps(checkpoint)
+    def any_input(function: Callable[..., Any], *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+            return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
+        return checkpoint(function, *inputs)
+
+    return any_input

@@ -1,0 +1,83 @@
+"""``ds_dynmo.initialize``: ``deepspeed.initialize`` with one more block in its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import deepspeed
+
+from ds_dynmo.config import DynMoConfig, read_dynmo_config
+from ds_dynmo.engine import checks
+from ds_dynmo.engine.engine import DynMoPipelineEngine
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DynMoPipelineEngine, Any, Any, Any]:
+    """Every argument of ``deepspeed.initialize``, the same four results; ``engine`` re-balances itself.
+
+    Args:
+        model: a ``deepspeed.pipe.PipelineModule``.
+        config: as for DeepSpeed (a dict, a path, or ``args.deepspeed_config``), with an optional "dynmo" block:
+            see :class:`ds_dynmo.DynMoConfig`. Without the block the engine behaves as DeepSpeed's own.
+
+    Returns:
+        ``engine, optimizer, training_dataloader, lr_scheduler``.
+
+    Raises:
+        ConfigError: a wrong block, module, precision or optimizer; nothing has been created or touched.
+        PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
+    """
+    settings = checks.load_config(args, config, config_params)
+    dynmo = read_dynmo_config(settings)
+    checks.check_module(model)
+    if dynmo is not None:
+        checks.check_deepspeed_version()
+        checks.check_training(settings, optimizer)
+        checks.check_initial_partition(dynmo, model)
+    with _engine_class(dynmo):
+        results = deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    engine = results[0]
+    if dynmo is not None:
+        engine.apply_initial_partition()
+    return engine, results[1], results[2], results[3]
+
+
+@contextmanager
+def _engine_class(dynmo: DynMoConfig | None) -> Iterator[None]:
+    """Let ``deepspeed.initialize`` construct our engine: it names its class in no argument (DeepSpeed 0.19.8)."""
+    original = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = partial(DynMoPipelineEngine, dynmo=dynmo)
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = original

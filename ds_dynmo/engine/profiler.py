@@ -1,0 +1,226 @@
+"""Forward and backward seconds of every layer, taken inside the running pipeline on the user's own batches.
+
+Each pass (one micro-batch forward or backward) is a list of *marks*: a time, and the layer that owns the time
+from there on. Marks are set before and after each layer's function, and in backward when the gradient of a
+layer's output is complete (a tensor hook at the boundary). Every gap belongs to somebody, the clock is never
+reset; so recomputation under activation checkpointing, reentrant or not, lands in its layer's backward seconds.
+
+Time that no layer's function spends is nobody's, but for the loss, which counts as the last layer's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+Mark = tuple[Any, int | None]
+Layer = Callable[[Any], Any]
+
+
+class CpuClock:
+    """Seconds of a monotonic clock."""
+
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def seconds_between(self, times: Sequence[Any]) -> list[float]:
+        """Seconds from each time to the next."""
+        return [after - before for before, after in zip(times, times[1:])]
+
+
+class EventClock:
+    """Events on the accelerator's current stream, read at the end: no synchronisation per layer."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def now(self) -> Any:
+        event = self._accelerator.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, times: Sequence[Any]) -> list[float]:
+        """Seconds from each time to the next. Waits for the last."""
+        if times:
+            times[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in zip(times, times[1:])]
+
+
+@dataclass
+class Samples:
+    """What was measured of the layers of one stage; lists have one entry per micro-batch."""
+
+    forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    activation_bytes: dict[int, int] = field(default_factory=dict)
+    input_bytes: dict[int, int] = field(default_factory=dict)
+    batch_seconds: list[float] = field(default_factory=list)
+
+    def forward_seconds(self, index: int) -> float:
+        """Median over micro-batches."""
+        return statistics.median(self.forward[index]) if self.forward[index] else 0.0
+
+    def backward_seconds(self, index: int) -> float:
+        """Median over micro-batches; 0 for a layer that does no backward work."""
+        return statistics.median(self.backward[index]) if self.backward[index] else 0.0
+
+
+class Profiler:
+    """Measures the layers of one stage during one batch at a time."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self.samples = Samples()
+        self._start = 0
+        self._stop = 0
+        self._has_loss = False
+        self._backward = False
+        self._owner: int | None = None
+        self._marks: list[Mark] = []
+        self._passes: list[tuple[bool, list[Mark]]] = []
+
+    def forget(self) -> None:
+        """Start a new profile."""
+        self.samples = Samples()
+
+    @property
+    def batches(self) -> int:
+        """How many batches the present profile holds."""
+        return len(self.samples.batch_seconds)
+
+    @contextmanager
+    def batch(self, module: Any, start: int, has_loss: bool) -> Iterator[None]:
+        """Measure while a batch runs: ``module.forward_funcs`` are marked inside, and bare again afterwards.
+
+        Args:
+            module: the PipelineModule.
+            start: the number of the stage's first layer.
+            has_loss: is this the last stage?
+        """
+        bare = module.forward_funcs
+        self._start, self._stop, self._has_loss, self._passes = start, start + len(bare), has_loss, []
+        module.forward_funcs = [self._marked(start + position, layer) for position, layer in enumerate(bare)]
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            module.forward_funcs = bare
+        seconds = time.perf_counter() - began
+        self._read()
+        self.samples.batch_seconds.append(seconds)
+
+    @contextmanager
+    def one_pass(self, backward: bool) -> Iterator[None]:
+        """One micro-batch's forward or backward pass through the stage."""
+        self._backward, self._marks = backward, []
+        self._mark(self._stop - 1 if backward else None)
+        yield
+        self._mark(None)
+        self._passes.append((backward, self._marks))
+        self._backward = False
+
+    # -- marks ----------------------------------------------------------------------------------------
+
+    def _mark(self, owner: int | None) -> None:
+        self._owner = owner
+        self._marks.append((self._clock.now(), owner))
+
+    def _marked(self, index: int, layer: Layer) -> Layer:
+        def marked(inputs: Any) -> Any:
+            before = self._owner
+            versions = {id(tensor): tensor._version for tensor in _tensors(inputs)}
+            self._mark(index)
+            try:
+                outputs = self._sized(index, layer, inputs)
+            finally:
+                is_loss_next = self._has_loss and index == self._stop - 1 and not self._backward
+                self._mark(index if is_loss_next else before)
+            if torch.is_grad_enabled():
+                for tensor in _tensors(outputs):
+                    # A tensor passed through untouched is marked already, by the layer that made it.
+                    if tensor.requires_grad and versions.get(id(tensor)) != tensor._version:
+                        tensor.register_hook(partial(self._gradient_complete, index))
+            return outputs
+
+        return marked
+
+    def _gradient_complete(self, index: int, gradient: torch.Tensor) -> None:
+        if self._backward and (self._owner is None or index < self._owner):
+            self._mark(index)
+
+    # -- bytes ----------------------------------------------------------------------------------------
+
+    def _sized(self, index: int, layer: Layer, inputs: Any) -> Any:
+        """Run the layer; the first time that it builds a graph, count what it saves for backward."""
+        if index not in self.samples.input_bytes:
+            self.samples.input_bytes[index] = sum(tensor.nbytes for tensor in _tensors(inputs))
+        if index in self.samples.activation_bytes or not torch.is_grad_enabled():
+            return layer(inputs)
+        own = {parameter.untyped_storage().data_ptr() for parameter in _state(layer)}
+        saved: dict[int, int] = {}
+
+        def count(tensor: torch.Tensor) -> None:
+            if tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    saved[storage.data_ptr()] = storage.nbytes()
+
+        with _saved_tensors(count):
+            outputs = layer(inputs)
+        self.samples.activation_bytes[index] = sum(saved.values())
+        return outputs
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        for backward, marks in self._passes:
+            spent: dict[int, float] = defaultdict(float)
+            durations = self._clock.seconds_between([when for when, _ in marks])
+            for (_, owner), seconds in zip(marks, durations):
+                if owner is not None:
+                    spent[owner] += seconds
+            target = self.samples.backward if backward else self.samples.forward
+            for index, seconds in spent.items():
+                target[index].append(seconds)
+        self._passes = []
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for tensor in value if isinstance(tensor, torch.Tensor)] if isinstance(value, tuple | list) else []
+
+
+def _state(layer: Any) -> list[torch.Tensor]:
+    module = layer.args[0] if isinstance(layer, partial) and layer.args else layer
+    if not isinstance(module, nn.Module):
+        return []
+    return [t for t in [*module.parameters(), *module.buffers()] if t.layout == torch.strided]
+
+
+@contextmanager
+def _saved_tensors(count: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``count`` with every tensor saved for backward, inside hooks that are set already (checkpointing's).
+
+    The hooks in force can only be asked for by a private function, read in torch 2.13.0.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        count(tensor)
+        return outer[0](tensor) if outer else tensor
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return outer[1](packed) if outer else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

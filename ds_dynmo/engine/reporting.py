@@ -1,0 +1,84 @@
+"""What the engine says of what it did: a log line, DeepSpeed's monitor, JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deepspeed.utils import logger
+
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.plan import MeasuredReport, RebalanceReport
+
+
+class Reporter:
+    """Keeps every report; on rank 0 logs, writes and monitors them as the config says."""
+
+    def __init__(self, config: DynMoConfig, is_first_rank: bool, monitor: Any) -> None:
+        self.rebalances: list[RebalanceReport] = []
+        self.measurements: list[MeasuredReport] = []
+        self._log = config.log and is_first_rank
+        self._path = Path(config.report) if config.report is not None and is_first_rank else None
+        self._monitor = monitor if config.monitor and is_first_rank and monitor.enabled else None
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def rebalanced(self, report: RebalanceReport, samples: int) -> None:
+        """Record a decision. ``samples`` is DeepSpeed's x-axis for monitors."""
+        self.rebalances.append(report)
+        if self._log and report.moved:
+            logger.info(rebalance_line(report))
+        self._write(report.as_record())
+        self._send(
+            {
+                "layers_moved": report.layers_moved,
+                "bytes_moved": report.bytes_moved,
+                "predicted_bottleneck_seconds": report.bottleneck_seconds_after,
+                "predicted_imbalance": report.imbalance_after,
+                "profile_seconds": report.profile_seconds,
+                "decide_seconds": report.decide_seconds,
+                "migrate_seconds": report.migrate_seconds,
+            },
+            samples,
+        )
+
+    def measured(self, report: MeasuredReport, samples: int) -> None:
+        """Record what was measured under the present partition."""
+        self.measurements.append(report)
+        self._write(report.as_record())
+        self._send(
+            {
+                "bottleneck_seconds": report.bottleneck_seconds,
+                "imbalance": report.imbalance,
+                "batch_seconds": report.batch_seconds,
+                "bubble_ratio": report.bubble_ratio,
+            },
+            samples,
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a") as lines:
+                lines.write(json.dumps(record) + "\n")
+
+    def _send(self, numbers: dict[str, float | None], samples: int) -> None:
+        if self._monitor is not None:
+            self._monitor.write_events(
+                [(f"DynMo/{name}", value, samples) for name, value in numbers.items() if value is not None]
+            )
+
+
+def rebalance_line(report: RebalanceReport) -> str:
+    """The one line that is logged per rebalance."""
+    text = (
+        f"DynMo step {report.step} ({report.reason}): {list(report.old_partition)} -> {list(report.new_partition)}, "
+        f"{report.layers_moved} layers, {report.bytes_moved / 2**20:.1f} MiB in {report.migrate_seconds * 1e3:.0f} ms"
+    )
+    if report.bottleneck_seconds_before is not None and report.bottleneck_seconds_after is not None:
+        text += (
+            f"; predicted bottleneck {report.bottleneck_seconds_before * 1e3:.2f} -> "
+            f"{report.bottleneck_seconds_after * 1e3:.2f} ms, imbalance {report.imbalance_before:.2f} -> "
+            f"{report.imbalance_after:.2f}"
+        )
+    return text

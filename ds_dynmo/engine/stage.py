@@ -1,0 +1,201 @@
+"""The layers of one stage inside DeepSpeed's PipelineModule: read them, and rebuild the module around others.
+
+All that is private in PipelineModule and depends on the partition is touched here (read in DeepSpeed 0.19.8,
+runtime/pipe/module.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.module import LayerSpec
+from torch import nn
+
+from ds_dynmo.plan import stage_of
+
+
+class StageLayers:
+    """This rank's layers, by their number in the model.
+
+    A tied layer has one module per stage (DeepSpeed keeps it in ``tied_modules``). Where a stage holds several
+    uses of it, the first use owns the parameters, and every later use runs a *twin*: the same memory, gradients
+    of its own. So the gradient of each use is summed over the micro-batches before the uses are added up, on one
+    stage as on two, and numbers do not change when uses meet or part.
+    """
+
+    def __init__(self, module: PipelineModule) -> None:
+        self._module = module
+        self._twins: dict[int, nn.Module] = {}
+        self._twin_of: dict[int, str] = {}
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    @property
+    def start(self) -> int:
+        return int(self._module._local_start)
+
+    @property
+    def stop(self) -> int:
+        return int(self._module._local_stop)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._module._layer_specs)
+
+    def spec(self, index: int) -> Any:
+        """What the user gave for layer ``index``: a LayerSpec, a module or a function."""
+        return self._module._layer_specs[index]
+
+    def key(self, index: int) -> str | None:
+        """The key of a tied layer, None for any other."""
+        spec = self.spec(index)
+        return str(spec.key) if isinstance(spec, TiedLayerSpec) else None
+
+    def uses(self, key: str) -> list[int]:
+        """The layers, in the whole model, that share the parameters of ``key``."""
+        return [index for index in range(self.num_layers) if self.key(index) == key]
+
+    def owner(self, index: int, partition: Sequence[int]) -> bool:
+        """Does layer ``index`` own its module on its stage (False: a tied layer whose first use is there too)?"""
+        key = self.key(index)
+        if key is None:
+            return True
+        stage = stage_of(index, partition)
+        return index == min(use for use in self.uses(key) if stage_of(use, partition) == stage)
+
+    def local_module(self, index: int) -> nn.Module | None:
+        """The module of a layer of this stage: for a tied one that of its first use here; None for a function."""
+        key = self.key(index)
+        if key is not None:
+            return self._module.tied_modules[key]
+        layer = self._module.forward_funcs[index - self.start]
+        return layer if isinstance(layer, nn.Module) else None
+
+    def modules(self) -> dict[int, nn.Module]:
+        """The modules of this stage's layers, each once."""
+        found = {}
+        for index in range(self.start, self.stop):
+            module = self.local_module(index)
+            if module is not None and self.owner(index, self._module.parts):
+                found[index] = module
+        return found
+
+    def counted_modules(self) -> dict[int, nn.Module]:
+        """Like :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
+        return {
+            index: module
+            for index, module in self.modules().items()
+            if (key := self.key(index)) is None or index == self.uses(key)[0]
+        }
+
+    def build(self, index: int) -> nn.Module:
+        """A fresh module of layer ``index``, as its spec says: a shell for a layer that cannot be pickled."""
+        spec = self.spec(index)
+        return spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
+
+    # -- rebuilding -----------------------------------------------------------------------------------
+
+    def rebuild(self, partition: Sequence[int], stage: int, modules: dict[int, nn.Module]) -> None:
+        """Make the PipelineModule what it would be had it been built with ``partition`` and ``modules``."""
+        module = self._module
+        for name in [name for name in module._modules if name.isdigit()]:
+            del module._modules[name]
+        module.tied_modules.clear()
+        module.tied_weight_attrs.clear()
+        module.parts = list(partition)
+        module._set_bounds(start=partition[stage], stop=partition[stage + 1])
+        module.forward_funcs, module.fwd_map = [], {}
+        for index in range(self.start, self.stop):
+            self._attach(index, modules.get(index))
+        self.split_uses()
+        module.is_checkpointable_results_interval = None  # stale results would silently skip layers
+        module._precompute_checkpointable_values()
+
+    def _attach(self, index: int, layer: nn.Module | None) -> None:
+        module, spec, key = self._module, self.spec(index), self.key(index)
+        if key is not None:
+            if layer is not None:
+                module.tied_modules[key] = layer
+                module.tied_weight_attrs[key] = spec.tied_weight_attr
+            module.forward_funcs.append(_use(spec, module.tied_modules[key]))
+        elif layer is not None:
+            module.add_module(str(index), layer)
+            module.fwd_map[str(index)] = len(module.forward_funcs)
+            module.forward_funcs.append(layer)
+            if isinstance(spec, nn.Module):
+                module._layer_specs[index] = layer
+        else:
+            module.forward_funcs.append(spec)
+
+    # -- several uses of a tied layer on one stage ----------------------------------------------------
+
+    @property
+    def has_twins(self) -> bool:
+        return bool(self._twins)
+
+    def split_uses(self) -> None:
+        """Give every use of a tied layer but the first on this stage a twin of its own."""
+        self._twins, self._twin_of = {}, {}
+        for index in range(self.start, self.stop):
+            key = self.key(index)
+            if key is not None and not self.owner(index, self._module.parts):
+                self._twins[index] = _twin(self._module.tied_modules[key])
+                self._twin_of[index] = key
+                self._module.forward_funcs[index - self.start] = _use(self.spec(index), self._twins[index])
+
+    def refresh_twins(self) -> None:
+        """Point the twins at the parameters' present memory."""
+        for index, twin in self._twins.items():
+            for parameter, own in zip(self._module.tied_modules[self._twin_of[index]].parameters(), twin.parameters()):
+                own.data = parameter.data
+                own.requires_grad_(parameter.requires_grad)
+
+    def fold_twin_gradients(self) -> None:
+        """Add the gradients of later uses to those of the first, in layer order."""
+        for index, twin in self._twins.items():
+            for parameter, own in zip(self._module.tied_modules[self._twin_of[index]].parameters(), twin.parameters()):
+                if own.grad is not None:
+                    parameter.grad = own.grad if parameter.grad is None else parameter.grad + own.grad
+                    own.grad = None
+
+    # -- ties between stages --------------------------------------------------------------------------
+
+    def tie(self, grid: Any, make_group: Callable[[list[int]], Any]) -> None:
+        """Rebuild ``tied_comms``: collective, every rank asks for the groups of every replica in one order."""
+        module = self._module
+        module.tied_comms = {}
+        for parameter in module.parameters():
+            parameter.ds_pipe_replicated = False
+        keys = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
+        for key in keys:
+            stages = sorted({stage_of(use, module.parts) for use in self.uses(key)})
+            for replica in range(grid.data_parallel_size):
+                ranks = [grid.stage_to_global(stage_id=stage, data=replica) for stage in stages]
+                if len(ranks) == 1:
+                    continue
+                group = make_group(ranks)
+                if module.global_rank in ranks:
+                    module.tied_comms[key] = {
+                        "ranks": ranks,
+                        "group": group,
+                        "weight_attr": module.tied_weight_attrs[key],
+                        "module": module.tied_modules[key],
+                    }
+                    for parameter in module.tied_modules[key].parameters():
+                        parameter.ds_pipe_replicated = module.global_rank != ranks[0]
+
+
+def _use(spec: TiedLayerSpec, layer: nn.Module) -> Callable[..., Any]:
+    return layer if spec.forward_fn is None else partial(spec.forward_fn, layer)
+
+
+def _twin(layer: nn.Module) -> nn.Module:
+    """A copy that shares the memory of parameters and buffers but has gradients of its own."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in layer.buffers()}
+    for parameter in layer.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(layer, memo)

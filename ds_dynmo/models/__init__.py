@@ -1,0 +1,22 @@
+"""A GPT, its training text, and the ways in which it changes while it trains."""
+
+from ds_dynmo.models.config import ModelConfig, read_model_config
+from ds_dynmo.models.freezing import FreezingConfig, FreezingController, set_frozen_prefix
+from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
+from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.text import Batches, ByteText, load_text
+
+__all__ = [
+    "Batches",
+    "ByteText",
+    "FreezingConfig",
+    "FreezingController",
+    "GPTConfig",
+    "ModelConfig",
+    "gpt_layers",
+    "language_model_loss",
+    "load_text",
+    "local_layers",
+    "read_model_config",
+    "set_frozen_prefix",
+]

@@ -1,0 +1,208 @@
+"""Layer freezing of the model's front: by a schedule, or by AutoFreeze's criterion (paper, section 2, layer freezing).
+
+Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without a word. A frozen
+block takes the blocks before it and the embedding with it; the final norm and the head are never frozen. A tied
+embedding is the head's weight too: freezing it freezes every copy, the head's included. Models that
+freeze should be untied.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationInfo, field_validator
+
+from ds_dynmo.models.local_layers import local_layers
+
+__all__ = [
+    "AutoFreezeConfig",
+    "FreezingConfig",
+    "FreezingController",
+    "auto_freeze",
+    "gradient_change",
+    "scheduled_blocks",
+    "set_frozen_prefix",
+]
+
+LAYERS_BEFORE_BLOCKS = 1  # the embedding
+LAYERS_AFTER_BLOCKS = 2  # the final norm and the head
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NumBlocks = Annotated[int, Field(ge=0)]
+# JSON has lists where pydantic's strictness wants tuples
+ScheduleEntry = Annotated[tuple[Fraction, NumBlocks], Strict(False)]
+Schedule = Annotated[tuple[ScheduleEntry, ...], Strict(False), Field(min_length=1)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class AutoFreezeConfig(_Block):
+    """When gradients are compared: the "automatic" object in the "freezing" block."""
+
+    interval: float = Field(default=0.1, gt=0, le=1, description="between two decisions, as a fraction of the steps")
+    start: float = Field(default=0.2, ge=0, lt=1, description="before the first decision, as a fraction of the steps")
+
+
+class FreezingConfig(_Block):
+    """The "freezing" block: exactly one of "schedule" and "automatic"."""
+
+    schedule: Schedule | None = Field(
+        default=None,
+        description="[[fraction, blocks], ...]: from that fraction of the steps on, so many front blocks are frozen",
+    )
+    automatic: AutoFreezeConfig | None = Field(
+        default=None, validate_default=True, description="AutoFreeze's criterion; {} for its defaults"
+    )
+
+    @field_validator("schedule")
+    @classmethod
+    def _increasing(cls, schedule: Schedule | None) -> Schedule | None:
+        fractions = [fraction for fraction, _ in schedule or ()]
+        if any(later <= earlier for earlier, later in zip(fractions, fractions[1:])):
+            raise ValueError(f"should have increasing fractions of the steps, got {fractions}")
+        return schedule
+
+    @field_validator("automatic")
+    @classmethod
+    def _one_of_both(cls, automatic: AutoFreezeConfig | None, info: ValidationInfo) -> AutoFreezeConfig | None:
+        if "schedule" not in info.data:  # wrong itself
+            return automatic
+        if (automatic is None) == (info.data["schedule"] is None):
+            raise ValueError('exactly one of "schedule" and "automatic" should be given')
+        return automatic
+
+
+def scheduled_blocks(schedule: Sequence[tuple[float, int]], step: int, total_steps: int) -> int:
+    """How many blocks ``schedule`` has frozen in step ``step``, counted from 0, of ``total_steps``.
+
+    >>> [scheduled_blocks([(0.2, 2), (0.6, 4)], step, total_steps=10) for step in range(10)]
+    [0, 0, 2, 2, 2, 2, 4, 4, 4, 4]
+    """
+    frozen = 0
+    for fraction, blocks in schedule:
+        if step >= round(fraction * total_steps):
+            frozen = blocks
+    return frozen
+
+
+def gradient_change(previous: float, current: float) -> float:
+    """AutoFreeze's eta, ``|previous - current| / previous``; infinite where that is no number."""
+    if not (math.isfinite(previous) and math.isfinite(current)) or previous == 0:
+        return math.inf
+    return abs(previous - current) / previous
+
+
+def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_blocks: int) -> int:
+    """AutoFreeze's decision: how many blocks are frozen from now on, never fewer than ``frozen_blocks``.
+
+    The prefix grows up to the first active block whose gradient changed by the median of the active blocks'
+    changes or more. One such block always exists: the last block is never frozen.
+
+    Args:
+        previous, current: per block, sum of the gradients' magnitudes over the last interval but one and over the last.
+    """
+    changes = [gradient_change(*pair) for pair in zip(previous[frozen_blocks:], current[frozen_blocks:], strict=True)]
+    median = statistics.median(changes)
+    return frozen_blocks + next(block for block, change in enumerate(changes) if change >= median)
+
+
+def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> None:
+    """Makes the first ``num_frozen`` layers of the model untrainable and all others trainable, as far as they are here.
+
+    A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
+    """
+    frozen_ties = {spec.key for spec in module._layer_specs[:num_frozen] if isinstance(spec, TiedLayerSpec)}
+    tied_here = {id(module.tied_modules[key]) for key in frozen_ties if key in module.tied_modules}
+    for layer_number, layer in local_layers(module):
+        frozen = layer_number < num_frozen or id(layer) in tied_here
+        for parameter in layer.parameters():
+            parameter.requires_grad_(not frozen)
+            if frozen:
+                parameter.grad = None
+
+
+class FreezingController:
+    """Decides how many layers at the front of a :func:`~ds_dynmo.models.gpt.gpt_layers` list are frozen.
+
+    Before each batch ``set_frozen_prefix(module, controller.frozen_prefix(step))`` is due where that number changed.
+    With :attr:`automatic`, :meth:`add_gradients` belongs between backward and optimizer step of every batch, and
+    :meth:`evaluate` after it.
+    """
+
+    def __init__(self, config: FreezingConfig, *, num_blocks: int, total_steps: int) -> None:
+        self._config = config
+        self._num_blocks = num_blocks
+        self._total_steps = total_steps
+        self._frozen_blocks = 0
+        self._previous: list[float] | None = None
+        # This rank's share: a layer that migrates leaves here what it has gathered, the sum over stages finds it.
+        self._sums = torch.zeros(LAYERS_BEFORE_BLOCKS + num_blocks + LAYERS_AFTER_BLOCKS, dtype=torch.float64)
+
+    @property
+    def automatic(self) -> bool:
+        """Does this controller look at gradients?"""
+        return self._config.automatic is not None
+
+    def frozen_prefix(self, step: int) -> int:
+        """How many layers of the layer list are frozen in step ``step``, counted from 0."""
+        if self._config.schedule is not None:
+            blocks = scheduled_blocks(self._config.schedule, step, self._total_steps)
+        else:
+            blocks = self._frozen_blocks
+        return LAYERS_BEFORE_BLOCKS + blocks if blocks else 0
+
+    def add_gradients(self, module: PipelineModule) -> None:
+        """Adds each local layer's sum of gradient magnitudes, already averaged over the replicas."""
+        for layer_number, layer in local_layers(module):
+            norms = [
+                torch.linalg.vector_norm(parameter.grad, ord=1, dtype=torch.float64)
+                for parameter in layer.parameters()
+                if parameter.grad is not None
+            ]
+            if norms:
+                self._sums[layer_number] += torch.stack(norms).sum().cpu()
+
+    def evaluate(self, steps_done: int, sum_over_stages: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """After ``steps_done`` steps: at the end of an interval, decides anew. Called on every rank.
+
+        Args:
+            sum_over_stages: adds a CPU float64 ``[num_layers]`` tensor over the pipeline's stages, collectively.
+
+        Raises:
+            RuntimeError: no active block had any gradient.
+        """
+        automatic = self._config.automatic
+        if automatic is None or steps_done % max(1, round(automatic.interval * self._total_steps)):
+            return
+        sums = sum_over_stages(self._sums)[LAYERS_BEFORE_BLOCKS:-LAYERS_AFTER_BLOCKS].tolist()
+        self._sums = torch.zeros_like(self._sums)
+        if not any(sums[self._frozen_blocks :]):
+            raise RuntimeError(
+                f"automatic freezing saw no gradient in blocks {self._frozen_blocks} to {self._num_blocks - 1} "
+                f"up to step {steps_done}"
+            )
+        if self._previous is not None and steps_done >= round(automatic.start * self._total_steps):
+            self._frozen_blocks = auto_freeze(self._previous, sums, self._frozen_blocks)
+        self._previous = sums
+
+    def state_dict(self, sum_over_stages: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """What a checkpoint has to hold, plain JSON values, the same on every rank. Called on every rank."""
+        return {
+            "frozen_blocks": self._frozen_blocks,
+            "previous": self._previous,
+            "sums": sum_over_stages(self._sums).tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], module: PipelineModule) -> None:
+        """Takes up what :meth:`state_dict` gave; each stage the sums of the layers that it holds."""
+        self._frozen_blocks = state["frozen_blocks"]
+        self._previous = state["previous"]
+        for layer_number, _ in local_layers(module):
+            self._sums[layer_number] = state["sums"][layer_number]

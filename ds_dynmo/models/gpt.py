@@ -1,0 +1,218 @@
+"""A decoder-only GPT as a list of pipeline layers: embedding, pre-norm blocks, final norm, output head.
+
+Between layers there is one float tensor ``[batch, sequence, hidden]``. Every layer draws its initial weights from a
+generator of its own, so that they are the same under every partition of the list.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from torch import nn
+from torch.nn.utils import skip_init
+
+from ds_dynmo.models.seeding import generator_for
+
+__all__ = [
+    "Block",
+    "CausalSelfAttention",
+    "FeedForward",
+    "FinalNorm",
+    "GPTConfig",
+    "OutputHead",
+    "TokenEmbedding",
+    "apply_rotary",
+    "gpt_layers",
+    "language_model_loss",
+]
+
+INIT_STD = 0.02  # GPT-2
+
+
+class GPTConfig(BaseModel):
+    """Sizes of the model. The constructor raises pydantic's ``ValidationError``, a ``ValueError``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    vocab_size: int = Field(default=256, ge=2, description="number of different tokens; bytes are 256")
+    sequence_length: int = Field(default=256, ge=1, description="tokens of a training sequence")
+    layers: int = Field(default=12, ge=1, description="number of blocks; the layer list holds three layers more")
+    hidden_size: int = Field(default=128, ge=2, description="width of the activations between layers")
+    heads: int = Field(default=4, ge=1, description="attention heads; each is hidden_size / heads wide")
+    mlp_ratio: int = Field(default=4, ge=1, description="width of the feed-forward layer over hidden_size")
+    tied_embedding: bool = Field(default=True, description="true: embedding and head share one weight")
+    rope_base: float = Field(default=10000.0, gt=1, description="longest wavelength of the rotary positions over 2 pi")
+    norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
+    seed: int = Field(default=0, ge=0, description="what the initial weights are drawn from")
+
+    @field_validator("heads")
+    @classmethod
+    def _even_head_width(cls, heads: int, info: ValidationInfo) -> int:
+        hidden_size = info.data.get("hidden_size")  # absent if it is wrong itself
+        if hidden_size is not None and hidden_size % heads:
+            raise ValueError(f"should divide hidden_size, {hidden_size}")
+        if hidden_size is not None and hidden_size // heads % 2:
+            raise ValueError(
+                f"makes heads {hidden_size // heads} wide (hidden_size {hidden_size}), rotary positions need even"
+            )
+        return heads
+
+
+class _Layer(nn.Module):
+    """A layer of the pipeline."""
+
+    def load_signal(self) -> float:
+        """The paper's ``1 - f_i`` (section 2, layer freezing): 0.0 if no parameter of this layer trains, else 1.0.
+
+        The paper counts a frozen layer as no load. It still runs forward, which a measured time includes
+        and this number does not.
+        """
+        return float(any(parameter.requires_grad for parameter in self.parameters()))
+
+
+class TokenEmbedding(_Layer):
+    """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        _fill(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class Block(_Layer):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        generator = generator_for("layer", config.seed, layer)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = CausalSelfAttention(config, generator)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = FeedForward(config, generator)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class FinalNorm(_Layer):
+    """The norm before the head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden)
+
+
+class OutputHead(_Layer):
+    """``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        _fill(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention of every token to itself and to earlier ones, with rotary positions."""
+
+    def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.rope_base = config.rope_base
+        self.query_key_value = _linear(config.hidden_size, 3 * config.hidden_size, INIT_STD, generator)
+        self.output = _linear(config.hidden_size, config.hidden_size, _residual_std(config), generator)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, sequence, width = hidden.shape
+        projected = self.query_key_value(hidden).view(batch, sequence, 3, self.heads, width // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        positions = torch.arange(sequence, device=hidden.device)
+        query = apply_rotary(query, positions, self.rope_base)
+        key = apply_rotary(key, positions, self.rope_base)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with a GELU in between."""
+
+    def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        width = config.mlp_ratio * config.hidden_size
+        self.expand = _linear(config.hidden_size, width, INIT_STD, generator)
+        self.contract = _linear(width, config.hidden_size, _residual_std(config), generator)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.contract(F.gelu(self.expand(hidden), approximate="tanh"))
+
+
+def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotates pairs of features by angles that grow with the position (RoPE), in fp32.
+
+    Args:
+        states: ``[..., sequence, width]``, an even width; feature ``i`` is paired with ``i + width / 2``.
+        positions: ints, broadcastable to ``[..., sequence]``.
+        base: pair ``i`` turns by ``base ** (-2 i / width)`` per position.
+
+    Returns:
+        The same shape and dtype. The dot product of two rotated vectors depends on their positions' difference alone.
+    """
+    half = states.shape[-1] // 2
+    frequencies = base ** (torch.arange(half, device=states.device, dtype=torch.float32) / -half)
+    angles = positions.unsqueeze(-1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    first, second = states.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(states.dtype)
+
+
+def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
+    """The layer list for a ``PipelineModule``: embedding, ``config.layers`` blocks, final norm, head.
+
+    With ``tied_embedding`` the first and the last entry are one ``TiedLayerSpec`` key, "embedding".
+    """
+    blocks = [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)]
+    if config.tied_embedding:
+        # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
+        embedding = TiedLayerSpec("embedding", TokenEmbedding, config, 0, tied_weight_attr="weight")
+        head = TiedLayerSpec("embedding", TokenEmbedding, config, 0, forward_fn=_tied_logits, tied_weight_attr="weight")
+    else:
+        embedding = LayerSpec(TokenEmbedding, config, 0)
+        head = LayerSpec(OutputHead, config, config.layers + 2)
+    return [embedding, *blocks, LayerSpec(FinalNorm, config), head]
+
+
+def language_model_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats, in fp32: logits ``[batch, sequence, vocabulary]``, labels ``[batch, sequence]``."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def _tied_logits(embedding: TokenEmbedding, hidden: torch.Tensor) -> torch.Tensor:
+    return F.linear(hidden, embedding.weight)
+
+
+def _linear(inputs: int, outputs: int, std: float, generator: torch.Generator) -> nn.Linear:
+    linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # nn.Linear's own initialisation draws globally
+    _fill(linear.weight, std, generator)
+    return linear
+
+
+def _fill(weight: nn.Parameter, std: float, generator: torch.Generator) -> None:
+    nn.init.normal_(weight, std=std, generator=generator)
+
+
+def _residual_std(config: GPTConfig) -> float:
+    """GPT-2: what is added to the residual stream, twice per block, shrinks with depth."""
+    return INIT_STD / math.sqrt(2 * config.layers)

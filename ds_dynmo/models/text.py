@@ -1,0 +1,142 @@
+"""Bytes of real text as training data: every micro-batch is reached by its number.
+
+The n-th micro-batch depends on (seed, n, replica) alone. The first and the last stage, which read inputs and labels
+each for themselves, agree without talking, and a resumed run goes on with what would have come next.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.seeding import generator_for
+
+__all__ = ["Batches", "ByteText", "load_text"]
+
+STDLIB_BYTES = 16 * 2**20  # enough to learn from, read in a fraction of a second
+STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+STRETCH_BYTES = 2**20
+VALIDATION_SHARE = 20  # one byte in so many
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Micro-batches of sequences from random places in one split of a text."""
+
+    tokens: torch.Tensor
+    stretch: int
+    start: int
+    starts_per_stretch: int
+    micro_batch_size: int
+    sequence_length: int
+    key: tuple[int | str, ...]
+
+    def micro_batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels, int64 ``[micro_batch_size, sequence_length]``: labels are the inputs one byte on."""
+        stretches = len(self.tokens) // self.stretch
+        draws = torch.randint(
+            stretches * self.starts_per_stretch, (self.micro_batch_size, 1), generator=generator_for(*self.key, number)
+        )
+        starts = self.start + draws // self.starts_per_stretch * self.stretch + draws % self.starts_per_stretch
+        windows = self.tokens[starts + torch.arange(self.sequence_length + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def iterate(self, first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Micro-batches ``first``, ``first + 1``, ... without end."""
+        while True:
+            yield self.micro_batch(first)
+            first += 1
+
+
+class ByteText:
+    """A text as one uint8 tensor, cut into equal stretches whose last twentieth is for validation.
+
+    Args:
+        tokens: uint8 ``[bytes]``.
+        name: where the text came from, for messages.
+    """
+
+    def __init__(self, tokens: torch.Tensor, name: str) -> None:
+        stretches = max(1, len(tokens) // STRETCH_BYTES)
+        self.stretch = len(tokens) // stretches
+        self.tokens = tokens[: stretches * self.stretch]
+        self.name = name
+
+    def batches(
+        self,
+        split: Literal["train", "validation"],
+        *,
+        micro_batch_size: int,
+        sequence_length: int,
+        seed: int,
+        replica: int = 0,
+    ) -> Batches:
+        """Micro-batches of one split for one data-parallel replica.
+
+        Raises:
+            ConfigError: the text is too short for ``sequence_length``.
+        """
+        self.check_length(sequence_length)
+        validation = self.stretch // VALIDATION_SHARE
+        start, length = (0, self.stretch - validation) if split == "train" else (self.stretch - validation, validation)
+        return Batches(
+            tokens=self.tokens,
+            stretch=self.stretch,
+            start=start,
+            starts_per_stretch=length - sequence_length,
+            micro_batch_size=micro_batch_size,
+            sequence_length=sequence_length,
+            key=(split, seed, replica),
+        )
+
+    def check_length(self, sequence_length: int) -> None:
+        """Refuses, by a ConfigError, a text whose validation part holds no sequence and the byte that follows it."""
+        needed = VALIDATION_SHARE * (sequence_length + 1)
+        if self.stretch < needed:
+            raise ConfigError(
+                f"{self.name}: {len(self.tokens)} bytes are too few: one sequence of {sequence_length} bytes "
+                f"in the {100 // VALIDATION_SHARE}% kept for validation needs {needed}"
+            )
+
+
+def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
+    """Reads a text.
+
+    Args:
+        path: a file, or a folder of which every regular file at any depth is read whatever its suffix, in the order of
+            their names. None: the sources of Python's standard library, without its tests, up to 16 MiB.
+
+    Raises:
+        ConfigError: no such path, a file that cannot be read, or not one byte in it.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [file for file in sorted(root.rglob("*.py")) if not STDLIB_EXCLUDED & set(file.relative_to(root).parts)]
+        return _read(files, str(root), STDLIB_BYTES)
+    root = Path(path)
+    if not root.exists():
+        raise ConfigError(f"{root}: no such file or folder")
+    files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root.is_dir() else [root]
+    return _read(files, str(root), None)
+
+
+def _read(files: Iterable[Path], name: str, most_bytes: int | None) -> ByteText:
+    content = bytearray()
+    for file in files:
+        try:
+            content += file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error}") from error
+        if most_bytes is not None and len(content) >= most_bytes:
+            del content[most_bytes:]
+            break
+    if not content:
+        raise ConfigError(f"{name}: there is not one byte of text in it")
+    return ByteText(torch.frombuffer(content, dtype=torch.uint8), name)

@@ -1,0 +1,42 @@
+"""DECIDE: which contiguous layers each stage should own, as pure functions over plain sequences.
+
+A *balancer* takes per-layer costs, a number of stages, the partition in force and a memory model, and gives
+boundaries. ``"partition"`` (:func:`balanced`) and ``"diffusion"`` (:func:`diffusion`) are registered here;
+:func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
+"""
+
+from ds_dynmo.partitioners.balanced import balanced
+from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
+from ds_dynmo.partitioners.diffusion_node import DiffusionNode, message_capacity
+from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
+from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
+from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
+from ds_dynmo.partitioners.registry import Balancer, get, names, register
+from ds_dynmo.partitioners.simulate import Timeline, simulate
+from ds_dynmo.partitioners.uniform import uniform
+
+__all__ = [
+    "Balancer",
+    "DiffusionNode",
+    "DiffusionTrace",
+    "MemoryModel",
+    "StageMemory",
+    "Timeline",
+    "balanced",
+    "bottleneck",
+    "bubble_ratio",
+    "check_fits",
+    "diffusion",
+    "diffusion_step",
+    "diffusion_trace",
+    "get",
+    "imbalance",
+    "lemma2_bound",
+    "loads",
+    "message_capacity",
+    "names",
+    "potential",
+    "register",
+    "simulate",
+    "uniform",
+]

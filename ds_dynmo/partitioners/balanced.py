@@ -1,0 +1,118 @@
+"""The paper's Partition: binary search on the bottleneck, linear probing; exact.
+
+Costs become integers (every finite float is one times a power of two, and one power serves all), so prefix
+sums and comparisons are exact whatever the ratios, and the search ends on sums of layers, not on an epsilon.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ds_dynmo.partitioners.checks import check_costs, check_num_stages
+from ds_dynmo.partitioners.limited import balanced_within
+from ds_dynmo.partitioners.memory import MemoryModel
+from ds_dynmo.partitioners.registry import register
+from ds_dynmo.plan import check_partition
+
+__all__ = ["balanced"]
+
+
+@register("partition")
+def balanced(
+    costs: Sequence[float], num_stages: int, *, memory: MemoryModel | None = None, start: Sequence[int] | None = None
+) -> list[int]:
+    """The partition with the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
+
+    Among the optimal ones it takes ``start`` if that is one, so that no layer moves for nothing; else the
+    one whose boundaries are, from the last to the first, nearest to an even share of what lies before them.
+
+    Args:
+        costs: per layer, finite and >= 0; ints are compared exactly, floats as the numbers they are.
+        start: the partition in force.
+
+    >>> balanced([4, 9, 7, 5], 3)
+    [0, 1, 2, 4]
+
+    Raises:
+        PartitionError: costs that are no costs, more stages than layers, no partition that fits (says
+            the stage, the bytes and the limit of the one that overshoots least).
+    """
+    weights = to_integers(check_costs(costs))
+    check_num_stages(len(weights), num_stages)
+    prefix = [0, *accumulate(weights)]
+    given = None if start is None else list(check_partition(start, len(weights), num_stages))
+    if memory is not None:
+        return balanced_within(prefix, num_stages, memory, given)
+    bound = _optimal_bound(prefix, num_stages, max(weights))
+    if given is not None and all(prefix[b] - prefix[a] <= bound for a, b in zip(given, given[1:])):
+        return given
+    return _spread(prefix, num_stages, bound)
+
+
+def to_integers(costs: Sequence[float]) -> list[int]:
+    """``costs`` times the one power of two that makes integers of all."""
+    ratios = [cost.as_integer_ratio() for cost in costs]
+    scale = max(denominator for _, denominator in ratios) if ratios else 1
+    return [numerator * (scale // denominator) for numerator, denominator in ratios]
+
+
+def _optimal_bound(prefix: list[int], num_stages: int, largest: int) -> int:
+    """The smallest bottleneck of any partition; between probes both ends snap to sums of layers."""
+    low = max(largest, -(-prefix[-1] // num_stages))
+    high = _first_bound_beyond(prefix, _fill(prefix, num_stages, low), low)
+    if high == low:
+        return low
+    low, high = high, low + largest  # what greedy filling always meets
+    while low < high:
+        middle = (low + high) // 2
+        bounds = _fill(prefix, num_stages, middle)
+        if prefix[-1] - prefix[bounds[-2]] <= middle:
+            high = max(prefix[b] - prefix[a] for a, b in zip(bounds, bounds[1:]))
+        else:
+            low = _first_bound_beyond(prefix, bounds, middle)
+    return high
+
+
+def _fill(prefix: list[int], num_stages: int, bound: int) -> list[int]:
+    """Each stage takes all it can under ``bound``, leaving one layer to each that follows; the last takes the rest.
+
+    ``bound`` is at least the largest layer.
+    """
+    num_layers = len(prefix) - 1
+    bounds, stop = [0], 0
+    for stage in range(num_stages - 1):
+        latest = num_layers - (num_stages - 1 - stage)
+        stop = bisect_right(prefix, prefix[stop] + bound, stop + 1, latest + 1) - 1
+        bounds.append(stop)
+    bounds.append(num_layers)
+    return bounds
+
+
+def _first_bound_beyond(prefix: list[int], bounds: list[int], bound: int) -> int:
+    """``bound`` if the filled ``bounds`` meet it, else the smallest one that would have filled otherwise."""
+    rest = prefix[-1] - prefix[bounds[-2]]
+    if rest <= bound:
+        return bound
+    return min([rest, *(prefix[stop + 1] - prefix[start] for start, stop in zip(bounds[:-2], bounds[1:-1]))])
+
+
+def _spread(prefix: list[int], num_stages: int, bound: int) -> list[int]:
+    """A partition that meets ``bound``: from the last boundary to the first, nearest to an even share.
+
+    Everything up to the greedy filling's boundary can be held by the stages before it, so any choice not
+    beyond it leads to a partition.
+    """
+    latest = _fill(prefix, num_stages, bound)
+    bounds = [0] * num_stages + [len(prefix) - 1]
+    for stage in range(num_stages - 1, 0, -1):
+        stop = bounds[stage + 1]
+        low = max(stage, bisect_left(prefix, prefix[stop] - bound))
+        high = min(latest[stage], stop - 1)
+        share = bisect_left(prefix, prefix[stop] * stage // (stage + 1), low, high)
+        # The first boundary at or beyond the even share; the one before it may be nearer.
+        if share > low and (prefix[share] + prefix[share - 1]) * (stage + 1) >= 2 * prefix[stop] * stage:
+            share -= 1
+        bounds[stage] = share
+    return bounds

@@ -1,0 +1,60 @@
+"""What every balancer refuses: costs that are no costs, and stages that no layer is left for."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+from ds_dynmo.errors import PartitionError
+
+__all__ = ["check_costs", "check_num_stages"]
+
+
+def check_costs(costs: Sequence[float]) -> list[float]:
+    """``costs`` as plain numbers, ints staying ints (so that their sums are exact), anything else as a float.
+
+    Raises:
+        PartitionError: a cost that is missing, no number, NaN, infinite or negative, naming its layer; costs
+            whose sum no float holds.
+    """
+    checked = [_check_cost(layer, cost) for layer, cost in enumerate(costs)]
+    try:
+        math.fsum(checked)
+    except OverflowError as error:
+        raise PartitionError(f"the costs of the {len(checked)} layers add up to more than a float holds") from error
+    return checked
+
+
+def _check_cost(layer: int, cost: float) -> float:
+    try:
+        number = _plain(cost)
+        usable = math.isfinite(number) and number >= 0
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PartitionError(f"layer {layer} costs {cost!r}: a cost is a finite number >= 0") from error
+    if not usable:
+        raise PartitionError(f"layer {layer} costs {cost!r}: a cost is a finite number >= 0")
+    return number
+
+
+def _plain(cost: float) -> float:
+    if cost is None or isinstance(cost, str | bytes):
+        raise TypeError(f"{cost!r} is no number")
+    try:
+        return operator.index(cost)  # type: ignore[arg-type]  # refuses floats: the other way
+    except TypeError:
+        return float(cost)
+
+
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Refuse more stages than layers, and fewer than one.
+
+    Raises:
+        PartitionError: with both numbers.
+    """
+    if num_stages < 1:
+        raise PartitionError(f"{num_layers} layers need at least 1 stage, got {num_stages}")
+    if num_stages > num_layers:
+        raise PartitionError(
+            f"{num_layers} layers cannot fill {num_stages} stages: every stage owns at least one layer"
+        )

@@ -1,0 +1,132 @@
+"""The paper's diffusion-based balancer: every stage's state machine, with messages delivered in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners.checks import check_costs, check_num_stages
+from ds_dynmo.partitioners.diffusion_node import DiffusionNode
+from ds_dynmo.partitioners.memory import MemoryModel, check_fits
+from ds_dynmo.partitioners.metrics import loads, potential
+from ds_dynmo.partitioners.registry import register
+from ds_dynmo.partitioners.uniform import uniform
+from ds_dynmo.plan import check_partition
+
+__all__ = ["DiffusionTrace", "diffusion", "diffusion_trace"]
+
+
+@dataclass(frozen=True)
+class DiffusionTrace:
+    """One run, round by round.
+
+    Attributes:
+        partitions: before the first round and after each: ``rounds + 1`` of them.
+        potentials: the paper's phi of each. It falls with every step between neighbours; the one commit of
+            the sweeps before them lowers the bottleneck and may raise it.
+        floats_sent: summed over all messages.
+    """
+
+    partitions: tuple[tuple[int, ...], ...]
+    potentials: tuple[float, ...]
+    floats_sent: int
+
+    @property
+    def rounds(self) -> int:
+        """Message hops from the start to the round in which every stage was done."""
+        return len(self.partitions) - 1
+
+    @property
+    def partition(self) -> list[int]:
+        """Where it ended."""
+        return list(self.partitions[-1])
+
+
+@register("diffusion")
+def diffusion(
+    costs: Sequence[float], num_stages: int, start: Sequence[int] | None = None, *, memory: MemoryModel | None = None
+) -> list[int]:
+    """The partition on which a decentralised run lands, in which a stage hears from its neighbours only (Lemma 2).
+
+    Without ``memory`` its bottleneck is the smallest possible one, to the rounding of a stage's load. With it,
+    every stage fits, and the bottleneck is no larger than the start's, or than any if the start does not fit.
+
+    Args:
+        costs: per layer, finite and >= 0.
+        start: the partition in force; uniform if not given.
+
+    >>> diffusion([4, 9, 7, 5], 3)
+    [0, 1, 2, 4]
+
+    Raises:
+        PartitionError: costs that are no costs, more stages than layers, a start that does not fit and from
+            which passing layers on finds none that does.
+    """
+    checked, bounds = _checked(costs, num_stages, start, memory)
+    nodes = _nodes(checked, bounds, memory)
+    while not nodes[0].done:
+        _deliver(nodes)
+    return _landed(nodes, bounds, memory)
+
+
+def diffusion_trace(
+    costs: Sequence[float], num_stages: int, start: Sequence[int] | None = None, *, memory: MemoryModel | None = None
+) -> DiffusionTrace:
+    """The same run as :func:`diffusion`, with what happened in every round."""
+    checked, bounds = _checked(costs, num_stages, start, memory)
+    nodes = _nodes(checked, bounds, memory)
+    partitions = [bounds]
+    potentials = [potential(loads(checked, bounds))]
+    floats_sent = 0
+    while not nodes[0].done:
+        floats_sent += _deliver(nodes)
+        partition = _boundaries(nodes)
+        moved = partition != partitions[-1]
+        potentials.append(potential(loads(checked, partition)) if moved else potentials[-1])
+        partitions.append(partition)
+    _landed(nodes, bounds, memory)
+    return DiffusionTrace(tuple(partitions), tuple(potentials), floats_sent)
+
+
+def _checked(
+    costs: Sequence[float], num_stages: int, start: Sequence[int] | None, memory: MemoryModel | None
+) -> tuple[list[float], tuple[int, ...]]:
+    checked = check_costs(costs)
+    check_num_stages(len(checked), num_stages)
+    if memory is not None:
+        memory.check_shape(len(checked), num_stages)
+    given = uniform(len(checked), num_stages) if start is None else start
+    return checked, check_partition(given, len(checked), num_stages)
+
+
+def _nodes(costs: Sequence[float], bounds: Sequence[int], memory: MemoryModel | None) -> list[DiffusionNode]:
+    num_stages = len(bounds) - 1
+    nodes = []
+    for stage, (start, stop) in enumerate(zip(bounds, bounds[1:])):
+        own = None if memory is None else memory.of_stage(stage, start, stop)
+        nodes.append(DiffusionNode(stage, num_stages, start, costs[start:stop], memory=own))
+    return nodes
+
+
+def _deliver(nodes: list[DiffusionNode]) -> int:
+    """One round; how many floats it took."""
+    sent = [node.messages() for node in nodes]
+    nobody = (None, None)
+    for node, before, after in zip(nodes, [nobody, *sent], [*sent[1:], nobody]):
+        node.receive(before[1], after[0])
+    return sum(len(message) for pair in sent for message in pair if message is not None)
+
+
+def _boundaries(nodes: list[DiffusionNode]) -> tuple[int, ...]:
+    return (*(node.bounds[0] for node in nodes), nodes[-1].bounds[1])
+
+
+def _landed(nodes: list[DiffusionNode], start: tuple[int, ...], memory: MemoryModel | None) -> list[int]:
+    if not nodes[0].fits:
+        assert memory is not None
+        try:
+            check_fits(start, memory)
+        except PartitionError as error:
+            raise PartitionError(f"neighbours passing layers on found no partition that fits: {error}") from error
+    return list(_boundaries(nodes))

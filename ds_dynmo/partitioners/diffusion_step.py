@@ -1,0 +1,55 @@
+"""What two neighbouring stages do with what they know alone, and how soon it ends (the paper's Lemma 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+__all__ = ["diffusion_step", "lemma2_bound"]
+
+
+def diffusion_step(
+    left_costs: Sequence[float], right_costs: Sequence[float], fits: Callable[[int], bool] = lambda left_layers: True
+) -> int:
+    """How many of their layers the left one of two neighbours should own, from what the two know alone.
+
+    The heavier hands over layers at their common boundary, one after the other, for as long as the larger of the
+    two loads falls (so the gap between them closes, and no gap to any third stage opens), neither is left empty,
+    and both fit.
+
+    Args:
+        left_costs, right_costs: per layer, in layer order, each at least one.
+        fits: given a number of layers on the left, whether both stages fit in memory.
+
+    >>> diffusion_step([4.0, 3.0, 1.0], [2.0])
+    2
+    """
+    costs = [*left_costs, *right_costs]
+
+    def heavier(left_layers: int) -> float:
+        return max(math.fsum(costs[:left_layers]), math.fsum(costs[left_layers:]))
+
+    best = len(left_costs)
+    lightest = heavier(best)
+    step = -1 if math.fsum(left_costs) > math.fsum(right_costs) else 1
+    for place in range(best + step, 0 if step < 0 else len(costs), step):
+        load = heavier(place)
+        if load > lightest or not fits(place):
+            break
+        if load < lightest:
+            best, lightest = place, load
+    return best
+
+
+def lemma2_bound(num_stages: int, total: float, gamma: float) -> int:
+    """Rounds within which Lemma 2 has the balancer converge, with the constants of its proof:
+
+    ``60 ln(2 N) N min(N ln(S N^2 / gamma), S / gamma)`` for N stages and a total load S. Gamma is the gap in load
+    that is left alone; a pipeline lighter than gamma counts as gamma.
+
+    >>> lemma2_bound(4, total=8.0, gamma=1.0)
+    3993
+    """
+    ratio = max(total / gamma, 1.0) if total > 0 else 1.0
+    rounds = min(num_stages * math.log(ratio * num_stages**2), ratio)
+    return math.ceil(60 * math.log(2 * num_stages) * num_stages * rounds)

@@ -1,0 +1,193 @@
+"""What a stage needs of its device's memory, and whether a partition fits.
+
+A stage holds the static bytes of its layers (weights, gradients, optimizer state, buffers) and, for every
+micro-batch in flight under 1F1B, what its layers save for their backward pass. Stage ``s`` of ``N`` has
+``min(N - s, micro_batches)`` micro-batches in flight, so early stages need more for the same layers.
+With activation checkpointing every ``k`` layers, counted from the stage's first, a micro-batch in flight
+holds only each segment's input, and one segment's activations exist while it is recomputed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.plan import check_partition
+
+__all__ = ["MemoryModel", "StageMemory", "check_fits", "resident_bytes"]
+
+
+def resident_bytes(
+    static_bytes: Sequence[int],
+    activation_bytes: Sequence[int],
+    input_bytes: Sequence[int],
+    in_flight: int,
+    checkpoint_interval: int,
+) -> int:
+    """Bytes that a stage of just these layers holds at its peak.
+
+    >>> resident_bytes([10, 10, 10], [4, 5, 6], [1, 2, 3], in_flight=2, checkpoint_interval=0)
+    60
+    >>> resident_bytes([10, 10, 10], [4, 5, 6], [1, 2, 3], in_flight=2, checkpoint_interval=2)
+    47
+    """
+    if checkpoint_interval == 0:
+        return sum(static_bytes) + in_flight * sum(activation_bytes)
+    heads = range(0, len(static_bytes), checkpoint_interval)
+    recomputed = max((sum(activation_bytes[head : head + checkpoint_interval]) for head in heads), default=0)
+    return sum(static_bytes) + in_flight * sum(input_bytes[head] for head in heads) + recomputed
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one stage knows of memory: its own layers' bytes, its own limit, and how the job runs.
+
+    Attributes:
+        static_bytes, activation_bytes, input_bytes: per layer that the stage owns now.
+        limit: bytes that the stage may use.
+        micro_batches, checkpoint_interval: the same for every stage.
+    """
+
+    static_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    input_bytes: tuple[int, ...]
+    limit: int
+    micro_batches: int
+    checkpoint_interval: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes per layer, and the limit of every stage.
+
+    Attributes:
+        static_bytes: per layer: weights, gradients, optimizer state, buffers.
+        activation_bytes: per layer and micro-batch, what it saves for its backward pass.
+        input_bytes: per layer and micro-batch, its input; counts only under checkpointing.
+        limits: per stage, the bytes that it may use.
+        micro_batches: per iteration.
+        checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
+
+    Raises:
+        PartitionError: unlike numbers of layers, negative bytes, no micro-batch, a negative interval.
+    """
+
+    static_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    input_bytes: tuple[int, ...]
+    limits: tuple[int, ...]
+    micro_batches: int
+    checkpoint_interval: int = 0
+
+    def __post_init__(self) -> None:
+        per_layer = {len(self.static_bytes), len(self.activation_bytes), len(self.input_bytes)}
+        if len(per_layer) != 1:
+            raise PartitionError(
+                f"a memory model needs bytes for each layer, got {len(self.static_bytes)} static, "
+                f"{len(self.activation_bytes)} activation and {len(self.input_bytes)} input values"
+            )
+        for name in ("static_bytes", "activation_bytes", "input_bytes", "limits"):
+            for place, value in enumerate(getattr(self, name)):
+                if value < 0:
+                    raise PartitionError(f"{name}[{place}] is {value}: bytes cannot be negative")
+        if self.micro_batches < 1 or self.checkpoint_interval < 0:
+            raise PartitionError(
+                "a memory model needs micro_batches >= 1 and checkpoint_interval >= 0, "
+                f"got {self.micro_batches} and {self.checkpoint_interval}"
+            )
+
+    def check_shape(self, num_layers: int, num_stages: int) -> None:
+        """Refuse a model of other layers or stages.
+
+        Raises:
+            PartitionError: with both numbers.
+        """
+        if len(self.static_bytes) != num_layers or len(self.limits) != num_stages:
+            raise PartitionError(
+                f"the memory model is for {len(self.static_bytes)} layers and {len(self.limits)} stages, "
+                f"not for {num_layers} and {num_stages}"
+            )
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations ``stage`` holds at its peak."""
+        return min(len(self.limits) - stage, self.micro_batches)
+
+    def stage_bytes(self, stage: int, start: int, stop: int) -> int:
+        """Bytes that ``stage`` needs for layers ``[start, stop)``."""
+        return resident_bytes(
+            self.static_bytes[start:stop],
+            self.activation_bytes[start:stop],
+            self.input_bytes[start:stop],
+            self.in_flight(stage),
+            self.checkpoint_interval,
+        )
+
+    def fits(self, stage: int, start: int, stop: int) -> bool:
+        """May ``stage`` own layers ``[start, stop)``?"""
+        return self.stage_bytes(stage, start, stop) <= self.limits[stage]
+
+    def of_stage(self, stage: int, start: int, stop: int) -> StageMemory:
+        """What ``stage``, owning layers ``[start, stop)``, knows by itself."""
+        return StageMemory(
+            self.static_bytes[start:stop],
+            self.activation_bytes[start:stop],
+            self.input_bytes[start:stop],
+            self.limits[stage],
+            self.micro_batches,
+            self.checkpoint_interval,
+        )
+
+    def furthest_stops(self, stage: int, extra_bytes: int = 0) -> list[int]:
+        """For each ``start`` in ``0 .. num_layers``, the largest ``stop`` with which ``stage`` fits (``start``: none).
+
+        Args:
+            extra_bytes: added to the limit.
+        """
+        limit = self.limits[stage] + extra_bytes
+        if self.checkpoint_interval:
+            return [self._furthest_checkpointed(stage, start, limit) for start in range(len(self.static_bytes) + 1)]
+        prefix = self._prefixes[self.in_flight(stage)]
+        return [bisect.bisect_right(prefix, held + limit, lo=start) - 1 for start, held in enumerate(prefix)]
+
+    @cached_property
+    def _prefixes(self) -> dict[int, list[int]]:
+        layers = list(zip(self.static_bytes, self.activation_bytes))
+        return {
+            in_flight: [0, *itertools.accumulate(static + in_flight * activation for static, activation in layers)]
+            for in_flight in {self.in_flight(stage) for stage in range(len(self.limits))}
+        }
+
+    def _furthest_checkpointed(self, stage: int, start: int, limit: int) -> int:
+        in_flight, held, segment, recomputed = self.in_flight(stage), 0, 0, 0
+        for layer in range(start, len(self.static_bytes)):
+            if (layer - start) % self.checkpoint_interval == 0:
+                held += in_flight * self.input_bytes[layer]
+                segment = 0
+            held += self.static_bytes[layer]
+            segment += self.activation_bytes[layer]
+            recomputed = max(recomputed, segment)
+            if held + recomputed > limit:
+                return layer
+        return len(self.static_bytes)
+
+
+def check_fits(partition: Sequence[int], memory: MemoryModel) -> None:
+    """Refuse a partition that does not fit.
+
+    Raises:
+        PartitionError: no partition of the model's layers and stages, or naming the stage that is furthest
+            above its limit, the bytes it needs and the limit.
+    """
+    num_stages = len(memory.limits)
+    bounds = check_partition(partition, len(memory.static_bytes), num_stages)
+    needed = [memory.stage_bytes(stage, *bounds[stage : stage + 2]) for stage in range(num_stages)]
+    over = max(range(num_stages), key=lambda stage: needed[stage] - memory.limits[stage])
+    if needed[over] > memory.limits[over]:
+        raise PartitionError(
+            f"partition {list(bounds)} does not fit: stage {over} needs {needed[over]} bytes, "
+            f"its limit is {memory.limits[over]}"
+        )

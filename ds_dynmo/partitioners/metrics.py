@@ -1,0 +1,84 @@
+"""How good a partition is, from per-layer costs.
+
+A stage's load is the correctly rounded sum of its layers' costs (``math.fsum``): it does not depend on the
+order of summation, and it never falls when a layer is added. Every balancer here compares loads that way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ds_dynmo.partitioners.checks import check_costs
+from ds_dynmo.partitioners.simulate import simulate
+from ds_dynmo.plan import check_partition
+
+__all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential"]
+
+
+def loads(costs: Sequence[float], partition: Sequence[int]) -> list[float]:
+    """The load of each stage.
+
+    >>> loads([4, 9, 7, 5], [0, 1, 2, 4])
+    [4.0, 9.0, 12.0]
+
+    Raises:
+        PartitionError: costs that are no costs, or boundaries that are no partition of these layers.
+    """
+    checked = check_costs(costs)
+    bounds = check_partition(partition, len(checked), len(partition) - 1)
+    return [math.fsum(checked[start:stop]) for start, stop in zip(bounds, bounds[1:])]
+
+
+def bottleneck(costs: Sequence[float], partition: Sequence[int]) -> float:
+    """The largest load of a stage: what bounds the pipeline's throughput.
+
+    >>> bottleneck([4, 9, 7, 5], [0, 1, 2, 4])
+    12.0
+    """
+    return max(loads(costs, partition))
+
+
+def imbalance(costs: Sequence[float], partition: Sequence[int]) -> float:
+    """The paper's equation 2: (largest - smallest load) / mean load; 0 where nothing costs anything.
+
+    >>> imbalance([1, 1, 4], [0, 2, 3])
+    0.6666666666666666
+    """
+    stage_loads = loads(costs, partition)
+    mean = math.fsum(stage_loads) / len(stage_loads)
+    if mean == 0:
+        return 0.0
+    return (max(stage_loads) - min(stage_loads)) / mean
+
+
+def potential(stage_loads: Sequence[float]) -> float:
+    """The paper's phi (proof of Lemma 2): the sum of ``|x_u - x_v|`` over all pairs of stages, each pair once.
+
+    >>> potential([1.0, 4.0, 6.0])
+    10.0
+    """
+    ordered = sorted(stage_loads)
+    last = len(ordered) - 1
+    return math.fsum((2 * rank - last) * load for rank, load in enumerate(ordered))
+
+
+def bubble_ratio(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    partition: Sequence[int],
+    micro_batches: int,
+    link_seconds: float = 0.0,
+) -> float:
+    """The share of ``num_stages`` x iteration in which a stage does not compute, as :func:`simulate` has it.
+
+    Args:
+        forward, backward: per layer, seconds per micro-batch.
+        partition: boundaries.
+        micro_batches: per iteration.
+        link_seconds: from the end of a pass to the earliest start of the neighbour that waits for it.
+
+    >>> bubble_ratio([1, 1], [2, 2], [0, 1, 2], micro_batches=2)
+    0.3333333333333333
+    """
+    return simulate(loads(forward, partition), loads(backward, partition), micro_batches, link_seconds).bubble_ratio

@@ -1,0 +1,88 @@
+"""A run of neighbouring layers that one stage knows, and what the stage can say about parts of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_dynmo.partitioners.memory import StageMemory, resident_bytes
+
+__all__ = ["LayerRecord", "Room", "Stretch"]
+
+
+class LayerRecord(NamedTuple):
+    """What travels with a layer: its cost, and its bytes where memory counts."""
+
+    cost: float
+    static_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    input_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much one stage may hold.
+
+    Attributes:
+        limit_bytes: ``inf`` where memory does not count.
+        in_flight: micro-batches that the stage holds at its peak.
+        checkpoint_interval: layers per checkpointed segment, 0 without.
+    """
+
+    limit_bytes: float
+    in_flight: int
+    checkpoint_interval: int
+
+    @classmethod
+    def of(cls, memory: StageMemory | None, stage: int, num_stages: int) -> Room:
+        """The room of a stage that knows its own ``memory``."""
+        if memory is None:
+            return cls(math.inf, 1, 0)
+        in_flight = min(num_stages - stage, memory.micro_batches)
+        return cls(float(memory.limit), in_flight, memory.checkpoint_interval)
+
+
+class Stretch:
+    """Layers ``[start, stop)`` by their numbers in the model."""
+
+    def __init__(self, start: int, records: Sequence[LayerRecord]) -> None:
+        self.start = start
+        self.stop = start + len(records)
+        self.records = list(records)
+        self._costs = [record.cost for record in records]
+
+    def load(self, start: int, stop: int) -> float:
+        """What layers ``[start, stop)`` cost, correctly rounded; never falls as layers are added."""
+        return math.fsum(self._costs[start - self.start : stop - self.start])
+
+    def fits(self, room: Room, start: int, stop: int) -> bool:
+        """May a stage with this ``room`` own layers ``[start, stop)``?"""
+        if room.limit_bytes == math.inf:
+            return True
+        records = self.records[start - self.start : stop - self.start]
+        _, static, activation, inputs = zip(*records)
+        needed = resident_bytes(static, activation, inputs, room.in_flight, room.checkpoint_interval)
+        return needed <= room.limit_bytes
+
+    def part(self, start: int, stop: int) -> Stretch:
+        """Layers ``[start, stop)``; none where ``stop`` is not beyond ``start``."""
+        return Stretch(start, self.records[start - self.start : max(stop, start) - self.start])
+
+    def joined(self, other: Stretch) -> Stretch:
+        """Both; ``other`` begins where this one ends."""
+        assert other.start == self.stop, (self.stop, other.start)
+        return Stretch(self.start, [*self.records, *other.records])
+
+    def encoded(self) -> list[float]:
+        """Flat floats: start, number of layers, each layer's record."""
+        return [float(self.start), float(len(self.records)), *(value for record in self.records for value in record)]
+
+    @classmethod
+    def decoded(cls, values: Sequence[float]) -> tuple[Stretch, Sequence[float]]:
+        """A stretch from the front of ``values``, and the values behind it."""
+        width = len(LayerRecord._fields)
+        end = 2 + int(values[1]) * width
+        records = [LayerRecord(*values[at : at + width]) for at in range(2, end, width)]
+        return cls(int(values[0]), records), values[end:]
