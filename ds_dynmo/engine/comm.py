@@ -124,15 +124,11 @@ class Communicator:
             raise MigrationError(f"ranks {unready} could not pack their layers. No layer has moved")
         return sum(int(every[rank][_BYTES]) for rank in self._grid.pp_group)
 
-    def exchange_lists(self, outgoing: dict[int, list[float]]) -> dict[int, list[float]]:
-        """Give each neighbouring stage in ``outgoing`` a list of floats, and get one from each (diffusion's round)."""
-        lengths_out = {stage: torch.tensor([len(numbers)]) for stage, numbers in outgoing.items()}
-        lengths_in = {stage: torch.zeros(1, dtype=torch.int64) for stage in outgoing}
-        self._swap(lengths_out, lengths_in)
-        numbers_out = {stage: torch.tensor(numbers, dtype=torch.float64) for stage, numbers in outgoing.items()}
-        numbers_in = {stage: torch.empty(int(n), dtype=torch.float64) for stage, n in lengths_in.items()}
-        self._swap(numbers_out, numbers_in)
-        return {stage: numbers.tolist() for stage, numbers in numbers_in.items()}
+    def exchange_lists(self, outgoing: dict[int, list[float]], sources: Sequence[int]) -> dict[int, list[float]]:
+        """Send a list of floats to each stage of ``outgoing``; receive one from each stage of ``sources``."""
+        headers = {stage: torch.tensor(numbers, dtype=torch.float64) for stage, numbers in outgoing.items()}
+        received = self.exchange_headers({stage: t.numpy().tobytes() for stage, t in headers.items()}, sources)
+        return {stage: torch.frombuffer(bytearray(data), dtype=torch.float64).tolist() for stage, data in received.items()}
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
         works = [

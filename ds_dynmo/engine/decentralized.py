@@ -1,1 +1,56 @@
-"""Diffusion as its authors mean it: stages exchange messages with their neighbours, nobody gathers anything."""
+"""Diffusion as a decentralised algorithm: every stage hears from its two neighbours only, nothing is gathered.
+
+The state machine is :class:`ds_dynmo.partitioners.DiffusionNode`, the one that the pure ``diffusion`` runs for all
+stages in memory, so both land on the same partition. Here it is fed over point-to-point messages. What the ranks
+share afterwards is the outcome, which DeepSpeed's module needs on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import DiffusionNode, MemoryModel
+
+
+def decide_among_neighbours(
+    own_costs: Sequence[float],
+    partition: Sequence[int],
+    memory: MemoryModel | None,
+    stage: int,
+    comm: Communicator,
+) -> tuple[int, ...]:
+    """The partition on which the stages agree, pair by pair. Collective over the pipeline.
+
+    Args:
+        own_costs: of this stage's layers only, the same on every data-parallel replica.
+        partition: the one in force; used for this stage's bounds only.
+        memory: used for this stage's layers and limit only.
+
+    Raises:
+        PartitionError: on every rank, if no partition that meets the memory limit was found.
+    """
+    start, stop = partition[stage], partition[stage + 1]
+    own_memory = memory.of_stage(stage, start, stop) if memory is not None else None
+    node = DiffusionNode(stage, len(partition) - 1, start, own_costs, memory=own_memory)
+    while not node.done:
+        exchange_round(node, comm)
+    if not node.fits:
+        raise PartitionError("neighbours passing layers on found no partition that meets the memory limit")
+    starts = torch.zeros(len(partition), dtype=torch.float64)
+    starts[stage], starts[stage + 1] = node.bounds
+    return tuple(int(bound) for bound in comm.max_over_world(starts).tolist())
+
+
+def exchange_round(node: DiffusionNode, comm: Communicator) -> None:
+    """One round: this stage's messages to its neighbours, and theirs to it."""
+    left, right = node.stage - 1, node.stage + 1
+    to_left, to_right = node.messages()
+    expects_left, expects_right = node.expects
+    outgoing = {stage: message for stage, message in ((left, to_left), (right, to_right)) if message is not None}
+    sources = [stage for stage, expected in ((left, expects_left), (right, expects_right)) if expected]
+    received = comm.exchange_lists(outgoing, sources)
+    node.receive(received.get(left), received.get(right))

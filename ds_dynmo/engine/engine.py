@@ -279,7 +279,8 @@ class DynMoPipelineEngine(PipelineEngine):
         )
         memory = controller.memory_model(profile, self._memory_limit_bytes(), self.module.activation_checkpoint_interval)
         if self.dynmo.decentralized:
-            proposed = decide_among_neighbours(profile, self.dynmo, memory, self.stage_id, self._comm)
+            own_costs = profile.costs(self.dynmo.balance_by)[self._layers.start : self._layers.stop]
+            proposed = decide_among_neighbours(own_costs, profile.partition, memory, self.stage_id, self._comm)
             decision = controller.judge(profile, proposed, self.dynmo, memory)
         else:
             decision = controller.decide(profile, self.dynmo, memory)

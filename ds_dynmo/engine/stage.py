@@ -72,8 +72,7 @@ class StageLayers:
         key = self.key(index)
         if key is not None:
             return self._module.tied_modules[key]
-        layer = self._module.forward_funcs[index - self.start]
-        return layer if isinstance(layer, nn.Module) else None
+        return self._module._modules.get(str(index))
 
     def modules(self) -> dict[int, nn.Module]:
         """The modules of this stage's layers, each once."""

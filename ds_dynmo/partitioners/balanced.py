@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages
+from ds_dynmo.partitioners.even_out import even_out
 from ds_dynmo.partitioners.limited import balanced_within
 from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.registry import register
@@ -25,8 +26,8 @@ def balanced(
 ) -> list[int]:
     """The partition with the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
 
-    Among the optimal ones it takes ``start`` if that is one, so that no layer moves for nothing; else the
-    one whose boundaries are, from the last to the first, nearest to an even share of what lies before them.
+    Among the optimal ones it takes ``start`` if that is one, so that no layer moves for nothing; else one in
+    which no two neighbours could be evened out further.
 
     Args:
         costs: per layer, finite and >= 0; ints are compared exactly, floats as the numbers they are.
@@ -48,7 +49,7 @@ def balanced(
     bound = _optimal_bound(prefix, num_stages, max(weights))
     if given is not None and all(prefix[b] - prefix[a] <= bound for a, b in zip(given, given[1:])):
         return given
-    return _spread(prefix, num_stages, bound)
+    return even_out(prefix, _spread(prefix, num_stages, bound))
 
 
 def to_integers(costs: Sequence[float]) -> list[int]:

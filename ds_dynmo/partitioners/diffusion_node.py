@@ -317,8 +317,8 @@ class DiffusionNode:
             bound = both.start + left_layers
             return both.fits(left_room, both.start, bound) and both.fits(right_room, bound, both.stop)
 
-        costs = [[record.cost for record in stretch.records] for stretch in (left, right)]
-        return both, both.start + diffusion_step(*costs, fits)
+        left_costs, right_costs = ([record.cost for record in stretch.records] for stretch in (left, right))
+        return both, both.start + diffusion_step(left_costs, right_costs, fits)
 
     def _partner_room(self, partner: int, limit_bytes: float) -> Room:
         in_flight = min(self.num_stages - partner, self._micro_batches)

@@ -22,7 +22,7 @@ def diffusion_step(
         fits: given a number of layers on the left, whether both stages fit in memory.
 
     >>> diffusion_step([4.0, 3.0, 1.0], [2.0])
-    2
+    1
     """
     costs = [*left_costs, *right_costs]
 
@@ -30,8 +30,11 @@ def diffusion_step(
         return max(math.fsum(costs[:left_layers]), math.fsum(costs[left_layers:]))
 
     best = len(left_costs)
-    lightest = heavier(best)
-    step = -1 if math.fsum(left_costs) > math.fsum(right_costs) else 1
+    left_load, right_load = math.fsum(left_costs), math.fsum(right_costs)
+    if left_load == right_load:
+        return best
+    lightest = max(left_load, right_load)
+    step = -1 if left_load > right_load else 1
     for place in range(best + step, 0 if step < 0 else len(costs), step):
         load = heavier(place)
         if load > lightest or not fits(place):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners.even_out import even_out
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
 
 __all__ = ["balanced_within"]
@@ -46,7 +47,7 @@ def balanced_within(prefix: list[int], num_stages: int, memory: MemoryModel, sta
             best, high = bounds, _bottleneck(prefix, bounds)
     if start is not None and _bottleneck(prefix, start) == high and _fits(memory, start):
         return start
-    return best
+    return even_out(prefix, best, memory.fits)
 
 
 def _room(memory: MemoryModel, extra_bytes: int = 0) -> list[Stops]:

@@ -48,7 +48,7 @@ class Timeline:
         if self.iteration_seconds == 0:
             return 0.0
         capacity_seconds = len(self.busy_seconds) * self.iteration_seconds
-        return max(0.0, 1.0 - math.fsum(self.busy_seconds) / capacity_seconds)
+        return max(0.0, (capacity_seconds - math.fsum(self.busy_seconds)) / capacity_seconds)
 
 
 def schedule(num_stages: int, micro_batches: int) -> Iterator[tuple[int, int, Literal["forward", "backward"]]]:

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""How close to the smallest bottleneck the decentralised balancer lands, and how long each balancer takes.
+
+    scripts/benchmark_partitioners.py                 # both tables, 2000 instances a row; some minutes
+    scripts/benchmark_partitioners.py --instances 100
+    scripts/benchmark_partitioners.py --large         # also DeepSpeed's balancer on 1000 layers x 128 stages; minutes
+
+Gaps are to the optimum that ``balanced`` finds; "pairs" is what neighbours reach by evening out alone. Odd instances
+start from the uniform partition, even ones from a random one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ds_dynmo.partitioners import (
+    MemoryModel,
+    balanced,
+    bottleneck,
+    check_fits,
+    diffusion,
+    diffusion_step,
+    diffusion_trace,
+    lemma2_bound,
+    uniform,
+)
+
+SIZES = [(8, 3), (24, 8), (48, 24)]
+FAMILIES: dict[str, Callable[[random.Random], float]] = {
+    "uniform [0.5, 1.5]": lambda rng: rng.uniform(0.5, 1.5),
+    "lognormal (0, 1)": lambda rng: rng.lognormvariate(0, 1),
+}
+
+
+class Run(NamedTuple):
+    gap: float
+    pairs_gap: float
+    rounds: int
+    rounds_bound: int
+    floats_sent: int
+    potential_rose: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=2000, help="random instances per row (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--large", action="store_true", help="time DeepSpeed's balancer on the largest models too")
+    arguments = parser.parse_args()
+    print_quality(arguments.instances, arguments.seed)
+    print_memory(arguments.instances, arguments.seed)
+    print_timings(arguments.seed, arguments.large)
+
+
+def print_quality(instances: int, seed: int) -> None:
+    print(f"Diffusion without memory limits, {instances} random instances a row; gap = bottleneck / optimum - 1\n")
+    print(
+        "| layers x stages | costs | mean gap | worst gap | optimum missed | pairs alone: mean, worst, missed "
+        "| rounds mean, most | least Lemma 2 bound | floats sent | potential ended higher |"
+    )
+    print("| --- " * 10 + "|")
+    for num_layers, num_stages in SIZES:
+        for family, draw in FAMILIES.items():
+            rng = random.Random(seed)
+            runs = [one_run(rng, case, num_layers, num_stages, draw) for case in range(instances)]
+            print_row(num_layers, num_stages, family, runs)
+
+
+def print_row(num_layers: int, num_stages: int, family: str, runs: list[Run]) -> None:
+    gaps, pairs = [run.gap for run in runs], [run.pairs_gap for run in runs]
+    rounds = [run.rounds for run in runs]
+    print(
+        f"| {num_layers} x {num_stages} | {family} | {statistics.mean(gaps):.3%} | {max(gaps):.3%} | {missed(gaps):.1%} "
+        f"| {statistics.mean(pairs):.1%}, {max(pairs):.1%}, {missed(pairs):.1%} "
+        f"| {statistics.mean(rounds):.0f}, {max(rounds)} | {min(run.rounds_bound for run in runs)} "
+        f"| {statistics.mean(run.floats_sent for run in runs):.0f} "
+        f"| {statistics.mean(run.potential_rose for run in runs):.1%} |",
+        flush=True,
+    )
+
+
+def one_run(
+    rng: random.Random, case: int, num_layers: int, num_stages: int, draw: Callable[[random.Random], float]
+) -> Run:
+    costs = [draw(rng) for _ in range(num_layers)]
+    start = uniform(num_layers, num_stages) if case % 2 else random_start(rng, num_layers, num_stages)
+    optimum = bottleneck(costs, balanced(costs, num_stages))
+    trace = diffusion_trace(costs, num_stages, start)
+    return Run(
+        bottleneck(costs, trace.partition) / optimum - 1,
+        bottleneck(costs, pairs_alone(costs, start)) / optimum - 1,
+        trace.rounds,
+        lemma2_bound(num_stages, sum(costs), min(costs)),
+        trace.floats_sent,
+        trace.potentials[-1] > trace.potentials[0],
+    )
+
+
+def pairs_alone(costs: list[float], start: list[int]) -> list[int]:
+    """What neighbours reach that only even out between themselves."""
+    bounds, quiet, parity = [*start], 0, 0
+    while quiet < 2:
+        before = [*bounds]
+        for stage in range(1 + parity, len(bounds) - 1, 2):
+            left, right = costs[bounds[stage - 1] : bounds[stage]], costs[bounds[stage] : bounds[stage + 1]]
+            bounds[stage] = bounds[stage - 1] + diffusion_step(left, right)
+        quiet, parity = (quiet + 1 if bounds == before else 0), 1 - parity
+    return bounds
+
+
+def print_memory(instances: int, seed: int) -> None:
+    print("\nDiffusion within memory limits that bind (starts that fit; in flight and sizes as in the memory model)\n")
+    print("| layers x stages | mean gap | worst gap | optimum missed |")
+    print("| --- " * 4 + "|")
+    for num_layers, num_stages in SIZES[:2]:
+        rng, gaps = random.Random(seed), []
+        while len(gaps) < instances // 2:
+            costs = [rng.uniform(0.5, 1.5) for _ in range(num_layers)]
+            start, memory = tight_memory(rng, num_layers, num_stages)
+            found = diffusion(costs, num_stages, start, memory=memory)
+            check_fits(found, memory)
+            gaps.append(bottleneck(costs, found) / bottleneck(costs, balanced(costs, num_stages, memory=memory)) - 1)
+        print(
+            f"| {num_layers} x {num_stages} | {statistics.mean(gaps):.3%} | {max(gaps):.3%} | {missed(gaps):.1%} |",
+            flush=True,
+        )
+
+
+def tight_memory(rng: random.Random, num_layers: int, num_stages: int) -> tuple[list[int], MemoryModel]:
+    """A start and limits that it fits, with 0 to 40% to spare on each stage."""
+    start = random_start(rng, num_layers, num_stages)
+    static_bytes, activation_bytes = (tuple(rng.randint(50, 150) for _ in range(num_layers)) for _ in range(2))
+    model = MemoryModel(static_bytes, activation_bytes, (0,) * num_layers, (0,) * num_stages, 2 * num_stages)
+    needed = [model.stage_bytes(stage, *start[stage : stage + 2]) for stage in range(num_stages)]
+    limits = tuple(int(bytes_ * rng.uniform(1, 1.4)) for bytes_ in needed)
+    return start, MemoryModel(static_bytes, activation_bytes, (0,) * num_layers, limits, 2 * num_stages)
+
+
+def print_timings(seed: int, large: bool) -> None:
+    from deepspeed.runtime.utils import partition_balanced
+
+    print("\nMilliseconds of one decision, uniform [0.5, 1.5] costs (diffusion: all stages in one process)\n")
+    print("| layers x stages | balanced | balanced, memory limits | diffusion | DeepSpeed partition_balanced |")
+    print("| --- " * 5 + "|")
+    for num_layers, num_stages in [*SIZES, (200, 64), (1000, 128)]:
+        rng = random.Random(seed)
+        costs = [rng.uniform(0.5, 1.5) for _ in range(num_layers)]
+        per_layer, limit = (1,) * num_layers, 3 * num_layers
+        memory = MemoryModel(per_layer, per_layer, per_layer, (limit,) * num_stages, 8)
+        columns = [
+            milliseconds(balanced, costs, num_stages, repeats=30),
+            milliseconds(balanced, costs, num_stages, repeats=5, memory=memory),
+            milliseconds(diffusion, costs, num_stages, repeats=3),
+            milliseconds(partition_balanced, costs, num_stages, repeats=1) if large or num_layers <= 200 else "not run",
+        ]
+        print(f"| {num_layers} x {num_stages} | {' | '.join(columns)} |", flush=True)
+
+
+def milliseconds(balancer: Callable[..., Any], *arguments: Any, repeats: int, **options: Any) -> str:
+    """The median of ``repeats``."""
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        balancer(*arguments, **options)
+        seconds.append(time.perf_counter() - began)
+    return f"{1000 * statistics.median(seconds):.2f}"
+
+
+def random_start(rng: random.Random, num_layers: int, num_stages: int) -> list[int]:
+    return [0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers]
+
+
+def missed(gaps: list[float]) -> float:
+    return statistics.mean(gap > 0 for gap in gaps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Run a function on real gloo ranks, one process each, forked from a server that has imported torch and DeepSpeed.
+
+A fork costs a fraction of a second, an import ten. The ranks meet in a ``FileStore`` (no ports). The first error or
+the first rank that dies ends them all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = ["torch", "torch._dynamo", "deepspeed", "ds_dynmo.engine", "tests.distributed.workloads"]
+GROUP_TIMEOUT = timedelta(seconds=60)
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the message holds its traceback."""
+
+
+def run(num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
+    """``function(*args)`` on every rank of a fresh gloo world; the results in rank order.
+
+    Args:
+        function: importable by name; DeepSpeed's communication is initialized when it is called.
+        seconds: after which all ranks are killed.
+
+    Raises:
+        RankError: a rank raised, died, or was not done in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(rank, num_ranks, folder, theirs, function, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=seconds)
+        if not ready:
+            raise RankError(f"ranks {sorted(set(range(len(pipes))) - set(results))} were not done in {seconds} s")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                ok, value = pipes[rank].recv()
+            except EOFError:
+                raise RankError(f"rank {rank} died") from None
+            if not ok:
+                raise RankError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    rank: int, num_ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
+    output = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        import deepspeed
+        import torch
+
+        torch.set_num_threads(1)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
+        store = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT)
+        deepspeed.init_distributed("gloo")
+        result = (True, function(*args))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    pipe.send(result)
+    os._exit(0)

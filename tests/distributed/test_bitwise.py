@@ -1,0 +1,99 @@
+"""The first promise: a run that moves its layers is bitwise the run that never did."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.distributed import workloads
+from tests.distributed.harness import run
+from tests.distributed.workloads import Case
+
+
+def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One model's state from the stages of each replica, which have to agree."""
+    replicas: dict[int, dict[str, Any]] = {}
+    for result in results:
+        replicas.setdefault(result["replica"], {}).update(result["state"])
+    assert all(replica == replicas[0] for replica in replicas.values())
+    return replicas[0]
+
+
+def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 2) -> None:
+    still = run(case.ranks, workloads.train, case, [], steps, every)
+    moved = run(case.ranks, workloads.train, case, moves, steps, every)
+    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+CORE = [
+    pytest.param(stages, tied, clip, replicas, id=f"{stages}stages-{'tied' if tied else 'untied'}-clip{clip}-dp{replicas}")
+    for stages in (2, 3, 4)
+    for tied in (False, True)
+    for clip, replicas in ((0.0, 1), (0.05, 1), (0.05, 2))
+    if stages * replicas <= 6
+]
+
+
+@pytest.mark.parametrize(("stages", "tied", "clip", "replicas"), CORE)
+def test_random_rebalances_change_nothing(stages: int, tied: bool, clip: float, replicas: int) -> None:
+    case = Case(stages=stages, tied=tied, clip=clip, replicas=replicas)
+    check_same(case, workloads.partitions(case, seed=stages * 10 + replicas + tied, count=3))
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Adafactor", "client AdamW"])
+def test_any_torch_optimizer(optimizer: str) -> None:
+    case = Case(stages=3, optimizer=optimizer)
+    check_same(case, workloads.partitions(case, seed=5, count=3))
+
+
+@pytest.mark.parametrize("groups", ["two", "sparse"])
+def test_parameter_groups_with_a_scheduler(groups: str) -> None:
+    case = Case(stages=4, groups=groups, scheduler=True)
+    check_same(case, workloads.partitions(case, seed=6, count=3))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_activation_checkpointing(reentrant: bool, interval: int) -> None:
+    case = Case(stages=3, checkpoint_interval=interval, reentrant=reentrant)
+    check_same(case, workloads.partitions(case, seed=7, count=3))
+
+
+def test_tied_layers_meet_and_part() -> None:
+    case = Case(stages=2, blocks=1, tied=True, replicas=2)
+    check_same(case, [[0, 1, 4], [0, 3, 4], [0, 2, 4]])
+
+
+def test_tied_uses_on_one_stage_equal_two_stages() -> None:
+    alone = Case(stages=1, tied=True, blocks=2)
+    apart = Case(stages=2, tied=True, blocks=2)
+    one = run(1, workloads.train, alone, [], 4, 2)
+    two = run(2, workloads.train, apart, [], 4, 2)
+    assert one[0]["losses"] == two[0]["losses"]
+    assert whole(one) == whole(two)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(40))
+def test_random_cases(seed: int) -> None:
+    chooser = random.Random(seed)
+    stages = chooser.choice([2, 3, 4])
+    case = Case(
+        stages=stages,
+        blocks=chooser.choice([2, 5, 8]),
+        tied=chooser.random() < 0.5,
+        clip=chooser.choice([0.0, 0.05, 1.0]),
+        replicas=chooser.choice([1, 2]),
+        optimizer=chooser.choice(["AdamW", "SGD", "Adafactor"]),
+        checkpoint_interval=chooser.choice([0, 0, 1, 2]),
+        reentrant=chooser.random() < 0.5,
+        micro_batches=chooser.choice([1, 2, 5]),
+        groups=chooser.choice(["one", "two", "sparse"]),
+        scheduler=chooser.random() < 0.5,
+    )
+    check_same(case, workloads.partitions(case, seed, count=5), steps=10, every=chooser.choice([1, 2]))

@@ -1,0 +1,128 @@
+"""When batches are profiled and decisions taken, and what is decided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.engine import controller
+from ds_dynmo.engine.controller import Controller
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.plan import LayerCost, Profile
+
+
+def config(**block: Any) -> DynMoConfig:
+    return parse_block(DynMoConfig, block, "dynmo")
+
+
+def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = None) -> dict[str, list[Any]]:
+    """Drive a controller as the engine does; ``requests`` are made before the batch of that step."""
+    told: dict[str, list[Any]] = {"profiled": [], "decided": [], "outcomes": []}
+    steering, profiled = Controller(settings), 0
+    for step in range(1, steps + 1):
+        if requests and step in requests:
+            profiled = 0
+            steering.request(requests[step])
+        if steering.profile_batch(step):
+            told["profiled"].append(step)
+            profiled += 1
+        steering.batch_done(step)
+        outcome, decision = steering.outcome_due(profiled), steering.decision_due(profiled)
+        if outcome or decision:
+            profiled = 0
+        if outcome:
+            told["outcomes"].append(step)
+            steering.outcome_recorded()
+        if decision:
+            told["decided"].append((step, steering.reason))
+            steering.decided(moved=False)
+    return told
+
+
+def test_the_batches_before_an_interval_are_profiled() -> None:
+    told = run(config(interval=10, profile={"batches": 2}), 25)
+    assert told["profiled"] == [2, 3, 9, 10, 19, 20]
+    assert told["decided"] == [(10, "interval"), (20, "interval")]
+    assert told["outcomes"] == [3]
+
+
+def test_by_hand_only_profiles_once_and_never_decides() -> None:
+    told = run(config(interval=0), 30)
+    assert told["profiled"] == [2] and told["decided"] == []
+
+
+def test_disabled_never_profiles() -> None:
+    told = run(config(enabled=False, interval=1), 10, {3: "changed"})
+    assert told["profiled"] == [] and told["decided"] == []
+
+
+def test_start_and_stop_step() -> None:
+    told = run(config(interval=5, start_step=10, stop_step=15), 30)
+    assert told["decided"] == [(10, "interval"), (15, "interval")]
+
+
+def test_every_step() -> None:
+    told = run(config(interval=1, profile={"warmup_batches": 0}), 4)
+    assert [step for step, _ in told["decided"]] == [1, 2, 3, 4]
+
+
+def test_a_changed_model_is_profiled_at_once() -> None:
+    told = run(config(interval=0, profile={"warmup_batches": 5}), 9, {3: "frozen"})
+    assert told["decided"] == [(3, "frozen")]
+
+
+def test_initial_profile_decides_after_the_first_profiled_batch() -> None:
+    told = run(config(interval=0, initial_partition="profile"), 5)
+    assert told["decided"] == [(2, "initial")]
+
+
+def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
+    steering = Controller(config(interval=0))
+    steering.outcome_recorded()
+    steering.decided(moved=True)
+    assert not steering.profile_batch(5)
+    steering.batch_done(5)
+    assert steering.profile_batch(6)
+
+
+def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
+    sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
+    layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
+    return Profile(7, partition, layers, micro_batches=4, batch_seconds=1.0)
+
+
+def test_a_worthwhile_move() -> None:
+    decision = controller.decide(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)), config(), None)
+    assert decision.partition == (0, 3, 4)
+    assert decision.bottleneck_seconds_before == pytest.approx(12.0)
+    assert decision.bottleneck_seconds_after == pytest.approx(9.0)
+    assert decision.imbalance_after == 0.0
+
+
+def test_a_gain_below_the_least_improvement_is_no_reason_to_move() -> None:
+    costs = profile([1.0, 1.0, 0.02, 1.0, 1.0], (0, 3, 5))
+    assert controller.decide(costs, config(min_improvement=0.03), None).partition == (0, 3, 5)
+    lopsided = profile([1.0, 1.0, 0.2, 1.0, 0.9], (0, 3, 5))
+    assert controller.decide(lopsided, config(min_improvement=0.0), None).partition == (0, 2, 5)
+
+
+def test_by_parameters() -> None:
+    costs = profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4))
+    assert controller.decide(costs, config(balance_by="parameters"), None).partition == (0, 2, 4)
+
+
+def test_memory_forces_a_move_and_forbids_others() -> None:
+    costs = profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0)
+    memory = controller.memory_model(costs, 20, 0)
+    assert controller.decide(costs, config(), memory).partition == (0, 2, 4)
+    with pytest.raises(PartitionError, match="stage"):
+        controller.decide(costs, config(), controller.memory_model(costs, 15, 0))
+
+
+def test_measured_bubble_ratio() -> None:
+    report = controller.measured(profile([0.1, 0.1, 0.05, 0.05], (0, 2, 4)), None)
+    assert report.bottleneck_seconds == pytest.approx(0.2)
+    assert report.bubble_ratio == pytest.approx(1 - 4 * 0.15 / 1.0)
+    assert report.imbalance == pytest.approx(0.1 / 0.15)

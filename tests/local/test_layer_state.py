@@ -1,0 +1,156 @@
+"""A layer arrives as what it was when it left: a test per thing that has to move."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent, PackedLayer, pack
+from ds_dynmo.engine.migration import layer_content
+
+
+class Layer(nn.Module):
+    """One of everything that a layer may keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.frozen = False
+        self.sparse: Any = None
+        self.extra = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.extra = state["extra"]
+
+
+class Unpicklable(Layer):
+    """Has a lambda in an attribute, so that it has to be taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation: Callable[[float], float] = lambda x: x
+
+
+def send(packed: PackedLayer, build: Callable[[], nn.Module]) -> LayerContent:
+    room = ArrivingLayer(packed.header, torch.device("cpu"))
+    assert len(room.landing) == len(packed.tensors)
+    for there, here in zip(room.landing, packed.tensors):
+        there.copy_(here)
+    return room.open(build)
+
+
+def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerContent:
+    return send(pack(layer_content(module, optimizer)), type(module))
+
+
+@pytest.fixture(params=[Layer, Unpicklable])
+def layer(request: pytest.FixtureRequest) -> Layer:
+    return request.param()
+
+
+def test_parameters_with_their_present_shape_dtype_and_flags(layer: Layer) -> None:
+    layer.linear.weight = nn.Parameter(torch.randn(7, 3, dtype=torch.float64), requires_grad=False)
+    layer.linear.bias = None  # type: ignore[assignment]
+    module = travel(layer).module
+    assert torch.equal(module.linear.weight, layer.linear.weight)
+    assert module.linear.weight.dtype == torch.float64 and not module.linear.weight.requires_grad
+    assert module.linear.bias is None
+
+
+def test_strides(layer: Layer) -> None:
+    layer.linear.weight = nn.Parameter(torch.randn(3, 4).t())
+    weight = travel(layer).module.linear.weight
+    assert weight.stride() == layer.linear.weight.stride() and torch.equal(weight, layer.linear.weight)
+
+
+def test_buffers(layer: Layer) -> None:
+    layer.mask[2] = False
+    layer.scratch.fill_(5.0)
+    module = travel(layer).module
+    assert torch.equal(module.mask, layer.mask) and torch.equal(module.scratch, layer.scratch)
+    assert "scratch" not in module.state_dict() and "mask" in module.state_dict()
+
+
+def test_extra_state_attributes_and_mode(layer: Layer) -> None:
+    layer.extra, layer.frozen = 9, True
+    layer.linear.note = "kept"  # type: ignore[assignment]
+    layer.eval()
+    module = travel(layer).module
+    assert module.extra == 9 and module.frozen and module.linear.note == "kept"
+    assert not module.training and not module.linear.training
+
+
+def test_sparse_csr() -> None:
+    layer = Layer()
+    layer.sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr()
+    layer.linear.weight = nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=True)
+    module = travel(layer).module
+    for there, here in ((module.sparse, layer.sparse), (module.linear.weight, layer.linear.weight)):
+        assert there.layout == torch.sparse_csr
+        assert torch.equal(there.to_dense(), here.to_dense())
+    assert isinstance(module.linear.weight, nn.Parameter)
+
+
+def test_empty_and_scalar_tensors(layer: Layer) -> None:
+    layer.register_buffer("nothing", torch.empty(0, 3))
+    layer.register_buffer("scalar", torch.tensor(2.5))
+    layer.register_buffer("wide", torch.ones(1).expand(4))
+    module = travel(layer).module
+    assert module.nothing.shape == (0, 3) and module.scalar.item() == 2.5 and torch.equal(module.wide, layer.wide)
+
+
+def test_gradients_that_are_held(layer: Layer) -> None:
+    layer.linear.bias.grad = torch.arange(4.0)
+    content = travel(layer)
+    assert torch.equal(content.module.linear.bias.grad, torch.arange(4.0))
+    assert content.module.linear.weight.grad is None
+
+
+def test_marks_on_parameters(layer: Layer) -> None:
+    layer.linear.weight.my_mark = "decay"  # type: ignore[attr-defined]
+    assert travel(layer).module.linear.weight.my_mark == "decay"
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_optimizer_state_and_group(layer: Layer, make: type[torch.optim.Optimizer]) -> None:
+    extra = {"momentum": 0.9} if make is torch.optim.SGD else {}
+    groups = [{"params": [layer.linear.bias], "lr": 0.5}, {"params": [layer.linear.weight]}]
+    optimizer = make(groups, lr=0.1, **extra)
+    layer.linear(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    content = travel(layer, optimizer)
+    assert content.groups == [1, 0] and content.group_options[0]["lr"] == 0.5
+    for parameter, state in zip(layer.parameters(), content.optimizer_state):
+        assert state is not None and state.keys() == optimizer.state[parameter].keys()
+        for name, value in optimizer.state[parameter].items():
+            assert torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value
+
+
+def test_a_parameter_used_twice_stays_one() -> None:
+    layer = Layer()
+    layer.again = layer.linear.weight  # type: ignore[assignment]
+    module = travel(layer).module
+    assert module.again is module.linear.weight
+
+
+def test_no_random_number_is_drawn(layer: Layer) -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    travel(layer)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[index]
+
+
+def test_bytes_are_counted() -> None:
+    module = nn.Linear(3, 4)
+    assert pack(layer_content(module, None)).num_bytes == (12 + 4) * 4

@@ -1,0 +1,193 @@
+"""What the marks of a pass add up to, with a clock that the layers themselves advance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_dynmo.engine.profiler import Profiler
+
+
+class Clock:
+    """Stands still but for what layers spend."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def seconds_between(self, times: Sequence[float]) -> list[float]:
+        return [b - a for a, b in zip(times, times[1:])]
+
+
+class Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock, forward: float, backward: float) -> torch.Tensor:
+        ctx.clock, ctx.backward_seconds = clock, backward
+        clock.time += forward
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.clock.time += ctx.backward_seconds
+        return gradient * 2.0, None, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, clock: Clock, forward: float, backward: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, (forward, backward)
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Spend.apply(x * self.weight, self.clock, *self.seconds)  # type: ignore[no-any-return]
+
+
+class Embed(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return Spend.apply(self.table(tokens), self.clock, 1.0, 2.0)  # type: ignore[no-any-return]
+
+
+class Pair(nn.Module):
+    """Takes and gives a tuple whose second member passes through."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, both: Any) -> Any:
+        return self.inner(both[0]), both[1]
+
+
+def measure(
+    clock: Clock, layers: list[Callable[..., Any]], x: Any, run: Callable[[list[Any], Any], Any], start: int = 4
+) -> Profiler:
+    profiler = Profiler(clock)
+    module = SimpleNamespace(forward_funcs=list(layers))
+    for _ in range(2):
+        with profiler.batch(module, start, has_loss=False):
+            with profiler.one_pass(backward=False):
+                outputs = run(module.forward_funcs, x)
+            clock.time += 100.0  # between passes: nobody's
+            with profiler.one_pass(backward=True):
+                total = outputs if isinstance(outputs, torch.Tensor) else sum(t.sum() for t in outputs)
+                total.sum().backward()
+        assert module.forward_funcs == list(layers)
+    return profiler
+
+
+def plain(layers: list[Any], x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def seconds(profiler: Profiler, count: int, start: int = 4) -> list[tuple[float, float]]:
+    samples = profiler.samples
+    return [(samples.forward_seconds(i), samples.backward_seconds(i)) for i in range(start, start + count)]
+
+
+def test_each_layer_gets_its_own() -> None:
+    clock = Clock()
+    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0), Layer(clock, 4.0, 7.0)]
+    profiler = measure(clock, layers, torch.ones(2, 3, requires_grad=True), plain)
+    assert seconds(profiler, 3) == [(1.0, 3.0), (2.0, 5.0), (4.0, 7.0)]
+    assert profiler.batches == 2
+
+
+def test_integer_inputs_functions_and_identities() -> None:
+    clock = Clock()
+    layers = [Embed(clock), lambda x: x, lambda x: x * 3.0, Layer(clock, 2.0, 5.0), lambda x: x.mul_(2.0)]
+    profiler = measure(clock, layers, torch.tensor([1, 2]), plain)
+    assert seconds(profiler, 5) == [(1.0, 2.0), (0.0, 0.0), (0.0, 0.0), (2.0, 5.0), (0.0, 0.0)]
+
+
+def test_in_place_layers() -> None:
+    clock = Clock()
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1.0)
+
+    layers = [Layer(clock, 1.0, 3.0), in_place, Layer(clock, 2.0, 5.0)]
+    assert seconds(measure(clock, layers, torch.ones(2, 3), plain), 3) == [(1.0, 3.0), (0.0, 0.0), (2.0, 5.0)]
+
+
+def test_tuples() -> None:
+    clock = Clock()
+    layers = [Pair(Layer(clock, 1.0, 3.0)), Pair(Layer(clock, 2.0, 5.0))]
+    both = (torch.ones(2, 3, requires_grad=True), torch.ones(2, requires_grad=True))
+    assert seconds(measure(clock, layers, both, plain), 2) == [(1.0, 3.0), (2.0, 5.0)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("segment", [1, 2, 3])
+def test_recomputation_belongs_to_backward(reentrant: bool, segment: int) -> None:
+    clock = Clock()
+    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0), Layer(clock, 4.0, 7.0)]
+
+    def checkpointed(funcs: list[Any], x: Any) -> Any:
+        for first in range(0, len(funcs), segment):
+            part = funcs[first : first + segment]
+            x = checkpoint(lambda y, part=part: plain(part, y), x, use_reentrant=reentrant)
+        return x
+
+    profiler = measure(clock, layers, torch.ones(2, 3, requires_grad=True), checkpointed)
+    found = seconds(profiler, 3)
+    assert [forward for forward, _ in found] == [1.0, 2.0, 4.0]
+    assert sum(backward for _, backward in found) == pytest.approx(22.0)
+    if reentrant or segment == 1:
+        assert [backward for _, backward in found] == [4.0, 7.0, 11.0]
+
+
+def test_frozen_layers_spend_nothing_in_backward() -> None:
+    clock = Clock()
+    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
+    layers[0].weight.requires_grad_(False)
+    assert seconds(measure(clock, layers, torch.ones(2, 3), plain), 2) == [(1.0, 0.0), (2.0, 5.0)]
+
+
+def test_the_loss_counts_as_the_last_layers() -> None:
+    clock = Clock()
+    profiler = Profiler(clock)
+    module = SimpleNamespace(forward_funcs=[Layer(clock, 1.0, 3.0)])
+    with profiler.batch(module, 0, has_loss=True), profiler.one_pass(backward=False):
+        module.forward_funcs[0](torch.ones(2, 3))
+        clock.time += 10.0
+    assert profiler.samples.forward_seconds(0) == 11.0
+
+
+def test_activation_bytes_leave_weights_out() -> None:
+    clock = Clock()
+    linear = nn.Linear(3, 5)
+    x = torch.ones(2, 3, requires_grad=True)
+    samples = measure(clock, [linear, torch.tanh], x, plain).samples
+    assert samples.activation_bytes == {4: 2 * 3 * 4, 5: 2 * 5 * 4}
+    assert samples.input_bytes == {4: 2 * 3 * 4, 5: 2 * 5 * 4}
+
+
+def test_activation_bytes_under_checkpointing_leave_the_checkpoint_working() -> None:
+    clock = Clock()
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    x = torch.ones(2, 3, requires_grad=True)
+
+    def checkpointed(funcs: list[Any], x: Any) -> Any:
+        return checkpoint(lambda y: plain(funcs, y), x, use_reentrant=False)
+
+    profiler = measure(clock, [inner], x, checkpointed)
+    reference = torch.ones(2, 3, requires_grad=True)
+    for _ in range(2):
+        inner(reference).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, reference.grad)
+    assert profiler.samples.activation_bytes[4] == 2 * 3 * 4 * 2

@@ -1,0 +1,55 @@
+"""Random instances, and the answers that trying every partition gives."""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+from ds_dynmo.partitioners import MemoryModel
+
+KINDS = ("ints", "ties", "zeros", "uniform", "lognormal", "ratios")
+
+
+def random_costs(rng: random.Random, num_layers: int, kind: str) -> list[float]:
+    draw = {
+        "ints": lambda: rng.randrange(20),
+        "ties": lambda: rng.choice([1, 1, 2]),
+        "zeros": lambda: rng.choice([0.0, 0.0, 0.1, 0.7]),
+        "uniform": lambda: rng.uniform(0.5, 1.5),
+        "lognormal": lambda: rng.lognormvariate(0, 1),
+        "ratios": lambda: 10 ** rng.uniform(-12, 12),
+    }[kind]
+    return [draw() for _ in range(num_layers)]
+
+
+def random_start(rng: random.Random, num_layers: int, num_stages: int) -> list[int]:
+    return [0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers]
+
+
+def random_memory(rng: random.Random, num_layers: int, num_stages: int) -> MemoryModel:
+    def layer_bytes(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(most) for _ in range(num_layers))
+
+    static_bytes, activation_bytes, input_bytes = layer_bytes(12), layer_bytes(9), layer_bytes(4)
+    micro_batches = rng.randint(1, 6)
+    share = (sum(static_bytes) + min(micro_batches, num_stages) * sum(activation_bytes)) / num_stages
+    limits = tuple(int(share * rng.uniform(0.6, 2)) for _ in range(num_stages))
+    interval = rng.choice([0, 0, 1, 2, 3])
+    return MemoryModel(static_bytes, activation_bytes, input_bytes, limits, micro_batches, interval)
+
+
+def every_partition(num_layers: int, num_stages: int) -> Iterator[list[int]]:
+    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield [0, *inner, num_layers]
+
+
+def plain_bottleneck(costs: list[float], partition: list[int]) -> float:
+    return max(math.fsum(costs[start:stop]) for start, stop in zip(partition, partition[1:]))
+
+
+def overshoot(memory: MemoryModel, partition: list[int]) -> int:
+    """Bytes by which the worst stage exceeds its limit; not positive where all fit."""
+    return max(
+        memory.stage_bytes(stage, *partition[stage : stage + 2]) - memory.limits[stage]
+        for stage in range(len(memory.limits))
+    )

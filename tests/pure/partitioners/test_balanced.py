@@ -1,0 +1,159 @@
+import random
+import re
+
+import pytest
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import MemoryModel, balanced, bottleneck, loads
+from tests.pure.partitioners.instances import (
+    KINDS,
+    every_partition,
+    overshoot,
+    plain_bottleneck,
+    random_costs,
+    random_memory,
+    random_start,
+)
+
+
+def check_optimal(seed: int, count: int, most_layers: int) -> None:
+    rng = random.Random(seed)
+    for case in range(count):
+        num_layers = rng.randint(1, most_layers)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        best = min(plain_bottleneck(costs, partition) for partition in every_partition(num_layers, num_stages))
+        assert bottleneck(costs, balanced(costs, num_stages)) == best, (costs, num_stages)
+
+
+def check_optimal_within_memory(seed: int, count: int, most_layers: int) -> tuple[int, int]:
+    """Returns how many instances had a partition that fits, and how many none."""
+    rng = random.Random(seed)
+    met = none = 0
+    for case in range(count):
+        num_layers = rng.randint(1, most_layers)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        memory = random_memory(rng, num_layers, num_stages)
+        partitions = list(every_partition(num_layers, num_stages))
+        fitting = [partition for partition in partitions if overshoot(memory, partition) <= 0]
+        if fitting:
+            met += 1
+            partition = balanced(costs, num_stages, memory=memory)
+            assert overshoot(memory, partition) <= 0
+            best = min(plain_bottleneck(costs, partition) for partition in fitting)
+            assert bottleneck(costs, partition) == best, (costs, num_stages, memory)
+        else:
+            none += 1
+            with pytest.raises(PartitionError) as error:
+                balanced(costs, num_stages, memory=memory)
+            check_message(str(error.value), memory, min(overshoot(memory, partition) for partition in partitions))
+    return met, none
+
+
+def check_message(message: str, memory: MemoryModel, least_overshoot: int) -> None:
+    found = re.search(r"stage (\d+) needs (\d+) bytes, its limit is (\d+)", message)
+    assert found is not None, message
+    stage, needed, limit = (int(number) for number in found.groups())
+    assert limit == memory.limits[stage]
+    assert needed - limit == least_overshoot
+
+
+def test_no_partition_is_better() -> None:
+    check_optimal(seed=0, count=2000, most_layers=9)
+
+
+def test_no_partition_that_fits_is_better() -> None:
+    met, none = check_optimal_within_memory(seed=1, count=1000, most_layers=8)
+    assert met > 300 and none > 100
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(10))
+def test_no_partition_is_better_fuzz(seed: int) -> None:
+    check_optimal(seed=100 + seed, count=4000, most_layers=12)
+    check_optimal_within_memory(seed=200 + seed, count=2000, most_layers=10)
+
+
+def test_the_case_where_the_gap_misleads() -> None:
+    # Minimising largest minus smallest load gives 13.
+    assert bottleneck([4, 9, 7, 5], balanced([4, 9, 7, 5], 3)) == 12
+
+
+def test_the_bottleneck_is_met_to_the_last_bit() -> None:
+    costs = [1e12, 1e-12, 1e12, 1e-12, 3e-12]
+    assert balanced(costs, 3) == [0, 1, 3, 5]
+    # In floats 1e16 + 1 is 1e16; which side of a boundary the small layer is on counts all the same.
+    partition = balanced([10**16, 1, 10**16 - 1], 2)
+    assert partition == [0, 1, 3]
+
+
+def test_only_zeros_and_single_layers() -> None:
+    assert loads([0, 0, 0, 0], balanced([0, 0, 0, 0], 2)) == [0, 0]
+    assert balanced([3], 1) == [0, 1]
+    assert balanced([0.0, 5.0, 0.0], 3) == [0, 1, 2, 3]
+    assert balanced([5e-324, 0.0, 5e-324, 1e300], 3) == [0, 1, 3, 4]
+
+
+def test_layers_are_spread_where_the_bottleneck_leaves_a_choice() -> None:
+    assert balanced([10, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
+    assert balanced([1, 1, 1, 1, 10], 3) == [0, 2, 4, 5]
+
+
+def test_an_optimal_start_stays() -> None:
+    costs = [10, 1, 1, 1, 1]
+    assert balanced(costs, 3, start=[0, 1, 2, 5]) == [0, 1, 2, 5]
+    assert balanced(costs, 3, start=[0, 2, 3, 5]) == [0, 1, 3, 5]
+
+
+def test_an_optimal_start_stays_only_if_it_fits() -> None:
+    memory = MemoryModel((1,) * 5, (0,) * 5, (0,) * 5, limits=(5, 5, 2), micro_batches=1)
+    assert balanced([10, 1, 1, 1, 1], 3, start=[0, 1, 3, 5], memory=memory) == [0, 1, 3, 5]
+    assert balanced([10, 1, 1, 1, 1], 3, start=[0, 1, 2, 5], memory=memory) == [0, 1, 3, 5]
+
+
+def test_a_start_that_is_no_partition_is_refused() -> None:
+    with pytest.raises(PartitionError, match="runs from 0 to 4"):
+        balanced([1, 1, 1], 2, start=[0, 1, 4])
+
+
+def test_a_layer_that_fits_only_late() -> None:
+    # Layer 2 fits nowhere but on the last stage. Filling stage 0 as far as its load allows would give
+    # it layers 0 and 1, and leave stage 1 with layer 2 or with nothing.
+    memory = MemoryModel((0,) * 4, (1, 1, 10, 1), (0,) * 4, limits=(12, 12, 12), micro_batches=3)
+    assert not memory.fits(1, 2, 3)
+    assert bottleneck([1, 1, 1, 5], balanced([1, 1, 1, 5], 3)) == 5
+    assert balanced([1, 1, 1, 5], 3, memory=memory) == [0, 1, 2, 4]
+
+
+def test_late_layers_may_force_early_stages_below_what_they_could_hold() -> None:
+    # Layers 3 and 4 fit together on stage 2 alone, and neither on stage 1.
+    memory = MemoryModel((0,) * 5, (1, 1, 1, 8, 8), (0,) * 5, limits=(15, 15, 16), micro_batches=8)
+    assert balanced([1, 1, 1, 1, 1], 3, memory=memory) in ([0, 1, 3, 5], [0, 2, 3, 5])
+
+
+def test_a_small_limit_in_the_middle() -> None:
+    memory = MemoryModel((4, 1, 4, 1), (0,) * 4, (0,) * 4, limits=(9, 1, 9), micro_batches=1)
+    assert balanced([1, 1, 1, 1], 3, memory=memory) == [0, 1, 2, 4]
+
+
+def test_the_least_overshoot_is_named_if_nothing_fits() -> None:
+    memory = MemoryModel((5, 5, 50), (0,) * 3, (0,) * 3, limits=(8, 40), micro_batches=1)
+    with pytest.raises(PartitionError, match=r"no partition fits.*stage 1 needs 50 bytes, its limit is 40"):
+        balanced([1, 1, 1], 2, memory=memory)
+
+
+def test_a_memory_model_of_another_shape_is_refused() -> None:
+    memory = MemoryModel((5,) * 3, (0,) * 3, (0,) * 3, limits=(8, 40), micro_batches=1)
+    with pytest.raises(PartitionError, match="for 3 layers and 2 stages, not for 4 and 2"):
+        balanced([1, 1, 1, 1], 2, memory=memory)
+
+
+def test_a_large_model_meets_a_bound_that_proves_it() -> None:
+    rng = random.Random(5)
+    costs = random_costs(rng, 1000, "uniform")
+    found = bottleneck(costs, balanced(costs, 128))
+    assert found == bottleneck(costs[::-1], balanced(costs[::-1], 128))
+    assert sum(costs) / 128 <= found <= sum(costs) / 128 + max(costs)
+    start = random_start(rng, 1000, 128)
+    assert bottleneck(costs, balanced(costs, 128, start=start)) == found

@@ -1,0 +1,93 @@
+"""What every registered balancer keeps."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.partitioners import balanced, bottleneck, diffusion, get, names, register, registry
+from ds_dynmo.plan import check_partition
+from tests.pure.partitioners.instances import KINDS, overshoot, random_costs, random_memory, random_start
+
+
+@pytest.fixture(params=names())
+def balancer(request: pytest.FixtureRequest) -> Any:
+    return get(request.param)
+
+
+def check_result(balancer: Any, costs: list[float], start: list[int], memory: Any) -> None:
+    num_stages = len(start) - 1
+    given = [*costs], [*start]
+    partition = balancer(costs, num_stages, start=start, memory=memory)
+    assert (costs, start) == given  # arguments are read only
+    assert all(type(bound) is int for bound in partition)
+    check_partition(partition, len(costs), num_stages)
+    assert bottleneck(costs, partition) <= bottleneck(costs, start)
+    assert partition == balancer(tuple(costs), num_stages, start=tuple(start), memory=memory)
+    if memory is not None:
+        assert overshoot(memory, partition) <= 0
+
+
+def test_a_valid_partition_never_worse_and_always_the_same(balancer: Any) -> None:
+    rng = random.Random(11)
+    for case in range(120):
+        num_layers = rng.randint(1, 12)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        check_result(balancer, costs, random_start(rng, num_layers, num_stages), None)
+
+
+def test_memory_is_kept(balancer: Any) -> None:
+    rng = random.Random(12)
+    checked = 0
+    while checked < 80:
+        num_layers = rng.randint(1, 9)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[checked % len(KINDS)])
+        memory, start = random_memory(rng, num_layers, num_stages), random_start(rng, num_layers, num_stages)
+        if overshoot(memory, start) <= 0:
+            checked += 1
+            check_result(balancer, costs, start, memory)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, None])
+def test_bad_costs_are_refused(balancer: Any, bad: Any) -> None:
+    with pytest.raises(PartitionError, match="layer 1 costs"):
+        balancer([1.0, bad, 1.0], 2, start=[0, 1, 3], memory=None)
+
+
+def test_too_many_stages_are_refused(balancer: Any) -> None:
+    with pytest.raises(PartitionError, match="2 layers cannot fill 3 stages"):
+        balancer([1.0, 1.0], 3, start=[0, 1, 2, 3], memory=None)
+
+
+def test_a_start_of_another_model_is_refused(balancer: Any) -> None:
+    with pytest.raises(PartitionError, match="the model's 3 layers need 0 to 3"):
+        balancer([1.0, 1.0, 1.0], 2, start=[0, 2, 4], memory=None)
+
+
+def test_the_two_balancers_have_their_names() -> None:
+    assert get("partition") is balanced
+    assert get("diffusion") is diffusion
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r'no balancer is named "partitoin", did you mean "partition"\?.*diffusion'):
+        get("partitoin")
+    with pytest.raises(ConfigError, match=r'"zzz"; registered: diffusion, partition'):
+        get("zzz")
+
+
+def test_a_user_adds_one_and_no_name_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
+
+    @register("as it was")
+    def keep(costs: Any, num_stages: int, *, start: Any, memory: Any) -> list[int]:
+        return list(start)
+
+    assert get("as it was") is keep
+    assert names() == ["as it was", "diffusion", "partition"]
+    with pytest.raises(ConfigError, match='"partition" is registered already'):
+        register("partition")(keep)

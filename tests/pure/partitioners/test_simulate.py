@@ -1,0 +1,82 @@
+import random
+
+import pytest
+
+from ds_dynmo.partitioners import simulate
+from ds_dynmo.partitioners.simulate import Pass
+
+
+def test_two_stages_three_micro_batches() -> None:
+    # seconds   0   1   2   3   4   5   6   7
+    # stage 0   F0  F1  .   B0  B0  F2  B1  B1  .   .   B2  B2
+    # stage 1   .   F0  B0  B0' ...
+    timeline = simulate([1.0, 1.0], [1.0, 1.0], micro_batches=3)
+    assert [(p.kind[0] + str(p.micro_batch), p.start_seconds) for p in timeline.passes if p.stage == 0] == [
+        ("f0", 0.0),
+        ("f1", 1.0),
+        ("b0", 3.0),
+        ("f2", 4.0),
+        ("b1", 5.0),
+        ("b2", 7.0),
+    ]
+    assert [(p.kind[0] + str(p.micro_batch), p.start_seconds) for p in timeline.passes if p.stage == 1] == [
+        ("f0", 1.0),
+        ("b0", 2.0),
+        ("f1", 3.0),
+        ("b1", 4.0),
+        ("f2", 5.0),
+        ("b2", 6.0),
+    ]
+    assert timeline.iteration_seconds == 8.0
+    assert timeline.busy_seconds == (6.0, 6.0)
+    assert timeline.bubble_ratio == 0.25
+    assert timeline.passes[0] == Pass(0, 0, "forward", 0.0, 1.0)
+
+
+def test_even_stages_take_the_textbook_time() -> None:
+    for num_stages in range(1, 6):
+        for micro_batches in range(1, 8):
+            timeline = simulate([1.0] * num_stages, [2.0] * num_stages, micro_batches)
+            assert timeline.iteration_seconds == 3.0 * (micro_batches + num_stages - 1)
+
+
+def test_one_micro_batch_pays_every_link() -> None:
+    assert simulate([1.0] * 4, [2.0] * 4, 1, link_seconds=0.25).iteration_seconds == 12.0 + 6 * 0.25
+
+
+def test_every_pass_waits_for_its_stage_and_its_input() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        num_stages, micro_batches, link = rng.randint(1, 6), rng.randint(1, 7), rng.choice([0.0, 0.3])
+        forward, backward = ([rng.uniform(0.1, 2) for _ in range(num_stages)] for _ in range(2))
+        timeline = simulate(forward, backward, micro_batches, link)
+        ended = {(p.stage, p.micro_batch, p.kind): p.end_seconds for p in timeline.passes}
+        assert len(ended) == len(timeline.passes) == 2 * num_stages * micro_batches
+        free_at = [0.0] * num_stages
+        for stage, micro_batch, kind, start, end in timeline.passes:
+            source = ended.get((stage - 1 if kind == "forward" else stage + 1, micro_batch, kind))
+            forwarded = ended[stage, micro_batch, "forward"] if kind == "backward" else 0.0
+            arrived = 0.0 if source is None else source + link
+            assert start == max(free_at[stage], arrived) and start >= forwarded  # at once, and never earlier
+            free_at[stage] = end
+        assert timeline.iteration_seconds == max(ended.values())
+        assert timeline.busy_seconds == pytest.approx(
+            [micro_batches * (f + b) for f, b in zip(forward, backward, strict=True)]
+        )
+
+
+def test_in_flight_is_what_the_memory_model_says() -> None:
+    for num_stages in range(1, 6):
+        for micro_batches in range(1, 8):
+            held, most = [0] * num_stages, [0] * num_stages
+            for stage, _, kind, _, _ in simulate([1.0] * num_stages, [1.0] * num_stages, micro_batches).passes:
+                held[stage] += 1 if kind == "forward" else -1
+                most[stage] = max(most[stage], held[stage])
+            assert most == [min(num_stages - stage, micro_batches) for stage in range(num_stages)]
+
+
+def test_wrong_sizes_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="2 forward times, 1 backward times, 4 micro-batches"):
+        simulate([1.0, 1.0], [1.0], 4)
+    with pytest.raises(ValueError, match="0 micro-batches"):
+        simulate([1.0], [1.0], 0)

@@ -1,0 +1,62 @@
+"""Who may import whom (DESIGN): one direction, and one module that communicates."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def forbidden(folder: str, *prefixes: str) -> list[str]:
+    return [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for name in sorted(imports(path))
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+    ]
+
+
+def test_partitioners_are_pure() -> None:
+    allowed = {"numpy", "ds_dynmo", *sys.stdlib_module_names}
+    for path in (PACKAGE / "partitioners").rglob("*.py"):
+        assert {name.split(".")[0] for name in imports(path)} <= allowed, path
+    assert not forbidden("partitioners", "ds_dynmo.engine", "ds_dynmo.models", "multiprocessing", "subprocess")
+
+
+def test_models_know_neither_engine_nor_partitioners() -> None:
+    assert not forbidden("models", "ds_dynmo.engine", "ds_dynmo.partitioners")
+
+
+def test_the_engine_knows_no_model() -> None:
+    assert not forbidden("engine", "ds_dynmo.models")
+
+
+def test_one_module_of_the_engine_communicates() -> None:
+    for path in (PACKAGE / "engine").glob("*.py"):
+        if path.name != "comm.py":
+            names = imports(path)
+            assert not {n for n in names if n.startswith(("torch.distributed", "deepspeed.comm"))}, path
+            assert not any(isinstance(node, ast.Attribute) and node.attr in ("distributed", "comm") and
+                           isinstance(node.value, ast.Name) and node.value.id in ("torch", "deepspeed")
+                           for node in ast.walk(ast.parse(path.read_text()))), path
+
+
+@pytest.mark.parametrize("module", ["ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners"])
+def test_light_modules_load_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
