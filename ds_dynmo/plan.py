@@ -142,7 +142,9 @@ class MigrationPlan:
             source, destination = stage_of(layer, old), stage_of(layer, new)
             if source != destination:
                 moves.append(LayerMove(layer, source, destination))
-        return cls(check_partition(old, num_layers, num_stages), check_partition(new, num_layers, num_stages), tuple(moves))
+        return cls(
+            check_partition(old, num_layers, num_stages), check_partition(new, num_layers, num_stages), tuple(moves)
+        )
 
     def __post_init__(self) -> None:
         num_layers, num_stages = self.old[-1], len(self.old) - 1

@@ -79,7 +79,8 @@ def print_row(num_layers: int, num_stages: int, family: str, runs: list[Run]) ->
     gaps, pairs = [run.gap for run in runs], [run.pairs_gap for run in runs]
     rounds = [run.rounds for run in runs]
     print(
-        f"| {num_layers} x {num_stages} | {family} | {statistics.mean(gaps):.3%} | {max(gaps):.3%} | {missed(gaps):.1%} "
+        f"| {num_layers} x {num_stages} | {family} "
+        f"| {statistics.mean(gaps):.3%} | {max(gaps):.3%} | {missed(gaps):.1%} "
         f"| {statistics.mean(pairs):.1%}, {max(pairs):.1%}, {missed(pairs):.1%} "
         f"| {statistics.mean(rounds):.0f}, {max(rounds)} | {min(run.rounds_bound for run in runs)} "
         f"| {statistics.mean(run.floats_sent for run in runs):.0f} "

@@ -74,7 +74,11 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage:
-        why = "cannot be combined with pipeline parallelism" if stage >= 2 else "shards optimizer state, which cannot be moved yet"
+        why = (
+            "cannot be combined with pipeline parallelism"
+            if stage >= 2
+            else "shards optimizer state, which cannot be moved yet"
+        )
         raise ConfigError(f"zero_optimization.stage = {stage}: {why}; allowed is 0")
     _check_optimizer(config.get("optimizer"), optimizer)
 
@@ -89,11 +93,15 @@ def _check_optimizer(block: Any, optimizer: Any) -> None:
                     'moved yet; use torch\'s: "params": {..., "torch_adam": true}'
                 )
         elif not hasattr(torch.optim, name):
-            raise ConfigError(f'optimizer.type = "{name}" is no optimizer of torch.optim: its state cannot be moved yet')
+            raise ConfigError(
+                f'optimizer.type = "{name}" is no optimizer of torch.optim: its state cannot be moved yet'
+            )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer is torch.optim.LBFGS, which keeps the state of all parameters in the first one's")
     if isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("deepspeed."):
-        raise ConfigError(f"optimizer is DeepSpeed's {type(optimizer).__name__}: its state cannot be moved yet; use torch's")
+        raise ConfigError(
+            f"optimizer is DeepSpeed's {type(optimizer).__name__}: its state cannot be moved yet; use torch's"
+        )
 
 
 def layer_name(spec: Any) -> str:

@@ -128,7 +128,9 @@ class Communicator:
         """Send a list of floats to each stage of ``outgoing``; receive one from each stage of ``sources``."""
         headers = {stage: torch.tensor(numbers, dtype=torch.float64) for stage, numbers in outgoing.items()}
         received = self.exchange_headers({stage: t.numpy().tobytes() for stage, t in headers.items()}, sources)
-        return {stage: torch.frombuffer(bytearray(data), dtype=torch.float64).tolist() for stage, data in received.items()}
+        return {
+            stage: torch.frombuffer(bytearray(data), dtype=torch.float64).tolist() for stage, data in received.items()
+        }
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
         works = [
@@ -151,12 +153,16 @@ class Communicator:
         sizes_out = {stage: torch.tensor([len(header)]) for stage, header in outgoing.items()}
         sizes_in = {stage: torch.zeros(1, dtype=torch.int64) for stage in sources}
         self._swap(sizes_out, sizes_in)
-        headers_out = {stage: torch.frombuffer(bytearray(header), dtype=torch.uint8) for stage, header in outgoing.items()}
+        headers_out = {
+            stage: torch.frombuffer(bytearray(header), dtype=torch.uint8) for stage, header in outgoing.items()
+        }
         headers_in = {stage: torch.empty(int(size), dtype=torch.uint8) for stage, size in sizes_in.items()}
         self._swap(headers_out, headers_in)
         return {stage: header.numpy().tobytes() for stage, header in headers_in.items()}
 
-    def exchange_tensors(self, outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]]) -> None:
+    def exchange_tensors(
+        self, outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]]
+    ) -> None:
         """Send flat byte tensors to stages, receive into ``incoming`` in place; all are posted before any is awaited."""
         works = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -191,5 +197,3 @@ class Communicator:
 def _default_store() -> Any:
     """The default group's store, to say which rank is missing. Private in torch; read in 2.13.0."""
     return dist.distributed_c10d._get_default_store()
-
-

@@ -274,10 +274,10 @@ class DynMoPipelineEngine(PipelineEngine):
         began = time.perf_counter()
         self._comm.enter("rebalance")
         latest = self._profile
-        profile = Profile(
-            latest.step, tuple(self.partition), latest.layers, latest.micro_batches, latest.batch_seconds
+        profile = Profile(latest.step, tuple(self.partition), latest.layers, latest.micro_batches, latest.batch_seconds)
+        memory = controller.memory_model(
+            profile, self._memory_limit_bytes(), self.module.activation_checkpoint_interval
         )
-        memory = controller.memory_model(profile, self._memory_limit_bytes(), self.module.activation_checkpoint_interval)
         if self.dynmo.decentralized:
             own_costs = profile.costs(self.dynmo.balance_by)[self._layers.start : self._layers.stop]
             proposed = decide_among_neighbours(own_costs, profile.partition, memory, self.stage_id, self._comm)
@@ -305,7 +305,11 @@ class DynMoPipelineEngine(PipelineEngine):
         plan = MigrationPlan.between(self.partition, new)
         if decision is None and self._profile is not None:
             here = Profile(
-                self._profile.step, plan.old, self._profile.layers, self._profile.micro_batches, self._profile.batch_seconds
+                self._profile.step,
+                plan.old,
+                self._profile.layers,
+                self._profile.micro_batches,
+                self._profile.batch_seconds,
             )
             decision = controller.predict(here, new)
         began = time.perf_counter()

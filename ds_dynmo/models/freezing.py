@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import PipelineModule
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationInfo, field_validator
 
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.local_layers import local_layers, tie_of
 
 __all__ = [
     "AutoFreezeConfig",
@@ -118,10 +118,9 @@ def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> None:
 
     A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
     """
-    frozen_ties = {spec.key for spec in module._layer_specs[:num_frozen] if isinstance(spec, TiedLayerSpec)}
-    tied_here = {id(module.tied_modules[key]) for key in frozen_ties if key in module.tied_modules}
+    frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
     for layer_number, layer in local_layers(module):
-        frozen = layer_number < num_frozen or id(layer) in tied_here
+        frozen = layer_number < num_frozen or tie_of(module, layer_number) in frozen_ties
         for parameter in layer.parameters():
             parameter.requires_grad_(not frozen)
             if frozen:

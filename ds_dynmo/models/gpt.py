@@ -47,7 +47,7 @@ class GPTConfig(BaseModel):
     tied_embedding: bool = Field(default=True, description="true: embedding and head share one weight")
     rope_base: float = Field(default=10000.0, gt=1, description="longest wavelength of the rotary positions over 2 pi")
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
-    seed: int = Field(default=0, ge=0, description="what the initial weights are drawn from")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="what the initial weights are drawn from")
 
     @field_validator("heads")
     @classmethod
@@ -156,7 +156,7 @@ class FeedForward(nn.Module):
         self.contract = _linear(width, config.hidden_size, _residual_std(config), generator)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.contract(F.gelu(self.expand(hidden), approximate="tanh"))
+        return self.contract(F.gelu(self.expand(hidden)))
 
 
 def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-__all__ = ["local_layers"]
+__all__ = ["local_layers", "tie_of"]
+
+
+def tie_of(module: PipelineModule, layer: int) -> str | None:
+    """The key by which layer ``layer`` of the model is tied to others, None if it is not."""
+    spec = module._layer_specs[layer]
+    return spec.key if isinstance(spec, TiedLayerSpec) else None
 
 
 def local_layers(module: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
-    """``(layer number, layer)`` for each layer of this stage that is a module, plain functions left out.
+    """``(layer number, layer)`` for each layer of this stage that is a module; plain functions are left out.
 
-    A tied layer with a ``forward_fn``, which DeepSpeed keeps as a partial, comes as the module it is tied to:
-    a stage that holds several layers of a tie yields that module several times.
+    Every use of a tied layer comes as the one module that the stage holds for all of them.
     """
-    for layer_number, layer in enumerate(module.forward_funcs, start=module._local_start):
-        if isinstance(layer, partial) and layer.args and isinstance(layer.args[0], nn.Module):
-            yield layer_number, layer.args[0]
-        elif isinstance(layer, nn.Module):
-            yield layer_number, layer
+    for layer in range(module._local_start, module._local_stop):
+        key = tie_of(module, layer)
+        if key is not None:
+            yield layer, module.tied_modules[key]
+        elif str(layer) in module._modules:
+            yield layer, module._modules[str(layer)]

@@ -84,7 +84,9 @@ def _rank_main(
         torch.set_num_threads(1)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
         store = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT)
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT
+        )
         deepspeed.init_distributed("gloo")
         result = (True, function(*args))
     except BaseException:

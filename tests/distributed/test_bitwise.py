@@ -31,7 +31,9 @@ def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 
 
 
 CORE = [
-    pytest.param(stages, tied, clip, replicas, id=f"{stages}stages-{'tied' if tied else 'untied'}-clip{clip}-dp{replicas}")
+    pytest.param(
+        stages, tied, clip, replicas, id=f"{stages}stages-{'tied' if tied else 'untied'}-clip{clip}-dp{replicas}"
+    )
     for stages in (2, 3, 4)
     for tied in (False, True)
     for clip, replicas in ((0.0, 1), (0.05, 1), (0.05, 2))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -222,3 +225,390 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) ->
         "moved": sum(report.layers_moved for report in engine.reports),
         "replica": engine.grid.get_data_parallel_id(),
     }
+
+
+# -- tests/distributed/test_engine.py -----------------------------------------------------------------
+
+
+def partition_of(case: Case) -> list[int]:
+    engine = build(case)
+    engine.train_batch(batches(engine))
+    return engine.partition
+
+
+def train_stock(case: Case, which: str) -> list[Any]:
+    import deepspeed
+
+    torch.manual_seed(0)
+    module = PipelineModule(layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+    initialize = deepspeed.initialize if which == "deepspeed" else ds_dynmo.initialize
+    engine = initialize(model=module, model_parameters=list(module.parameters()), config=config(case))[0]
+    data = batches(engine)
+    return [engine.train_batch(data).item() for _ in range(5)]
+
+
+def code_that_runs(case: Case) -> dict[str, Any]:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    engine = build(case)
+    data = batches(engine)
+    found: dict[str, Any] = {"stock instructions": True, "bare layers": True, "profiled": []}
+    original = PipelineEngine.train_batch
+
+    def watch(self: Any, data_iter: Any = None) -> Any:
+        bare = all(
+            not isinstance(f, nn.Module) or f in self.module._modules.values() for f in self.module.forward_funcs
+        )
+        marked = any(getattr(f, "__name__", "") == "marked" for f in self.module.forward_funcs)
+        if marked:
+            found["profiled"].append(self.global_steps + 1)
+        else:
+            found["bare layers"] &= bare
+            found["stock instructions"] &= self._INSTRUCTION_MAP is PipelineEngine._INSTRUCTION_MAP
+        return original(self, data_iter)
+
+    PipelineEngine.train_batch = watch
+    for _ in range(5):
+        engine.train_batch(data)
+    return found
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class SleepingLayer(nn.Module):
+    """Stands in for work on an accelerator: sleeps forward, and twice as long backward if it has to."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(hidden * self.weight, self.seconds)  # type: ignore[no-any-return]
+
+    def load_signal(self) -> float:
+        return 0.5
+
+
+def sleeping_engine(block: dict[str, Any], seconds: Sequence[float], stages: int) -> tuple[Any, Iterator[Any]]:
+    module = PipelineModule(
+        layers=[LayerSpec(SleepingLayer, s) for s in seconds],
+        num_stages=stages,
+        loss_fn=lambda output, label: (output - label).square().mean(),
+        partition_method="uniform",
+    )
+    settings = {**config(Case(micro_batches=4)), "dynmo": block}
+    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+
+    def data() -> Iterator[Any]:
+        while True:
+            yield torch.ones(2, 4), torch.zeros(2, 4)
+
+    return engine, data()
+
+
+def train_sleeping(block: dict[str, Any], milliseconds: Sequence[float], steps: int) -> dict[str, Any]:
+    engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], torch.distributed.get_world_size())
+    for _ in range(steps):
+        engine.train_batch(data)
+    reports = [(r.step, r.reason, r.old_partition, r.new_partition, r.bottleneck_seconds_after) for r in engine.reports]
+    return {"partition": engine.partition, "reports": reports}
+
+
+def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any]:
+    from ds_dynmo import partitioners
+    from ds_dynmo.engine.comm import Communicator
+    from ds_dynmo.engine.decentralized import decide_among_neighbours
+
+    chooser = random.Random(seed)
+    case = Case(stages=stages)
+    module = PipelineModule(layers=layers(case), num_stages=stages, loss_fn=loss, partition_method="uniform")
+    comm = Communicator(module.mpu(), torch.device("cpu"), 30.0)
+    decentralized, pure = [], []
+    for _ in range(5):
+        num_layers = chooser.randint(stages, 20)
+        costs = [chooser.choice([0.0, 1.0, chooser.random()]) for _ in range(num_layers)]
+        start = [0, *sorted(chooser.sample(range(1, num_layers), stages - 1)), num_layers]
+        own = costs[start[module.stage_id] : start[module.stage_id + 1]]
+        decentralized.append(list(decide_among_neighbours(own, start, None, module.stage_id, comm)))
+        pure.append(partitioners.diffusion(costs, stages, start))
+    return decentralized, pure
+
+
+def profile_sleeping(milliseconds: Sequence[float]) -> tuple[list[float], Any]:
+    seconds = [ms / 1000 for ms in milliseconds]
+    engine, data = sleeping_engine({"interval": 0}, seconds, 2)
+    for _ in range(2):
+        engine.train_batch(data)
+    return seconds, engine.profile
+
+
+def rebalance_first() -> dict[str, Any]:
+    engine, data = sleeping_engine({"interval": 0}, [0.001, 0.001, 0.001, 0.006], 2)
+    try:
+        engine.rebalance()
+        early = ""
+    except ds_dynmo.MigrationError as error:
+        early = str(error)
+    engine.set_dataiterator(data)
+    engine.rebalance()
+    return {"early": early, "steps": engine.global_steps, "partition": engine.partition}
+
+
+def rebalance_with_little_memory() -> tuple[str, list[int]]:
+    engine = build(Case(dynmo={"interval": 0, "memory_limit": 500}))
+    data = batches(engine)
+    engine.train_batch(data), engine.train_batch(data)
+    try:
+        engine.rebalance()
+    except ds_dynmo.PartitionError as error:
+        engine.train_batch(data)
+        return str(error), engine.partition
+    return "", engine.partition
+
+
+def refuse_partition(partition: Any) -> tuple[Any, Any, str]:
+    engine = build(Case())
+    engine.train_batch(batches(engine))
+    before, message = state(engine), ""
+    try:
+        engine.rebalance(partition)
+    except ds_dynmo.PartitionError as error:
+        message = str(error)
+    return before, state(engine), message
+
+
+def disagree() -> tuple[str, list[int], list[float]]:
+    engine = build(Case())
+    data, message = batches(engine), ""
+    losses = [engine.train_batch(data).item()]
+    try:
+        engine.rebalance([0, 2 + engine.stage_id, 8])
+    except ds_dynmo.MigrationError as error:
+        message = str(error)
+    return message, engine.partition, [*losses, engine.train_batch(data).item()]
+
+
+def rebalance_alone() -> str:
+    engine = build(Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 2.0}))
+    message = ""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if engine.global_rank == 0:
+        try:
+            engine.rebalance([0, 2, 4, 8])
+        except ds_dynmo.MigrationError as error:
+            message = str(error)
+        store.set("told", "yes")
+    store.wait(["told"])
+    return message
+
+
+def unpackable() -> tuple[str, list[float]]:
+    engine = build(Case())
+    data, message = batches(engine), ""
+    losses = [engine.train_batch(data).item()]
+    if engine.stage_id == 0:
+        engine._layers.local_module(1).odd = torch.eye(2).to_sparse_csc()
+    try:
+        engine.rebalance([0, 1, 8])
+    except ds_dynmo.MigrationError as error:
+        message = str(error)
+    return message, [*losses, engine.train_batch(data).item()]
+
+
+def fail_while_moving() -> None:
+    engine = build(Case())
+    engine.train_batch(batches(engine))
+
+    def broken(*args: Any) -> None:
+        raise OSError("the cable is gone")
+
+    engine._comm.exchange_tensors = broken
+    engine.rebalance([0, 1, 8])
+
+
+def departed_parameters() -> int:
+    engine = build(Case(stages=2, tied=True))
+    data = batches(engine)
+    for _ in range(3):
+        engine.train_batch(data)
+    alive = []
+    for partition in ([0, 7, 8], [0, 1, 8]):
+        watched = [weakref.ref(p) for p in engine.module.parameters()]
+        engine.rebalance(partition)
+        engine.train_batch(data)
+        gc.collect()
+        here = set(map(id, engine.module.parameters()))
+        alive += [ref for ref in watched if ref() is not None and id(ref()) not in here]
+    return len(alive)
+
+
+def stay() -> tuple[int, bool]:
+    engine = build(Case())
+    data = batches(engine)
+    engine.train_batch(data)
+    before, modules = state(engine), list(engine.module.forward_funcs)
+    report = engine.rebalance([0, 4, 8])
+    return report.bytes_moved, state(engine) == before and modules == list(engine.module.forward_funcs)
+
+
+class Odd(nn.Module):
+    """Cannot be pickled, and counts its batches in an attribute that decides what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded((WIDTH,), 5))
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.calls = 0
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.tanh(x)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += 1
+        return hidden + self.activation(hidden * self.weight) * (self.seen + self.calls) * 0.01
+
+
+def odd_layers(case: Case) -> list[Any]:
+    torch.manual_seed(3)
+    return [LayerSpec(Embedding, 1), Block(0), LayerSpec(Odd), nn.LayerNorm(WIDTH), LayerSpec(Head, 2)]
+
+
+def train_odd_layers(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    case = Case(stages=3)
+    engine = build(case, odd_layers)
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(5):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return {"losses": losses}
+
+
+def monitored(folder: str) -> None:
+    case = Case()
+    torch.manual_seed(0)
+    module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
+    settings = {**config(case), "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+    data = batches(engine)
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.rebalance([0, 2, 8])
+    engine.train_batch(data)
+
+
+def norms(case: Case) -> list[float]:
+    engine = build(case)
+    data, found = batches(engine), []
+    for _ in range(3):
+        engine.train_batch(data)
+        found.append(engine.get_global_grad_norm())
+    return found
+
+
+# -- tests/distributed/test_frozen.py -----------------------------------------------------------------
+
+
+def freeze(engine: Any, prefix: int) -> None:
+    """Freeze the leading layers, unfreeze the others."""
+    for index, module in engine._layers.modules().items():
+        for parameter in module.parameters():
+            parameter.requires_grad_(index >= prefix)
+            if index < prefix:
+                parameter.grad = None
+
+
+def train_frozen(case: Case, frozen: dict[int, int], moves: dict[int, list[int]]) -> dict[str, Any]:
+    engine = build(case)
+    data, losses = batches(engine), []
+    for step in range(7):
+        if step in frozen:
+            freeze(engine, frozen[step])
+            engine.model_changed(f"{frozen[step]} layers are frozen")
+        if step in moves:
+            engine.rebalance(moves[step])
+        engine._controller.decided(moved=False)  # moves are this test's own
+        losses.append(engine.train_batch(data).item())
+    return {"losses": losses, "state": state(engine)}
+
+
+def train_all_frozen() -> dict[str, Any]:
+    engine = build(Case())
+    data = batches(engine)
+    engine.train_batch(data)
+    freeze(engine, 8)
+    engine.model_changed("all is frozen")
+    before = state(engine)
+    engine.train_batch(data), engine.train_batch(data)
+    return {"steps": engine.global_steps, "state": state(engine), "state when frozen": before}
+
+
+def count_backward_work(prefix: int) -> dict[str, int]:
+    from deepspeed.runtime.pipe import p2p
+
+    engine = build(Case(stages=3, micro_batches=2, dynmo={"interval": 0, "profile": {"warmup_batches": 99}}))
+    data = batches(engine)
+    engine.train_batch(data)
+    freeze(engine, prefix)
+    engine.model_changed("frozen")
+    engine._controller.decided(moved=False)
+    counts = {"backward": 0, "gradients sent": 0, "gradients": 0, "reduced": 0}
+    send, sum_gradients = p2p.send, engine._get_gradients_for_reduction
+
+    def counting_send(tensor: torch.Tensor, stage: int, **kwargs: Any) -> Any:
+        counts["gradients sent"] |= int(stage < engine.stage_id)
+        return send(tensor, stage, **kwargs)
+
+    def counting_reduce() -> Any:
+        found = sum_gradients()
+        counts["reduced"] = len(found[0])
+        return found
+
+    p2p.send, engine._get_gradients_for_reduction = counting_send, counting_reduce
+    original = torch.autograd.backward
+
+    def counting_backward(*args: Any, **kwargs: Any) -> Any:
+        counts["backward"] = 1
+        return original(*args, **kwargs)
+
+    torch.autograd.backward = counting_backward  # type: ignore[assignment]
+    engine.before_step(lambda: counts.update(gradients=sum(p.grad is not None for p in engine.module.parameters())))
+    engine.train_batch(data)
+    p2p.send, torch.autograd.backward = send, original  # type: ignore[assignment]
+    return counts
+
+
+def freeze_silently() -> None:
+    engine = build(Case())
+    engine.train_batch(batches(engine))
+    freeze(engine, 2)
+    engine.train_batch(batches(engine))
+
+
+def freeze_half_a_tie() -> None:
+    engine = build(Case(tied=True))
+    freeze(engine, 1)
+    engine.model_changed("half")
+
+
+def freeze_sleeping(count: int) -> dict[str, Any]:
+    engine, data = sleeping_engine({"interval": 0}, [0.004] * count, 2)
+    for _ in range(2):
+        engine.train_batch(data)
+    before = engine.partition
+    freeze(engine, count // 2)
+    engine.model_changed("half is frozen")
+    for _ in range(2):
+        engine.train_batch(data)
+    return {"before": before, "partition": engine.partition, "reason": engine.reports[-1].reason}

@@ -51,9 +51,13 @@ def test_one_module_of_the_engine_communicates() -> None:
         if path.name != "comm.py":
             names = imports(path)
             assert not {n for n in names if n.startswith(("torch.distributed", "deepspeed.comm"))}, path
-            assert not any(isinstance(node, ast.Attribute) and node.attr in ("distributed", "comm") and
-                           isinstance(node.value, ast.Name) and node.value.id in ("torch", "deepspeed")
-                           for node in ast.walk(ast.parse(path.read_text()))), path
+            assert not any(
+                isinstance(node, ast.Attribute)
+                and node.attr in ("distributed", "comm")
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("torch", "deepspeed")
+                for node in ast.walk(ast.parse(path.read_text()))
+            ), path
 
 
 @pytest.mark.parametrize("module", ["ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners"])

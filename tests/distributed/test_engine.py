@@ -1,0 +1,143 @@
+"""The engine around a migration: what it promises besides bitwise equality."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import workloads
+from tests.distributed.harness import RankError, run
+from tests.distributed.workloads import Case
+
+
+def test_an_initial_partition_by_each_method() -> None:
+    expected = {
+        "uniform": [0, 4, 8],
+        "type:block": None,
+        "type:embed:100|block:1": [0, 1, 8],
+        "parameters": None,
+    }
+    for method, partition in expected.items():
+        case = Case(dynmo={"interval": 0, "initial_partition": method})
+        found = run(2, workloads.partition_of, case)
+        assert found[0] == found[1] and (partition is None or found[0] == partition), method
+    assert run(2, workloads.partition_of, Case(start=(0, 7, 8)))[1] == [0, 7, 8]
+
+
+def test_without_a_block_the_engine_is_deepspeeds() -> None:
+    stock, ours = (run(2, workloads.train_stock, Case(dynmo=None), which) for which in ("deepspeed", "ds_dynmo"))
+    assert stock == ours
+
+
+def test_a_batch_that_is_not_profiled_runs_deepspeeds_code() -> None:
+    for result in run(2, workloads.code_that_runs, Case()):
+        assert result == {"stock instructions": True, "bare layers": True, "profiled": [2]}
+
+
+def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    block = {"interval": 3, "report": str(report), "min_improvement": 0.05}
+    results = run(2, workloads.train_sleeping, block, [1, 1, 1, 1, 1, 1, 6, 6], 5)
+    assert results[0]["partition"] == results[1]["partition"] == [0, 7, 8] or results[0]["partition"] == [0, 6, 8]
+    assert results[0]["reports"] == results[1]["reports"]
+    records = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [record["kind"] for record in records] == ["measured", "rebalance", "measured"]
+    moved = records[1]
+    assert moved["reason"] == "interval" and moved["step"] == 3 and moved["layers_moved"] > 0
+    assert moved["bottleneck_seconds_after"] < moved["bottleneck_seconds_before"]
+    assert records[2]["rebalance_step"] == 3
+    assert records[2]["bottleneck_seconds"] < records[0]["bottleneck_seconds"]
+
+
+@pytest.mark.parametrize("block", [{"balancer": "diffusion"}, {"balancer": "diffusion", "decentralized": True}])
+def test_diffusion_in_the_engine(block: dict[str, Any]) -> None:
+    results = run(3, workloads.train_sleeping, {"interval": 3, **block}, [1, 1, 1, 1, 1, 1, 6, 6], 4)
+    assert all(result["partition"] == results[0]["partition"] for result in results)
+    assert results[0]["partition"][-2] == 7
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decentralized_diffusion_lands_where_the_pure_function_does(seed: int) -> None:
+    for stages in (2, 4):
+        for decentralized, pure in run(stages, workloads.diffusion_both_ways, stages, seed):
+            assert decentralized == pure
+
+
+def test_a_profile_has_every_layer() -> None:
+    for seconds, profile in run(2, workloads.profile_sleeping, [1, 2, 3, 4]):
+        assert profile.partition == (0, 2, 4) and profile.micro_batches == 4
+        for expected, layer in zip(seconds, profile.layers):
+            assert layer.forward_seconds >= expected and layer.backward_seconds >= 2 * expected
+            assert layer.parameters == layer.trainable_parameters == 4
+            assert layer.static_bytes == 4 * 4 * 2 + (2 * 4 * 4 + 4)  # weight, gradient, Adam's two moments, its step
+            assert layer.activation_bytes > 0 and layer.input_bytes == 2 * 4 * 4
+            assert layer.load_signal == 0.5
+        assert profile.batch_seconds > 4 * 3 * sum(seconds[2:])
+
+
+def test_rebalance_by_hand_profiles_first_if_it_must() -> None:
+    for result in run(2, workloads.rebalance_first):
+        assert result["early"].startswith("rebalance: there is no profile yet")
+        assert result["steps"] >= 1 and result["partition"] == [0, 3, 4]
+
+
+def test_memory_limit() -> None:
+    for message, partition in run(2, workloads.rebalance_with_little_memory):
+        assert "stage" in message and "bytes" in message
+        assert partition == [0, 4, 8]
+
+
+@pytest.mark.parametrize("partition", [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"])
+def test_a_partition_that_is_none_leaves_everything_as_it_was(partition: Any) -> None:
+    for before, after, message in run(2, workloads.refuse_partition, partition):
+        assert "partition" in message and before == after
+
+
+def test_ranks_that_disagree_are_told_and_nothing_moves() -> None:
+    for message, partition, losses in run(2, workloads.disagree):
+        assert "every rank has to ask for the same partition" in message
+        assert partition == [0, 4, 8] and len(losses) == 2
+
+
+def test_a_rebalance_on_some_ranks_ends_in_an_error_that_names_the_others() -> None:
+    message = run(3, workloads.rebalance_alone)[0]
+    assert "rebalance is collective" in message and "ranks [1, 2] did not call it within 2 s" in message
+
+
+def test_a_layer_that_cannot_be_packed_stops_nothing() -> None:
+    for message, losses in run(2, workloads.unpackable):
+        assert "No layer has moved" in message and len(losses) == 2
+
+
+def test_what_fails_while_layers_move_is_fatal_and_says_so() -> None:
+    with pytest.raises(RankError, match=r"Layers had begun to move: resume the job from its last checkpoint"):
+        run(2, workloads.fail_while_moving)
+
+
+def test_departed_parameters_are_freed() -> None:
+    assert run(2, workloads.departed_parameters) == [0, 0]
+
+
+def test_a_rebalance_to_the_same_place_changes_nothing() -> None:
+    for moved, same in run(2, workloads.stay):
+        assert moved == 0 and same
+
+
+def test_layers_given_as_modules_and_unpicklable_ones() -> None:
+    still = run(3, workloads.train_odd_layers, [])
+    moved = run(3, workloads.train_odd_layers, [[0, 1, 2, 5], [0, 3, 4, 5], [0, 2, 3, 5]])
+    assert [r["losses"] for r in still] == [r["losses"] for r in moved]
+
+
+def test_the_monitor_gets_the_numbers(tmp_path: Path) -> None:
+    run(2, workloads.monitored, str(tmp_path))
+    assert {"DynMo_layers_moved", "DynMo_bubble_ratio", "DynMo_imbalance"} <= {p.stem for p in tmp_path.rglob("*.csv")}
+
+
+def test_clip_norm_is_that_of_the_whole_model() -> None:
+    norms = {tuple(result) for result in run(2, workloads.norms, Case(clip=1.0, stages=2))}
+    alone = {tuple(result) for result in run(1, workloads.norms, Case(clip=1.0, stages=1))}
+    assert norms == alone and len(norms) == 1

@@ -1,0 +1,54 @@
+"""A frozen prefix: nothing of it is computed backward, sent, reduced or stepped, and training goes on bitwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import workloads
+from tests.distributed.harness import RankError, run
+from tests.distributed.workloads import Case
+
+
+@pytest.mark.parametrize(("interval", "reentrant"), [(0, True), (1, True), (2, True), (2, False)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: int) -> None:
+    """Against a plain one-stage run, whose autograd prunes the frozen prefix by itself."""
+    case = Case(stages=3, checkpoint_interval=interval, reentrant=reentrant, replicas=replicas)
+    alone = Case(stages=1, replicas=replicas)
+    frozen = {2: 3, 4: 6, 5: 0}  # before which batch, how many leading layers
+    moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
+    reference = run(replicas, workloads.train_frozen, alone, frozen, {})
+    still = run(case.ranks, workloads.train_frozen, case, frozen, {})
+    moved = run(case.ranks, workloads.train_frozen, case, frozen, moves)
+    for results in (still, moved):
+        assert results[0]["losses"] == reference[0]["losses"]
+        state = {key: value for result in results for key, value in result["state"].items()}
+        assert state == reference[0]["state"]
+
+
+def test_a_frozen_stage_does_no_backward_and_is_sent_nothing() -> None:
+    counts = run(3, workloads.count_backward_work, 4)
+    assert [c["backward"] for c in counts] == [0, 1, 1]
+    assert [c["gradients sent"] for c in counts] == [0, 0, 1]
+    assert counts[0]["gradients"] == 0 and counts[0]["reduced"] == 0
+
+
+def test_everything_frozen_still_runs() -> None:
+    for result in run(2, workloads.train_all_frozen):
+        assert result["steps"] == 3 and result["state"] == result["state when frozen"]
+
+
+def test_freezing_without_a_word_is_an_error_that_says_what_to_call() -> None:
+    with pytest.raises(RankError, match="model_changed"):
+        run(2, workloads.freeze_silently)
+
+
+def test_half_a_tie_cannot_be_frozen() -> None:
+    with pytest.raises(RankError, match="tied by the key 'embedding'"):
+        run(2, workloads.freeze_half_a_tie)
+
+
+def test_a_model_that_changed_is_profiled_and_rebalanced() -> None:
+    result = run(2, workloads.freeze_sleeping, 8)[0]
+    assert result["reason"] == "half is frozen"
+    assert result["before"] == [0, 4, 8] and result["partition"] in ([0, 5, 8], [0, 6, 8])
