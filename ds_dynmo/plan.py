@@ -49,7 +49,8 @@ def check_partition(partition: Sequence[int], num_layers: int, num_stages: int) 
     for stage, (start, stop) in enumerate(zip(bounds, bounds[1:])):
         if stop <= start:
             raise PartitionError(
-                f"partition {list(bounds)} is not strictly increasing: stage {stage} would own no layer ({start} to {stop})"
+                f"partition {list(bounds)} is not strictly increasing: stage {stage} would own no layer "
+                f"({start} to {stop})"
             )
     return bounds
 

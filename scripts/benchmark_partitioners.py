@@ -123,7 +123,8 @@ def print_memory(instances: int, seed: int) -> None:
     print("| layers x stages | mean gap | worst gap | optimum missed |")
     print("| --- " * 4 + "|")
     for num_layers, num_stages in SIZES[:2]:
-        rng, gaps = random.Random(seed), []
+        rng = random.Random(seed)
+        gaps: list[float] = []
         while len(gaps) < instances // 2:
             costs = [rng.uniform(0.5, 1.5) for _ in range(num_layers)]
             start, memory = tight_memory(rng, num_layers, num_stages)

@@ -1,6 +1,6 @@
 """Measure, decide, migrate, train: the pipeline engine."""
 
 from ds_dynmo.engine.engine import DynMoPipelineEngine
-from ds_dynmo.engine.initialize import initialize
+from ds_dynmo.engine.initialization import initialize
 
 __all__ = ["DynMoPipelineEngine", "initialize"]

@@ -42,8 +42,8 @@ def check_deepspeed_version() -> None:
     """Warn if DeepSpeed is not the version whose private parts were read."""
     if deepspeed.__version__ != TESTED_DEEPSPEED:
         logger.warning(
-            f"ds_dynmo has been tested with deepspeed {TESTED_DEEPSPEED}, this is {deepspeed.__version__}: moving layers "
-            "relies on private parts that may have changed"
+            f"ds_dynmo has been tested with deepspeed {TESTED_DEEPSPEED}, this is {deepspeed.__version__}: moving "
+            "layers relies on private parts that may have changed"
         )
 
 
@@ -122,7 +122,8 @@ def type_costs(specs: list[Any], text: str) -> list[float]:
     for pattern, _ in rules:
         if not any(re.search(pattern, name, re.IGNORECASE) for name in names):
             raise ConfigError(
-                f"dynmo.initial_partition = {text!r}: no layer's name matches {pattern!r}; names are {sorted(set(names))}"
+                f"dynmo.initial_partition = {text!r}: no layer's name matches {pattern!r}; "
+                f"names are {sorted(set(names))}"
             )
     return [
         next((weight for pattern, weight in rules if re.search(pattern, name, re.IGNORECASE)), 0.0) for name in names

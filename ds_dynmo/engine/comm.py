@@ -133,7 +133,7 @@ class Communicator:
         }
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
-        works = [
+        works: list[Any] = [
             dist.irecv(tensor, self._grid.stage_to_global(stage), group=self._control)
             for stage, tensor in incoming.items()
             if tensor.numel()
@@ -163,8 +163,8 @@ class Communicator:
     def exchange_tensors(
         self, outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]]
     ) -> None:
-        """Send flat byte tensors to stages, receive into ``incoming`` in place; all are posted before any is awaited."""
-        works = []
+        """Send flat byte tensors to stages and receive into ``incoming`` in place; all posted before any is awaited."""
+        works: list[Any] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stage, tensors in incoming.items():
             for tensor in tensors:

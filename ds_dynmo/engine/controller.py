@@ -37,7 +37,7 @@ def decide(profile: Profile, config: DynMoConfig, memory: MemoryModel | None) ->
 
 
 def judge(profile: Profile, proposed: tuple[int, ...], config: DynMoConfig, memory: MemoryModel | None) -> Decision:
-    """``proposed`` if its bottleneck is lower by ``min_improvement`` or the present partition breaks the memory limit."""
+    """``proposed`` if its bottleneck is lower by ``min_improvement``, or if the present partition breaks the limit."""
     current = profile.partition
     costs = profile.costs(config.balance_by)
     before, after = partitioners.bottleneck(costs, current), partitioners.bottleneck(costs, proposed)

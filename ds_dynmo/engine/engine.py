@@ -40,6 +40,10 @@ class DynMoPipelineEngine(PipelineEngine):
         released: True on a rank whose accelerator was handed back (no rank is, so far).
     """
 
+    _INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP
+    _comm: Any
+    loss: Any
+
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
         self.__dict__["_comm"] = None
@@ -119,7 +123,7 @@ class DynMoPipelineEngine(PipelineEngine):
             self._controller.request(reason)
 
     def before_step(self, callback: Callback) -> None:
-        """Call ``callback`` on this rank in every batch, when gradients are complete and the optimizer has not stepped."""
+        """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
         self._require_block("before_step")
         self._step_callbacks.append(callback)
         self._set_instructions()

@@ -151,7 +151,8 @@ def _describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """No gaps and no overlap: a permutation of a contiguous tensor."""
-    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), -tensor.shape[axis]))
+    strides, shape = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], -shape[axis]))
     return tensor.permute(order).is_contiguous()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
         {stage: [flat for room in rooms[stage] for flat in room.landing] for stage in arriving},
     )
     return {
-        index: room.open(lambda index=index: site.layers.build(index).to(site.device))
+        index: room.open(partial(site.layers.build, index, site.device))
         for stage, indices in arriving.items()
         for index, room in zip(indices, rooms[stage])
     }
@@ -176,18 +177,18 @@ def _regroup(
         optimizer.state.pop(parameter, None)
     newcomers: dict[int, list[nn.Parameter]] = {}
     for content in arrived.values():
-        for parameter, group, state in zip(content.parameters, content.groups, content.optimizer_state):
-            if group is not None:
-                newcomers.setdefault(group, []).append(parameter)
+        for parameter, number, state in zip(content.parameters, content.groups, content.optimizer_state):
+            if number is not None:
+                newcomers.setdefault(number, []).append(parameter)
             if state is not None:
                 optimizer.state[parameter] = state
     place = {id(parameter): position for position, parameter in enumerate(present)}
-    for number, group in enumerate(optimizer.param_groups):
-        if not group["params"] and number in newcomers:
+    for position, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
             for content in arrived.values():
-                group.update(content.group_options.get(number, {}))
+                group.update(content.group_options.get(position, {}))
         staying = [parameter for parameter in group["params"] if id(parameter) not in gone]
-        group["params"] = sorted([*staying, *newcomers.get(number, [])], key=lambda p: place.get(id(p), -1))
+        group["params"] = sorted([*staying, *newcomers.get(position, [])], key=lambda p: place.get(id(p), -1))
         group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
@@ -91,10 +92,11 @@ class StageLayers:
             if (key := self.key(index)) is None or index == self.uses(key)[0]
         }
 
-    def build(self, index: int) -> nn.Module:
+    def build(self, index: int, device: torch.device) -> nn.Module:
         """A fresh module of layer ``index``, as its spec says: a shell for a layer that cannot be pickled."""
         spec = self.spec(index)
-        return spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
+        built: nn.Module = spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
+        return built.to(device) if not any(p.is_meta for p in built.parameters()) else built
 
     # -- rebuilding -----------------------------------------------------------------------------------
 

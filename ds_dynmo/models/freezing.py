@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ds_dynmo.models.local_layers import local_layers, tie_of
 
@@ -32,11 +32,7 @@ __all__ = [
 LAYERS_BEFORE_BLOCKS = 1  # the embedding
 LAYERS_AFTER_BLOCKS = 2  # the final norm and the head
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-NumBlocks = Annotated[int, Field(ge=0)]
-# JSON has lists where pydantic's strictness wants tuples
-ScheduleEntry = Annotated[tuple[Fraction, NumBlocks], Strict(False)]
-Schedule = Annotated[tuple[ScheduleEntry, ...], Strict(False), Field(min_length=1)]
+Schedule = tuple[tuple[float, int], ...]
 
 
 class _Block(BaseModel):
@@ -61,13 +57,25 @@ class FreezingConfig(_Block):
         default=None, validate_default=True, description="AutoFreeze's criterion; {} for its defaults"
     )
 
-    @field_validator("schedule")
+    @field_validator("schedule", mode="before")
     @classmethod
-    def _increasing(cls, schedule: Schedule | None) -> Schedule | None:
-        fractions = [fraction for fraction, _ in schedule or ()]
+    def _pairs(cls, schedule: Any) -> Schedule | None:
+        if schedule is None:
+            return None
+        if not isinstance(schedule, list | tuple) or not schedule:
+            raise ValueError("should be null or a list of [fraction of the steps, blocks], one or more")
+        for entry in schedule:
+            if not isinstance(entry, list | tuple) or len(entry) != 2:
+                raise ValueError(f"should hold pairs [fraction of the steps, blocks], not {entry}")
+            fraction, blocks = entry
+            if type(fraction) not in (int, float) or not 0 <= fraction < 1:
+                raise ValueError(f"should have fractions of the steps in [0, 1), not {fraction}")
+            if type(blocks) is not int or blocks < 0:
+                raise ValueError(f"should have numbers of blocks of 0 or more, not {blocks}")
+        fractions = [fraction for fraction, _ in schedule]
         if any(later <= earlier for earlier, later in zip(fractions, fractions[1:])):
-            raise ValueError(f"should have increasing fractions of the steps, got {fractions}")
-        return schedule
+            raise ValueError(f"should have increasing fractions of the steps, not {fractions}")
+        return tuple((float(fraction), blocks) for fraction, blocks in schedule)
 
     @field_validator("automatic")
     @classmethod

@@ -77,17 +77,15 @@ def _optimal_bound(prefix: list[int], num_stages: int, largest: int) -> int:
 
 
 def _fill(prefix: list[int], num_stages: int, bound: int) -> list[int]:
-    """Each stage takes all it can under ``bound``, leaving one layer to each that follows; the last takes the rest.
+    """Each stage takes all it can under ``bound``, at least the largest layer; the last takes the rest.
 
-    ``bound`` is at least the largest layer.
+    Stages may be left empty at the end: then fewer meet the bound, and splitting theirs meets it too.
     """
-    num_layers = len(prefix) - 1
     bounds, stop = [0], 0
-    for stage in range(num_stages - 1):
-        latest = num_layers - (num_stages - 1 - stage)
-        stop = bisect_right(prefix, prefix[stop] + bound, stop + 1, latest + 1) - 1
+    for _ in range(num_stages - 1):
+        stop = bisect_right(prefix, prefix[stop] + bound, stop) - 1
         bounds.append(stop)
-    bounds.append(num_layers)
+    bounds.append(len(prefix) - 1)
     return bounds
 
 

@@ -252,8 +252,7 @@ class DiffusionNode:
         if self.stage < self._hops:
             self._to_right = [keep_left(known, self._room, self.layers.stop, attempt) for attempt in attempts]
             return
-        ends = [Attempt(attempt.target, known.stop, attempt.next_target) for attempt in attempts]
-        self._settle(ends)
+        self._settle([Attempt(attempt.target, known.stop) for attempt in attempts])
 
     def _settle(self, attempts: list[Attempt]) -> None:
         self._from_right = attempts

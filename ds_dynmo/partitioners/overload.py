@@ -8,7 +8,9 @@ target, so is every stage.
 This decides exactly, without memory limits: stage 0 is handed layers only if every stage to its right
 up to the last kept all it could, that is if ``[0, p_1)`` is the least that any partition within the target
 leaves for stage 0. If a target fails, so does every other up to the *next* one: the smallest sum at which
-some stage would have kept one layer more.
+some stage would have kept one layer more on the way left. (What the way right did is of no account then: every
+stage has handed on layers on the way left.) Within memory limits it is a heuristic: a layer that its neighbour
+has no room for cannot pass through it, so a partition that exists may not be found.
 
 Several targets travel in the same sweep. Layers that are handed on for different targets are the ends of one
 run of layers, so they travel once, with one boundary per target. Nothing moves before a target is adopted.
@@ -36,7 +38,7 @@ class Attempt:
         target: the bottleneck that is tried.
         bound: the boundary between the sender and the receiver, :data:`FAILED` once a stage could not even
             keep one layer.
-        next_target: the smallest larger target at which some stage so far would have done otherwise.
+        next_target: on the way left, the smallest larger target at which a stage would have kept one layer more.
         bottleneck: the largest load so far, of stages whose layers are settled.
     """
 
@@ -90,10 +92,7 @@ def keep_left(known: Stretch, room: Room, stop: int, attempt: Attempt) -> Attemp
             low = middle
         else:
             high = middle - 1
-    next_target = attempt.next_target
-    if low < stop and known.fits(room, start, low + 1):
-        next_target = min(next_target, known.load(start, low + 1))
-    return Attempt(attempt.target, low if low > start else FAILED, next_target)
+    return Attempt(attempt.target, low if low > start else FAILED)
 
 
 def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Attempt:

@@ -549,6 +549,7 @@ def train_all_frozen() -> dict[str, Any]:
     engine.train_batch(data)
     freeze(engine, 8)
     engine.model_changed("all is frozen")
+    engine._controller.decided(moved=False)
     before = state(engine)
     engine.train_batch(data), engine.train_batch(data)
     return {"steps": engine.global_steps, "state": state(engine), "state when frozen": before}

@@ -28,10 +28,10 @@ def together(optimizers: list[torch.optim.Optimizer], schedulers: list[Any] | No
             saved = list(optimizer.param_groups)
             seen = 0
 
-            def note(value: Any, rank: int = rank) -> list[Any]:
+            def note(value: Any, rank: int = rank, rounds: int = round_number) -> list[Any]:
                 nonlocal seen
                 seen += 1
-                if seen > round_number:
+                if seen > rounds:
                     calls[rank].append(value)
                     raise Enough
                 return [every[seen - 1] for every in calls]

@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ds_dynmo.partitioners import MemoryModel
 
@@ -11,7 +11,7 @@ KINDS = ("ints", "ties", "zeros", "uniform", "lognormal", "ratios")
 
 
 def random_costs(rng: random.Random, num_layers: int, kind: str) -> list[float]:
-    draw = {
+    draw: Callable[[], float] = {
         "ints": lambda: rng.randrange(20),
         "ties": lambda: rng.choice([1, 1, 2]),
         "zeros": lambda: rng.choice([0.0, 0.0, 0.1, 0.7]),

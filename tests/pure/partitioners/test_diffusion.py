@@ -36,7 +36,7 @@ def nodes_of(costs: list[float], start: list[int], memory: MemoryModel | None = 
             len(start) - 1,
             first,
             costs[first:stop],
-            memory=memory and memory.of_stage(stage, first, stop),
+            memory=None if memory is None else memory.of_stage(stage, first, stop),
         )
         for stage, (first, stop) in enumerate(zip(start, start[1:]))
     ]

@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,6 @@ def test_furthest_stops_are_the_last_that_fit() -> None:
         ({"checkpoint_interval": -1}, "checkpoint_interval >= 0"),
     ],
 )
-def test_a_wrong_model_is_refused(change: dict[str, object], message: str) -> None:
+def test_a_wrong_model_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         replace(MODEL, **change)

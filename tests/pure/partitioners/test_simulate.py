@@ -8,8 +8,8 @@ from ds_dynmo.partitioners.simulate import Pass
 
 def test_two_stages_three_micro_batches() -> None:
     # seconds   0   1   2   3   4   5   6   7
-    # stage 0   F0  F1  .   B0  B0  F2  B1  B1  .   .   B2  B2
-    # stage 1   .   F0  B0  B0' ...
+    # stage 0   F0  F1  .   B0  F2  B1  .   B2
+    # stage 1   .   F0  B0  F1  B1  F2  B2  .
     timeline = simulate([1.0, 1.0], [1.0, 1.0], micro_batches=3)
     assert [(p.kind[0] + str(p.micro_batch), p.start_seconds) for p in timeline.passes if p.stage == 0] == [
         ("f0", 0.0),

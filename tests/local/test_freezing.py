@@ -1,0 +1,214 @@
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import nn
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models.freezing import (
+    FreezingConfig,
+    FreezingController,
+    auto_freeze,
+    gradient_change,
+    scheduled_blocks,
+    set_frozen_prefix,
+)
+from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
+from ds_dynmo.models.local_layers import local_layers
+
+UNTIED = GPTConfig(vocab_size=20, sequence_length=4, layers=3, hidden_size=8, heads=2, tied_embedding=False)
+TIED = UNTIED.model_copy(update={"tied_embedding": True})
+
+
+class Stage(nn.Module):
+    """What a PipelineModule keeps of layers ``start`` to ``stop``, without processes."""
+
+    def __init__(self, config: GPTConfig, start: int, stop: int) -> None:
+        super().__init__()
+        self._layer_specs = gpt_layers(config)
+        self._local_start, self._local_stop = start, stop
+        self.tied_modules = nn.ModuleDict()
+        self.forward_funcs: list[Any] = []
+        for layer in range(start, stop):
+            spec = self._layer_specs[layer]
+            if not isinstance(spec, TiedLayerSpec):
+                self.add_module(str(layer), spec.build())
+                self.forward_funcs.append(self._modules[str(layer)])
+                continue
+            if spec.key not in self.tied_modules:
+                self.tied_modules[spec.key] = spec.build()
+            module = self.tied_modules[spec.key]
+            self.forward_funcs.append(partial(spec.forward_fn, module) if spec.forward_fn else module)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for function in self.forward_funcs:
+            states = function(states)
+        return states
+
+    def trains(self) -> dict[int, bool]:
+        return {number: any(p.requires_grad for p in layer.parameters()) for number, layer in local_layers(self)}
+
+
+def controller(block: dict[str, Any], *, num_blocks: int = 3, total_steps: int = 100) -> FreezingController:
+    config = parse_block(FreezingConfig, block, "freezing")
+    return FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
+
+
+def alone(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.clone()
+
+
+# -- decisions ---------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_counts_in_fractions_of_the_steps() -> None:
+    schedule = [(0.2, 2), (0.4, 4), (0.6, 6)]
+    at = {step: scheduled_blocks(schedule, step, total_steps=150) for step in (0, 29, 30, 59, 60, 89, 90, 149)}
+    assert at == {0: 0, 29: 0, 30: 2, 59: 2, 60: 4, 89: 4, 90: 6, 149: 6}
+
+
+def test_a_schedule_is_not_moved_by_rounding() -> None:
+    assert scheduled_blocks([(0.7, 1)], 7, total_steps=10) == 1  # 0.7 * 10 is more than 7 in floating point
+
+
+def test_a_schedule_may_unfreeze() -> None:
+    frozen = controller({"schedule": [[0.0, 2], [0.5, 0], [0.75, 1]]}, total_steps=4)
+    assert [frozen.frozen_prefix(step) for step in range(4)] == [3, 3, 0, 2]
+
+
+def test_the_embedding_is_frozen_with_the_first_block() -> None:
+    frozen = controller({"schedule": [[0.5, 1]]}, total_steps=2)
+    assert [frozen.frozen_prefix(step) for step in range(2)] == [0, 2]
+
+
+def test_the_change_of_a_gradient() -> None:
+    assert gradient_change(4.0, 3.0) == 0.25
+    assert gradient_change(4.0, 6.0) == 0.5
+    assert gradient_change(0.0, 1.0) == gradient_change(1.0, math.nan) == gradient_change(math.inf, 1.0) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("current", "frozen_before", "frozen_after"),
+    [
+        ([9.9, 9.5, 8.0, 5.0, 9.8], 0, 1),  # eta .01 .05 .2 .5 .02, median .05
+        ([9.9, 9.8, 8.0, 5.0, 6.0], 0, 2),  # eta .01 .02 .2 .5 .4, median .2: the third is at the median
+        ([5.0, 9.9, 9.9, 9.9, 9.9], 0, 0),  # the first changes most
+        ([9.0, 9.0, 9.0, 9.0, 9.0], 0, 0),  # all are at the median
+        ([0.0, 0.0, 9.9, 9.8, 5.0], 2, 3),  # of the active ones eta is .01 .02 .5, median .02
+        ([0.0, 0.0, 0.0, 9.9, 5.0], 3, 4),  # eta .01 .5, median .255
+        ([0.0, 0.0, 0.0, 0.0, 10.0], 4, 4),  # the last one is never frozen
+        ([math.nan] * 5, 0, 0),
+    ],
+)
+def test_auto_freeze_by_hand(current: list[float], frozen_before: int, frozen_after: int) -> None:
+    assert auto_freeze([10.0] * 5, current, frozen_before) == frozen_after
+
+
+def test_automatic_freezing_compares_intervals() -> None:
+    automatic = controller({"automatic": {"interval": 0.1, "start": 0.3}}, num_blocks=2, total_steps=20)
+    stage = Stage(UNTIED.model_copy(update={"layers": 2}), 0, 5)
+    frozen = []
+    for step in range(8):
+        for number, layer in local_layers(stage):
+            for parameter in layer.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 if number == 1 else 2.0**step)
+        frozen.append(automatic.frozen_prefix(step))
+        automatic.add_gradients(stage)
+        automatic.evaluate(step + 1, alone)
+    assert frozen == [0, 0, 0, 0, 0, 0, 2, 2]  # block 0, whose gradients do not change, from the first decision on
+
+
+def test_gradients_of_all_stages_decide() -> None:
+    whole, front, back = (controller({"automatic": {"interval": 0.5, "start": 0.0}}, total_steps=2) for _ in range(3))
+    stages = {whole: Stage(UNTIED, 0, 6), front: Stage(UNTIED, 0, 2), back: Stage(UNTIED, 2, 6)}
+    for step in range(2):
+        for each, stage in stages.items():
+            for number, layer in local_layers(stage):
+                for parameter in layer.parameters():
+                    parameter.grad = torch.full_like(parameter, -1.0 - step * number)
+            each.add_gradients(stage)
+        total = front._sums + back._sums
+        assert torch.equal(total, whole._sums)
+        for each in stages:
+            each.evaluate(step + 1, lambda _: total)  # noqa: B023
+    assert {each.frozen_prefix(2) for each in stages} == {2}  # eta 1, 2, 3
+
+
+def test_automatic_freezing_refuses_to_decide_on_nothing() -> None:
+    with pytest.raises(RuntimeError, match="no gradient in blocks 0 to 2 up to step 10"):
+        controller({"automatic": {}}).evaluate(10, alone)
+
+
+def test_a_resumed_controller_decides_as_the_first_one() -> None:
+    block = {"automatic": {"interval": 0.2, "start": 0.0}}
+    first, stage = controller(block, total_steps=10), Stage(UNTIED, 0, 6)
+
+    def step(each: FreezingController, number: int) -> None:
+        for layer_number, layer in local_layers(stage):
+            for parameter in layer.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + number * layer_number)
+        each.add_gradients(stage)
+        each.evaluate(number + 1, alone)
+
+    for number in range(3):
+        step(first, number)
+    second = controller(block, total_steps=10)
+    second.load_state_dict(first.state_dict(alone), stage)
+    for each in (first, second):
+        step(each, 3)
+    assert second.state_dict(alone) == first.state_dict(alone)
+    assert second.frozen_prefix(4) == first.frozen_prefix(4) == 2
+
+
+# -- application -------------------------------------------------------------------------------------------
+
+
+def test_the_prefix_is_frozen_and_unfrozen_where_it_is() -> None:
+    front, back = Stage(UNTIED, 0, 3), Stage(UNTIED, 3, 6)
+    for stage in (front, back):
+        set_frozen_prefix(stage, 4)
+    assert front.trains() == {0: False, 1: False, 2: False}
+    assert back.trains() == {3: False, 4: True, 5: True}
+    for stage in (front, back):
+        set_frozen_prefix(stage, 2)
+    assert front.trains() == {0: False, 1: False, 2: True}
+    assert all(back.trains().values())
+
+
+def test_frozen_layers_lose_their_gradients_and_keep_their_weights() -> None:
+    model = Stage(UNTIED, 0, 6)
+    text = torch.arange(10).view(2, 5)
+    language_model_loss(model(text[:, :-1]), text[:, 1:]).backward()
+    set_frozen_prefix(model, 3)
+    assert all(p.grad is None for number, layer in local_layers(model) if number < 3 for p in layer.parameters())
+    assert all(p.grad is not None for number, layer in local_layers(model) if number >= 3 for p in layer.parameters())
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    language_model_loss(model(text[:, :-1]), text[:, 1:]).backward()
+    optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old) != parameter.requires_grad
+
+
+def test_a_tied_embedding_is_frozen_in_the_head_too() -> None:
+    stages = [Stage(TIED, 0, 3), Stage(TIED, 3, 6), Stage(TIED, 0, 6)]
+    for stage in stages:
+        set_frozen_prefix(stage, 2)
+    assert stages[0].trains() == {0: False, 1: False, 2: True}
+    assert stages[1].trains() == {3: True, 4: True, 5: False}
+    assert stages[2].trains() == {0: False, 1: False, 2: True, 3: True, 4: True, 5: False}
+    for stage in stages:
+        set_frozen_prefix(stage, 0)
+        assert all(stage.trains().values())
+
+
+def test_local_layers_are_numbered_in_the_model() -> None:
+    stage = Stage(TIED, 3, 6)
+    stage._layer_specs[4] = SimpleNamespace()  # a plain function in the list
+    del stage._modules["4"]
+    assert [number for number, _ in local_layers(stage)] == [3, 5]
+    assert dict(local_layers(stage))[5] is stage.tied_modules["embedding"]

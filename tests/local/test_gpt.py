@@ -1,0 +1,208 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from pydantic import ValidationError
+
+from ds_dynmo.models.gpt import (
+    Block,
+    CausalSelfAttention,
+    FinalNorm,
+    GPTConfig,
+    OutputHead,
+    TokenEmbedding,
+    apply_rotary,
+    gpt_layers,
+    language_model_loss,
+)
+from ds_dynmo.models.seeding import generator_for
+
+SMALL = GPTConfig(vocab_size=50, sequence_length=16, layers=3, hidden_size=32, heads=4, seed=7, tied_embedding=False)
+TIED = SMALL.model_copy(update={"tied_embedding": True})
+
+
+def build(config: GPTConfig) -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(spec.build() for spec in gpt_layers(config)))
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(SMALL.vocab_size, shape, generator=generator_for("tokens", *shape))
+
+
+def test_the_layer_list_is_embedding_blocks_norm_head() -> None:
+    specs = gpt_layers(SMALL)
+    assert [type(spec) for spec in specs] == [LayerSpec] * 6
+    assert [spec.typename for spec in specs] == [TokenEmbedding, Block, Block, Block, FinalNorm, OutputHead]
+
+
+def test_a_tied_head_is_the_embedding_used_the_other_way() -> None:
+    specs = gpt_layers(TIED)
+    first, last = specs[0], specs[-1]
+    assert isinstance(first, TiedLayerSpec) and isinstance(last, TiedLayerSpec)
+    assert (first.key, first.typename, first.tied_weight_attr) == (last.key, last.typename, last.tied_weight_attr)
+    assert first.forward_fn is None  # DeepSpeed keeps the state of that one in a checkpoint
+    embedding, hidden = first.build(), torch.randn(2, 5, 32)
+    assert torch.equal(last.forward_fn(embedding, hidden), hidden @ embedding.weight.T)
+    assert torch.equal(embedding.weight, last.build().weight)
+
+
+def test_activations_between_layers_are_batch_sequence_hidden() -> None:
+    states = tokens(2, 16)
+    for layer in build(SMALL)[:-1]:
+        states = layer(states)
+        assert states.shape == (2, 16, 32)
+        assert states.dtype == torch.float32
+    assert build(SMALL)(tokens(2, 16)).shape == (2, 16, 50)
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    model = build(SMALL)
+    language_model_loss(model(tokens(2, 16)), tokens(2, 16)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_a_token_does_not_see_later_ones() -> None:
+    model, text = build(SMALL), tokens(1, 16)
+    changed = text.clone()
+    changed[0, 9] = (text[0, 9] + 1) % SMALL.vocab_size
+    before, after = model(text), model(changed)
+    assert torch.equal(before[0, :9], after[0, :9])
+    assert (before[0, 9:] != after[0, 9:]).any(dim=-1).all()
+
+
+def test_attention_is_the_softmax_over_earlier_tokens() -> None:
+    attention = CausalSelfAttention(SMALL, generator_for("test"))
+    hidden = torch.randn(2, 16, 32, generator=generator_for("hidden"))
+    expected = torch.zeros(2, 16, 32)
+    query, key, value = (hidden @ attention.query_key_value.weight.T).chunk(3, dim=-1)
+    for head in range(4):
+        part = slice(8 * head, 8 * head + 8)
+        positions = torch.arange(16)
+        rotated_query = apply_rotary(query[..., part], positions, SMALL.rope_base)
+        rotated_key = apply_rotary(key[..., part], positions, SMALL.rope_base)
+        scores = rotated_query @ rotated_key.transpose(1, 2) / math.sqrt(8)
+        scores = scores.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf)
+        expected[..., part] = scores.softmax(dim=-1) @ value[..., part]
+    torch.testing.assert_close(attention(hidden), expected @ attention.output.weight.T, atol=1e-5, rtol=1e-5)
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    query, key = torch.randn(2, 1, 8, generator=generator_for("pair"), dtype=torch.float32)
+
+    def product(query_position: int, key_position: int) -> float:
+        rotated_query = apply_rotary(query, torch.tensor([query_position]), 10000.0)
+        rotated_key = apply_rotary(key, torch.tensor([key_position]), 10000.0)
+        return float((rotated_query * rotated_key).sum())
+
+    assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
+    assert product(7, 3) != pytest.approx(product(8, 3), abs=1e-4)
+
+
+def test_rotary_is_complex_multiplication_and_leaves_position_0() -> None:
+    states, positions = torch.randn(3, 5, 6, generator=generator_for("states")), torch.tensor([0, 1, 2, 9, 4])
+    angles = positions[:, None] * 100.0 ** (-torch.arange(3) / 3)
+    turned = torch.complex(states[..., :3], states[..., 3:]) * torch.polar(torch.ones(5, 3), angles)
+    rotated = apply_rotary(states, positions, 100.0)
+    torch.testing.assert_close(rotated, torch.cat((turned.real, turned.imag), dim=-1))
+    assert torch.equal(rotated[:, 0], states[:, 0])
+
+
+def test_rotary_takes_positions_per_sequence() -> None:
+    states = torch.randn(2, 4, 3, 8)
+    positions = torch.tensor([[0, 2, 5], [1, 3, 4]])
+    rotated = apply_rotary(states, positions[:, None], 10000.0)
+    for sequence in range(2):
+        torch.testing.assert_close(rotated[sequence], apply_rotary(states[sequence], positions[sequence], 10000.0))
+
+
+def test_rotary_keeps_the_dtype() -> None:
+    assert apply_rotary(torch.ones(1, 2, 4, dtype=torch.bfloat16), torch.arange(2), 10.0).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED])
+def test_initial_weights_depend_on_seed_and_layer_alone(config: GPTConfig) -> None:
+    forwards = [spec.build().state_dict() for spec in gpt_layers(config)]
+    torch.rand(3)  # what happened before must not matter
+    backwards = [spec.build().state_dict() for spec in reversed(gpt_layers(config))][::-1]
+    for one, other in zip(forwards, backwards, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_layers_and_seeds_have_weights_of_their_own() -> None:
+    other = SMALL.model_copy(update={"seed": 8})
+    weights = [spec.build().mlp.expand.weight for config in (SMALL, other) for spec in gpt_layers(config)[1:4]]
+    assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+
+
+def test_building_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    build(SMALL)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_initial_weights_are_gpt_2s() -> None:
+    config = GPTConfig(layers=8, hidden_size=128, heads=4)
+    block = gpt_layers(config)[1].build()
+    assert block.mlp.expand.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    assert block.mlp.contract.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+    assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+    assert torch.equal(block.mlp_norm.weight, torch.ones(128))
+
+
+def test_the_first_loss_is_that_of_a_guess() -> None:
+    loss = language_model_loss(build(SMALL)(tokens(4, 16)), tokens(4, 16))
+    assert loss.item() == pytest.approx(math.log(50), abs=0.1)
+
+
+def test_the_loss_is_computed_in_fp32() -> None:
+    logits = 10 * torch.randn(2, 3, 50, generator=generator_for("logits")).bfloat16()
+    labels = tokens(2, 3)
+    loss = language_model_loss(logits, labels)
+    assert loss.dtype == torch.float32
+    rows = -logits.float().log_softmax(-1)
+    expected = sum(rows[b, s, labels[b, s]] for b in range(2) for s in range(3)) / 6
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED])
+def test_it_learns_a_sentence_by_heart(config: GPTConfig) -> None:
+    specs = gpt_layers(config)
+    model = torch.nn.Sequential(*(spec.build() for spec in specs))
+    if config.tied_embedding:
+        model[-1] = model[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    text = tokens(1, 17)
+    for _ in range(60):
+        hidden = model[:-1](text[:, :-1])
+        logits = F.linear(hidden, model[-1].weight)
+        loss = language_model_loss(logits, text[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+def test_the_load_signal_is_whether_anything_trains() -> None:
+    for layer in build(SMALL):
+        assert layer.load_signal() == 1.0
+        layer.requires_grad_(False)
+        assert layer.load_signal() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"heads": 3}, "should divide hidden_size, 32"),
+        ({"heads": 32}, "makes heads 1 wide"),
+        ({"layers": 0}, "greater than or equal to 1"),
+        ({"rope_base": 1.0}, "greater than 1"),
+        ({"hidden": 3}, "Extra inputs"),
+    ],
+)
+def test_impossible_sizes_are_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        GPTConfig(**{"hidden_size": 32, "heads": 4, **wrong})

@@ -1,0 +1,119 @@
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.text import STRETCH_BYTES, Batches, ByteText, load_text
+
+
+def counting(length: int) -> ByteText:
+    """A text whose byte at place i is i % 251."""
+    return ByteText((torch.arange(length) % 251).to(torch.uint8), "counting")
+
+
+def train_batches(text: ByteText, **changes: int) -> Batches:
+    return text.batches("train", **{"micro_batch_size": 2, "sequence_length": 8, "seed": 1, **changes})
+
+
+def test_labels_are_the_inputs_one_byte_on() -> None:
+    inputs, labels = train_batches(counting(2000)).micro_batch(0)
+    assert inputs.shape == labels.shape == (2, 8)
+    assert inputs.dtype == labels.dtype == torch.int64
+    assert torch.equal(labels, (inputs + 1) % 251)
+    assert inputs.is_contiguous() and labels.is_contiguous()
+
+
+def test_a_micro_batch_is_reached_by_its_number() -> None:
+    batches = train_batches(counting(5000))
+    walked = list(islice(batches.iterate(), 6))
+    for number in (5, 0, 3):
+        assert all(torch.equal(a, b) for a, b in zip(batches.micro_batch(number), walked[number], strict=True))
+    resumed = next(batches.iterate(first=4))
+    assert torch.equal(resumed[0], walked[4][0])
+
+
+def test_a_micro_batch_depends_on_seed_number_and_replica() -> None:
+    text = counting(100_000)
+    first = train_batches(text).micro_batch(0)[0]
+    torch.rand(3)
+    assert torch.equal(first, train_batches(text).micro_batch(0)[0])
+    assert not torch.equal(first, train_batches(text).micro_batch(1)[0])
+    assert not torch.equal(first, train_batches(text, seed=2).micro_batch(0)[0])
+    assert not torch.equal(first, train_batches(text, replica=1).micro_batch(0)[0])
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    train_batches(counting(2000)).micro_batch(0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("length", [180, 1000, 3 * STRETCH_BYTES + 17])
+def test_training_never_shows_a_byte_of_validation(length: int) -> None:
+    text = counting(length)
+    text.tokens = torch.arange(len(text.tokens))  # every byte tells its place
+    seen = {
+        split: text.batches(split, micro_batch_size=2000, sequence_length=8, seed=0)
+        for split in ("train", "validation")
+    }
+    places = {}
+    for split, batches in seen.items():
+        inputs, labels = batches.micro_batch(0)
+        places[split] = set(inputs.flatten().tolist()) | set(labels.flatten().tolist())
+        assert torch.equal(inputs + 1, labels)
+    assert not places["train"] & places["validation"]
+    if length <= 1000:
+        assert places["train"] | places["validation"] == set(range(length))
+
+
+def test_a_long_text_is_validated_in_every_part() -> None:
+    text = counting(3 * STRETCH_BYTES)
+    text.tokens = torch.arange(len(text.tokens))
+    inputs, _ = text.batches("validation", micro_batch_size=100, sequence_length=8, seed=0).micro_batch(0)
+    assert set((inputs // STRETCH_BYTES).flatten().tolist()) == {0, 1, 2}
+
+
+def test_a_folder_is_read_whole_whatever_the_suffix(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.LOG").write_bytes(b"two\xff")
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "c.bin").write_bytes(b"")
+    (tmp_path / ".hidden").write_bytes(b"zero")
+    assert bytes(load_text(tmp_path).tokens.tolist()) == b"zeroonetwo\xff"
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)))
+    text = load_text(path)
+    assert text.tokens.dtype == torch.uint8
+    assert text.tokens.tolist() == list(range(256))
+
+
+def test_the_default_is_python_and_none_of_its_tests() -> None:
+    text = load_text()
+    content = bytes(text.tokens.numpy())
+    assert 2**20 < len(content) <= 16 * 2**20
+    assert b"import os" in content
+    assert torch.equal(text.tokens, load_text().tokens)
+
+
+def test_bad_paths_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "folder" / "deeper").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
+        load_text(tmp_path / "nowhere")
+    for name in ("empty", "folder"):
+        with pytest.raises(ConfigError, match=f"{name}: there is not one byte"):
+            load_text(tmp_path / name)
+
+
+def test_too_short_a_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"x" * 179)
+    with pytest.raises(ConfigError, match=r"short: 179 bytes are too few.* 8 bytes .* needs 180"):
+        load_text(path).batches("train", micro_batch_size=1, sequence_length=8, seed=0)
+    path.write_bytes(b"x" * 180)
+    load_text(path).batches("validation", micro_batch_size=1, sequence_length=8, seed=0).micro_batch(0)
