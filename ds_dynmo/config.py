@@ -293,7 +293,8 @@ def _key_path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | s
     """``loc`` without what pydantic puts in to tell the branches of a union apart: those are not keys of ``data``."""
     path: list[int | str] = []
     for part in loc:
-        known = (isinstance(data, dict) and part in data) or (isinstance(data, list | tuple) and isinstance(part, int))
+        in_list = isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        known = in_list or (isinstance(data, dict) and part in data)
         if known:
             data = data[part]
         if known or (kind == "missing" and part == loc[-1]):

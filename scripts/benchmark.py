@@ -216,6 +216,8 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
             samples = engine._profiler
             engine.train_batch(data)
             for index, layer in engine._layers.modules().items():
+                if not layer.backwards:
+                    continue  # the first layer: its input needs no gradient, so its own clock has no end
                 forward, backward = statistics.median(layer.forwards), statistics.median(layer.backwards)
                 if layer.recomputations:
                     backward += statistics.median(layer.recomputations)
@@ -227,8 +229,9 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
         name = "checkpointed" if interval else "plain"
         for phase, found in errors.items():
             figures[f"{name} {phase}: profiled over own clock, median"] = 1 + statistics.median(found)
-            figures[f"{name} {phase}: farthest layer's median"] = 1 + max(
-                (statistics.median(found[place :: len(own)]) for place in range(len(own))), key=abs
+            measured_layers = len(found) // arguments.pairs
+            figures[f"{name} {phase}: the layer that is farthest off"] = 1 + max(
+                (statistics.median(found[place::measured_layers]) for place in range(measured_layers)), key=abs
             )
         engine._profiler.one_pass = original
     return figures

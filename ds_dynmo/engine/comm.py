@@ -60,11 +60,11 @@ class Communicator:
         self._announce()
 
     def _control_failed(self, error: RuntimeError) -> MigrationError:
-        missing = self._missing()
-        who = f"ranks {missing} did not call it" if missing else "a rank stopped answering"
+        missing = self._missing() if "timed out" in str(error).lower() else []
+        who = f"ranks {missing} did not call it within {self._timeout_seconds:g} s" if missing else "a rank failed"
         return MigrationError(
-            f"{self._what} is collective, but {who} within {self._timeout_seconds:g} s. No layer has moved, yet the "
-            f"ranks are out of step: resume the job from its last checkpoint ({error})"
+            f"{self._what} is collective, but {who}. No layer has moved, yet the ranks are out of step: resume the job "
+            f"from its last checkpoint ({error})"
         )
 
     # -- small numbers --------------------------------------------------------------------------------

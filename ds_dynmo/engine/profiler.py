@@ -2,10 +2,10 @@
 
 Each pass (one micro-batch forward or backward) is a list of *marks*: a time, and the layer that owns the time
 from there on. Marks are set before and after each layer's function, and in backward when the gradient of a
-layer's output is complete (a tensor hook at the boundary). Every gap belongs to somebody, the clock is never
-reset; so recomputation under activation checkpointing, reentrant or not, lands in its layer's backward seconds.
-
-Time that no layer's function spends is nobody's, but for the loss, which counts as the last layer's.
+layer's output, or of what came into the stage or the checkpointed segment, is complete (a tensor hook at the
+boundary). The clock is never reset; so recomputation under activation checkpointing, reentrant or not, lands in its
+layer's backward seconds. Time between layers, checkpointing's bookkeeping for one, is nobody's, but for the loss, which
+counts as the last layer's.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Profiler:
         self._owner: int | None = None
         self._marks: list[Mark] = []
         self._passes: list[tuple[bool, list[Mark]]] = []
+        self._entered: dict[int, torch.Tensor] = {}  # what came into the stage or a segment in this pass
 
     def forget(self) -> None:
         """Start a new profile."""
@@ -121,7 +122,7 @@ class Profiler:
     @contextmanager
     def one_pass(self, backward: bool) -> Iterator[None]:
         """One micro-batch's forward or backward pass through the stage."""
-        self._backward, self._marks = backward, []
+        self._backward, self._marks, self._entered = backward, [], {}
         self._mark(self._stop - 1 if backward else None)
         yield
         self._mark(None)
@@ -145,6 +146,7 @@ class Profiler:
                 is_loss_next = self._has_loss and index == self._stop - 1 and not self._backward
                 self._mark(index if is_loss_next else before)
             if torch.is_grad_enabled():
+                self._watch_entering(inputs)
                 for tensor in _tensors(outputs):
                     # A tensor passed through untouched is marked already, by the layer that made it.
                     if tensor.requires_grad and versions.get(id(tensor)) != tensor._version:
@@ -156,6 +158,21 @@ class Profiler:
     def _gradient_complete(self, index: int, gradient: torch.Tensor) -> None:
         if self._backward and (self._owner is None or index < self._owner):
             self._mark(index)
+
+    def _watch_entering(self, inputs: Any) -> None:
+        """Where the gradients of all that came into the stage or segment are complete, its first layer's work ends."""
+        fresh = [t for t in _tensors(inputs) if t.requires_grad and t.is_leaf and id(t) not in self._entered]
+        self._entered.update({id(tensor): tensor for tensor in fresh})
+        incomplete = len(fresh)
+
+        def complete(gradient: torch.Tensor) -> None:
+            nonlocal incomplete
+            incomplete -= 1
+            if self._backward and incomplete == 0:
+                self._mark(None)
+
+        for tensor in fresh:
+            tensor.register_hook(complete)
 
     # -- bytes ----------------------------------------------------------------------------------------
 

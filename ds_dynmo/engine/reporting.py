@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils import logger
+from deepspeed.utils.logging import LoggerFactory
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.plan import MeasuredReport, RebalanceReport
+
+# DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
+logger = LoggerFactory.create_logger(name="DynMo", level=logging.INFO)
 
 
 class Reporter:

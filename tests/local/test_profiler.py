@@ -150,6 +150,29 @@ def test_recomputation_belongs_to_backward(reentrant: bool, segment: int) -> Non
     assert found == [(1.0, 4.0), (2.0, 7.0), (4.0, 11.0)]
 
 
+def test_bookkeeping_of_checkpointing_is_nobodys() -> None:
+    clock = Clock()
+    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
+
+    class Bookkeeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            clock.time += 50.0
+            return gradient
+
+    def checkpointed(funcs: list[Any], x: Any) -> Any:
+        for layer in funcs:
+            x = checkpoint(layer, Bookkeeping.apply(x), use_reentrant=True)
+        return x
+
+    profiler = measure(clock, layers, torch.ones(2, 3, requires_grad=True), checkpointed)
+    assert seconds(profiler, 2) == [(1.0, 4.0), (2.0, 7.0)]
+
+
 def test_frozen_layers_spend_nothing_in_backward() -> None:
     clock = Clock()
     layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
