@@ -1,0 +1,89 @@
+"""What initialize refuses, by name, before a process group exists or an optimizer is touched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils import logger
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.engine import checks
+from ds_dynmo.errors import ConfigError, PartitionError
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage = 1"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3.*pipeline"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, "torch_adam"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
+    ],
+)
+def test_training_that_cannot_be_moved_yet(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checks.check_training(config, None)
+
+
+def test_training_that_can() -> None:
+    checks.check_training({"optimizer": ADAMW, "zero_optimization": {"stage": 0}, "bf16": {"enabled": False}}, None)
+    checks.check_training({"optimizer": {"type": "SGD"}}, None)
+
+
+def test_optimizers() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    checks.check_training({}, torch.optim.Adafactor([parameter]))
+    with pytest.raises(ConfigError, match="LBFGS"):
+        checks.check_training({}, torch.optim.LBFGS([parameter]))
+
+
+def test_a_module_that_is_no_pipeline() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ConfigError, match="PipelineModule, got Linear"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1), config={"dynmo": {}, "optimizer": ADAMW})
+    with pytest.raises(ConfigError, match="no DeepSpeed configuration"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"dynmo\.intervall.*interval"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1), config={"dynmo": {"intervall": 1}})
+    with pytest.raises(ConfigError, match=r"/does/not/exist\.json"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1), args=SimpleNamespace(deepspeed_config="/does/not/exist.json"))
+    assert not torch.distributed.is_initialized()
+
+
+def embed() -> None: ...
+
+
+SPECS: list[Any] = [embed, LayerSpec(nn.Linear, 1, 1), LayerSpec(nn.Linear, 1, 1), nn.LayerNorm(1)]
+
+
+def test_type_costs() -> None:
+    assert checks.type_costs(SPECS, "type:embed:2|linear|norm:0.5") == [2.0, 1.0, 1.0, 0.5]
+    assert checks.type_costs(SPECS, "type:linear:3") == [0.0, 3.0, 3.0, 0.0]
+    with pytest.raises(ConfigError, match="no layer's name matches 'attention'"):
+        checks.type_costs(SPECS, "type:attention")
+
+
+def test_an_initial_partition_that_does_not_suit_the_model() -> None:
+    model: Any = SimpleNamespace(_layer_specs=SPECS, num_stages=2)
+    for partition in ([0, 2, 4], "uniform", "type:linear"):
+        checks.check_initial_partition(parse_block(DynMoConfig, {"initial_partition": partition}, "dynmo"), model)
+    with pytest.raises(PartitionError, match="4 layers"):
+        checks.check_initial_partition(parse_block(DynMoConfig, {"initial_partition": [0, 2, 5]}, "dynmo"), model)
+
+
+def test_another_deepspeed_is_a_warning_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    monkeypatch.setattr("deepspeed.__version__", "0.99.0")
+    checks.check_deepspeed_version()
+    assert "0.19.8" in said[0] and "0.99.0" in said[0]

@@ -1,0 +1,88 @@
+"""scripts/train.py: what it refuses before a process group exists, and one short run by the deepspeed command."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_dynmo.errors import ConfigError, PartitionError
+from scripts.train import prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    settings = json.loads((ROOT / "ds_configs" / "freezing.json").read_text())
+    settings["model"] = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
+    settings["gradient_accumulation_steps"] = 2
+    settings.update(changes)
+    path = folder / "config.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"dynmo": {"intervall": 5}}, [], "dynmo.intervall.*interval"),
+        ({"dynmo": {"interval": -1}}, [], "dynmo.interval"),
+        ({"dynmo": {"balancer": "partitoin"}}, [], "partition"),
+        ({"dynmo": {"initial_partition": [0, 3, 3]}}, [], "initial_partition"),
+        ({"dynamo": {}, "dynmo": {}}, [], "dynamo"),
+        ({"model": {"layers": 4, "head": 2}}, [], "model.head.*heads"),
+        ({"model": {"layers": 0}}, [], "model.layers"),
+        ({}, ["--steps", "0"], "steps"),
+        ({}, ["--stages", "3"], "stages"),
+        ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
+        ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
+        ({}, ["--unknown"], "--unknown"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], flags: list[str], message: str) -> None:
+    path = write(tmp_path, **changes)
+    with pytest.raises((ConfigError, PartitionError), match=message):
+        prepare(["--deepspeed_config", str(path), *flags])
+
+
+def test_an_empty_data_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match=r"empty\.txt"):
+        prepare(["--deepspeed_config", str(write(tmp_path)), "--data", str(tmp_path / "empty.txt")])
+
+
+def test_a_short_run(tmp_path: Path) -> None:
+    model = json.loads(write(tmp_path).read_text())["model"] | {"freezing": {"schedule": [[0.5, 2]]}}
+    config = write(tmp_path, model=model, dynmo={"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}})
+    report = tmp_path / "report.jsonl"
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    command += ["scripts/train.py", "--deepspeed_config", str(config), "--steps", "8", "--report", str(report)]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in report.read_text().splitlines()]
+    assert records[0]["kind"] == "start" and records[-1]["kind"] == "end"
+    assert records[0]["config"]["dynmo"]["interval"] == 3
+    reasons = [record["reason"] for record in records if record["kind"] == "rebalance"]
+    assert "interval" in reasons and any("freezing" in reason for reason in reasons)
+    assert any(record["kind"] == "measured" for record in records)
+    assert records[-1]["steps"] == 8 and records[-1]["validation_loss"] > 0
+    assert "tokens/s" in done.stdout and "bubble ratio" in done.stdout
