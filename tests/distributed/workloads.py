@@ -142,7 +142,10 @@ def config(case: Case) -> dict[str, Any]:
     return settings
 
 
-def client_optimizer(case: Case, parameters: list[Any]) -> torch.optim.Optimizer | None:
+def client_optimizer(case: Case, parameters: list[Any]) -> Any:
+    """An optimizer, or a way to make one where this stage has nothing to train; None: the JSON's."""
+    if case.optimizer == "Adafactor" and not parameters:
+        return lambda groups: torch.optim.Adafactor(groups, lr=0.05)
     if case.optimizer == "Adafactor":
         return torch.optim.Adafactor(parameters, lr=0.05)
     if case.optimizer == "client AdamW":
