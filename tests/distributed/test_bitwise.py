@@ -66,11 +66,6 @@ def test_activation_checkpointing(reentrant: bool, interval: int) -> None:
     check_same(case, workloads.partitions(case, seed=7, count=3))
 
 
-def test_tied_layers_meet_and_part() -> None:
-    case = Case(stages=2, blocks=1, tied=True, replicas=2)
-    check_same(case, [[0, 1, 4], [0, 3, 4], [0, 2, 4]])
-
-
 def test_tied_uses_on_one_stage_equal_two_stages() -> None:
     alone = Case(stages=1, tied=True, blocks=2)
     apart = Case(stages=2, tied=True, blocks=2)

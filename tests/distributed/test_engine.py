@@ -127,9 +127,33 @@ def test_a_rebalance_to_the_same_place_changes_nothing() -> None:
 
 
 def test_layers_given_as_modules_and_unpicklable_ones() -> None:
-    still = run(3, workloads.train_odd_layers, [])
-    moved = run(3, workloads.train_odd_layers, [[0, 1, 2, 5], [0, 3, 4, 5], [0, 2, 3, 5]])
+    case = Case(stages=3)
+    still = run(3, workloads.train_layers, workloads.odd_layers, case, [])
+    moved = run(3, workloads.train_layers, workloads.odd_layers, case, [[0, 1, 2, 5], [0, 3, 4, 5], [0, 2, 3, 5]])
     assert [r["losses"] for r in still] == [r["losses"] for r in moved]
+
+
+def test_tuples_and_shapes_that_differ_at_every_boundary() -> None:
+    make, case = workloads.layers_of_many_widths, Case(stages=3)
+    still = run(3, workloads.train_layers, make, case, [])
+    moved = run(3, workloads.train_layers, make, case, [[0, 1, 2, 6], [0, 3, 5, 6], [0, 2, 3, 6]])
+    assert [r["losses"] for r in still] == [r["losses"] for r in moved]
+
+
+def test_tied_layers_meet_and_part() -> None:
+    make, case = workloads.layers_tied_in_the_middle, Case(stages=3)
+    still = run(3, workloads.train_layers, make, case, [])
+    moves = [[0, 1, 5, 6], [0, 3, 4, 6], [0, 1, 2, 6], [0, 4, 5, 6]]
+    moved = run(3, workloads.train_layers, make, case, moves)
+    assert [r["losses"] for r in still] == [r["losses"] for r in moved]
+    assert {k: v for r in still for k, v in r["state"].items()} == {k: v for r in moved for k, v in r["state"].items()}
+
+
+def test_a_clients_scheduler_of_lambdas_and_an_empty_group() -> None:
+    still = run(4, workloads.train_with_client_scheduler, [])
+    moved = run(4, workloads.train_with_client_scheduler, [[0, 1, 2, 3, 8], [0, 5, 6, 7, 8], [0, 3, 5, 7, 8]])
+    assert still == moved
+    assert all(result["lr"] == still[0]["lr"] for result in still)
 
 
 def test_the_monitor_gets_the_numbers(tmp_path: Path) -> None:

@@ -487,15 +487,74 @@ def odd_layers(case: Case) -> list[Any]:
     return [LayerSpec(Embedding, 1), Block(0), LayerSpec(Odd), nn.LayerNorm(WIDTH), LayerSpec(Head, 2)]
 
 
-def train_odd_layers(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
-    case = Case(stages=3)
-    engine = build(case, odd_layers)
+def train_layers(
+    make_layers: Callable[[Case], list[Any]], case: Case, moves: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    engine = build(case, make_layers)
     data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(5):
+    for _ in range(6):
         losses.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
-    return {"losses": losses}
+    return {"losses": losses, "state": state(engine)}
+
+
+class Widen(nn.Module):
+    """Gives a tuple of tensors of its own width."""
+
+    def __init__(self, width: int, wider: int, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded((width, wider), seed))
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, kept = inputs if isinstance(inputs, tuple) else (inputs, inputs.mean(-1))
+        return hidden @ self.weight, kept * 2.0
+
+
+class Close(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded((width, VOCABULARY), 9))
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden, kept = inputs
+        return hidden @ self.weight + kept[..., None]
+
+
+def layers_of_many_widths(case: Case) -> list[Any]:
+    widths = [WIDTH, 3, 12, 5, 7]
+    wideners = [LayerSpec(Widen, a, b, a) for a, b in zip(widths, widths[1:])]
+    return [LayerSpec(Embedding, 1), *wideners, LayerSpec(Close, widths[-1])]
+
+
+def layers_tied_in_the_middle(case: Case) -> list[Any]:
+    def shared() -> Any:
+        return TiedLayerSpec(
+            "shared",
+            Block,
+            7,
+            tied_weight_attr=["up.weight", "up.bias", "down.weight", "down.bias", "norm.weight", "norm.bias"],
+        )
+
+    return [LayerSpec(Embedding, 1), LayerSpec(Block, 1), shared(), LayerSpec(Block, 2), shared(), LayerSpec(Head, 2)]
+
+
+def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Two groups on every rank, one of them empty where a stage has no such parameter, and a scheduler of lambdas."""
+    case = Case(stages=4)
+    torch.manual_seed(0)
+    module = PipelineModule(layers=layers(case), num_stages=4, loss_fn=loss, partition_method="uniform")
+    optimizer = torch.optim.AdamW(parameter_groups(module, "two"), lr=0.03)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 0.5**step])
+    engine = ds_dynmo.initialize(
+        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config(Case(optimizer="client"))
+    )[0]
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(6):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return {"losses": losses, "lr": [group["lr"] for group in optimizer.param_groups]}
 
 
 def monitored(folder: str) -> None:
