@@ -544,8 +544,10 @@ def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any
     case = Case(stages=4)
     torch.manual_seed(0)
     module = PipelineModule(layers=layers(case), num_stages=4, loss_fn=loss, partition_method="uniform")
-    optimizer = torch.optim.AdamW(parameter_groups(module, "two"), lr=0.03)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 0.5**step])
+    groups = [{"params": [], "name": "nobody's"}, *parameter_groups(module, "two")]
+    optimizer = torch.optim.AdamW([{"name": "", **group} for group in groups], lr=0.03)
+    factors = [lambda step: 0.1**step, lambda step: 0.9**step, lambda step: 0.5**step]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
     engine = ds_dynmo.initialize(
         model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config(Case(optimizer="client"))
     )[0]
