@@ -14,7 +14,7 @@ from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.plan import LayerCost, Profile
 
-_FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _COLUMNS = range(9)
+_FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _COLUMNS = range(10)
 _BATCH = 0  # in the row after the last layer
 
 
@@ -24,6 +24,7 @@ def stage_costs(layers: StageLayers, samples: Samples, optimizer: torch.optim.Op
     for index in range(layers.start, layers.stop):
         row = table[index]
         row[_FORWARD], row[_BACKWARD] = samples.forward_seconds(index), samples.backward_seconds(index)
+        row[_MEASURED] = float(bool(samples.forward[index]))
         row[_ACTIVATION] = samples.activation_bytes.get(index, 0)
         row[_INPUT] = samples.input_bytes.get(index, 0)
         module = layers.local_module(index)
@@ -41,12 +42,12 @@ def profile_from(table: torch.Tensor, partition: tuple[int, ...], step: int, mic
     """The profile, from the elementwise maximum of all ranks' tables (the slowest replica counts).
 
     Raises:
-        PartitionError: a layer has no forward time: it was not measured.
+        PartitionError: a layer was not measured on any rank.
     """
     costs = []
     for index, row in enumerate(table[:-1].tolist()):
-        if not row[_FORWARD] > 0:
-            raise PartitionError(f"layer {index} has no measured forward seconds ({row[_FORWARD]})")
+        if not row[_MEASURED]:
+            raise PartitionError(f"layer {index} has no measured forward seconds: it did not run in the profiled batch")
         costs.append(
             LayerCost(
                 forward_seconds=row[_FORWARD],

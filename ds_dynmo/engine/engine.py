@@ -26,7 +26,7 @@ from ds_dynmo.engine.parameter_groups import complete_groups
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageLayers
-from ds_dynmo.errors import ConfigError, MigrationError
+from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
 Callback = Callable[[], None]
@@ -253,7 +253,15 @@ class DynMoPipelineEngine(PipelineEngine):
             self._reporter.measured(controller.measured(self._profile, self._last_move_step), self.global_samples)
             self._controller.outcome_recorded()
         if decision:
-            self._rebalance(self._controller.reason or "interval", profile_seconds)
+            self._rebalance_or_stay(self._controller.reason or "interval", profile_seconds)
+
+    def _rebalance_or_stay(self, reason: str, profile_seconds: float) -> None:
+        """An automatic decision: where none is possible, on every rank alike, training goes on as it is."""
+        try:
+            self._rebalance(reason, profile_seconds)
+        except PartitionError as error:
+            self._reporter.warn(f"DynMo step {self.global_steps} ({reason}): no layer was moved: {error}")
+            self._controller.decided(moved=False)
 
     def _gather_profile(self) -> None:
         table = costs.stage_costs(self._layers, self._profiler.samples, self.basic_optimizer)

@@ -22,6 +22,7 @@ class Reporter:
     def __init__(self, config: DynMoConfig, is_first_rank: bool, monitor: Any) -> None:
         self.rebalances: list[RebalanceReport] = []
         self.measurements: list[MeasuredReport] = []
+        self._is_first_rank = is_first_rank
         self._log = config.log and is_first_rank
         self._path = Path(config.report) if config.report is not None and is_first_rank else None
         self._monitor = monitor if config.monitor and is_first_rank and monitor.enabled else None
@@ -60,6 +61,11 @@ class Reporter:
             },
             samples,
         )
+
+    def warn(self, message: str) -> None:
+        """Log what went wrong, without an end of training."""
+        if self._is_first_rank:
+            logger.warning(message)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._path is not None:

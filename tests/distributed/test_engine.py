@@ -90,6 +90,10 @@ def test_memory_limit() -> None:
         assert partition == [0, 4, 8]
 
 
+def test_an_automatic_rebalance_that_cannot_fit_does_not_end_training() -> None:
+    assert run(2, workloads.train_with_little_memory) == [([0, 4, 8], 5)] * 2
+
+
 @pytest.mark.parametrize("partition", [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"])
 def test_a_partition_that_is_none_leaves_everything_as_it_was(partition: Any) -> None:
     for before, after, message in run(2, workloads.refuse_partition, partition):

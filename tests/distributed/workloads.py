@@ -381,6 +381,14 @@ def rebalance_with_little_memory() -> tuple[str, list[int]]:
     return "", engine.partition
 
 
+def train_with_little_memory() -> tuple[list[int], int]:
+    engine = build(Case(dynmo={"interval": 2, "memory_limit": 500}))
+    data = batches(engine)
+    for _ in range(5):
+        engine.train_batch(data)
+    return engine.partition, engine.global_steps
+
+
 def refuse_partition(partition: Any) -> tuple[Any, Any, str]:
     engine = build(Case())
     engine.train_batch(batches(engine))
