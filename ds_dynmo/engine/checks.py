@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import LayerSpec
@@ -66,41 +67,80 @@ def check_module(model: Any) -> None:
 
 
 def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
-    """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved yet."""
-    for key in ("fp16", "bf16", "bfloat16", "amp", "torch_autocast"):
-        block = config.get(key)
-        if isinstance(block, Mapping) and block.get("enabled"):
-            raise ConfigError(f"{key}.enabled = true: layers can be moved in fp32 training only so far")
+    """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
+    for key in ("fp16", "amp", "torch_autocast"):
+        if _enabled(config.get(key)):
+            raise ConfigError(f"{key}.enabled = true: layers can be moved in fp32 and bf16 training only")
     zero = config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if stage:
-        why = (
-            "cannot be combined with pipeline parallelism"
-            if stage >= 2
-            else "shards optimizer state, which cannot be moved yet"
-        )
-        raise ConfigError(f"zero_optimization.stage = {stage}: {why}; allowed is 0")
-    _check_optimizer(config.get("optimizer"), optimizer)
-
-
-def _check_optimizer(block: Any, optimizer: Any) -> None:
-    if optimizer is None and isinstance(block, Mapping):
-        name, parameters = str(block.get("type", "")), block.get("params") or {}
-        if name.lower() in ("adam", "adamw"):
-            if not parameters.get("torch_adam", False):
-                raise ConfigError(
-                    f'optimizer.type = "{name}" is DeepSpeed\'s FusedAdam, which counts steps per group and cannot be '
-                    'moved yet; use torch\'s: "params": {..., "torch_adam": true}'
-                )
-        elif not hasattr(torch.optim, name):
-            raise ConfigError(
-                f'optimizer.type = "{name}" is no optimizer of torch.optim: its state cannot be moved yet'
-            )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer is torch.optim.LBFGS, which keeps the state of all parameters in the first one's")
-    if isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("deepspeed."):
+    zero = zero if isinstance(zero, Mapping) else {}
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1):
         raise ConfigError(
-            f"optimizer is DeepSpeed's {type(optimizer).__name__}: its state cannot be moved yet; use torch's"
+            f"zero_optimization.stage = {stage}: cannot be combined with pipeline parallelism; allowed are 0 and 1"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":
+            raise ConfigError(f"zero_optimization.{key}: offloaded state cannot be moved; remove it")
+    for key in ("round_robin_gradients", "parameter_alignment", "zenflow", "elastic_checkpoint"):
+        if zero.get(key):
+            raise ConfigError(
+                f"zero_optimization.{key} = {zero[key]!r}: its layout of the state cannot be moved; remove it"
+            )
+    bf16 = next((config[key] for key in ("bf16", "bfloat16") if _enabled(config.get(key))), None)
+    if bf16 is not None:
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if bf16.get(key):
+                raise ConfigError(f"bf16.{key} = true: only fp32 master weights and state can be moved; remove it")
+    _check_optimizer(config.get("optimizer"), optimizer, flat=bool(stage) or bf16 is not None)
+
+
+def _enabled(block: Any) -> bool:
+    return isinstance(block, Mapping) and bool(block.get("enabled"))
+
+
+_JSON_OPTIMIZERS = ("adam", "adamw")
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
+    """Refuse by name what keeps state that is not per parameter or, where it is flat, not per element."""
+    if optimizer is None and isinstance(block, Mapping):
+        name = str(block.get("type", ""))
+        if name.lower() in _JSON_OPTIMIZERS:
+            return
+        kind = getattr(torch.optim, name, None)
+        if kind is None:
+            raise ConfigError(f'optimizer.type = "{name}" is no optimizer of torch.optim: its state cannot be moved')
+        _check_kind(kind, f'optimizer.type = "{name}"', flat)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        _check_kind(type(optimizer), f"optimizer is {type(optimizer).__name__}", flat)
+
+
+def _check_kind(kind: type, named: str, flat: bool) -> None:
+    if issubclass(kind, torch.optim.LBFGS):
+        raise ConfigError(f"{named}, which keeps the state of all parameters in the first one's")
+    if issubclass(kind, FusedAdam | DeepSpeedCPUAdam):
+        return
+    if kind.__module__.startswith("deepspeed."):
+        raise ConfigError(
+            f"{named}, whose state cannot be moved; use FusedAdam, DeepSpeedCPUAdam or one of torch.optim"
+        )
+    if flat and not issubclass(kind, _ELEMENTWISE):
+        allowed = ", ".join(sorted(entry.__name__ for entry in _ELEMENTWISE))
+        raise ConfigError(
+            f"{named}: with bf16 or ZeRO, state lies in flat buffers and only optimizers that treat every element "
+            f"alike can be moved: {allowed}, FusedAdam, DeepSpeedCPUAdam"
         )
 
 

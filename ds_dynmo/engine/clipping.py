@@ -18,6 +18,7 @@ def gradient_norm(
     num_layers: int,
     sum_over_stages: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
+    gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> float:
     """The 2-norm of the gradients of the whole model, already averaged over replicas; the same on every rank.
 
@@ -25,23 +26,33 @@ def gradient_norm(
         layers: this stage's layers by number. A tied layer is here only on the stage of its first use.
         sum_over_stages: collective; the elementwise sum over the pipeline's stages (zeros but for one
             stage in every place, so that it is exact).
+        gradient_of: the gradient of a parameter, or None.
     """
     squares = torch.zeros(num_layers, dtype=torch.float64, device=device)
     for index, layer in layers.items():
-        gradients = _gradients(layer.parameters())
+        gradients = [gradient for p in layer.parameters() if (gradient := gradient_of(p)) is not None]
         if gradients:
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm([g.float() for g in gradients])])
             squares[index] = norms.square().sum()
     return float(sum_over_stages(squares).sum().sqrt())
+
+
+def sharded_norm(
+    gradients: Iterable[torch.Tensor], sum_over_world: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> float:
+    """The 2-norm of gradients of which every rank holds a part, rounded to fp32; the same on every rank.
+
+    Which part depends on where layers are, so the order of summation does too. Squares are summed in fp64, whose
+    rounding reaches the fp32 result about once in ten million steps.
+    """
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    return float(sum_over_world(total).sqrt())
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
     """Multiply the gradients by ``max_norm / norm`` where that is below 1."""
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0:
-        for gradient in _gradients(parameters):
+        for gradient in [p.grad for p in parameters if p.grad is not None]:
             gradient.mul_(factor)
-
-
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -18,6 +18,9 @@ from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
 
 _DIGEST, _READY, _BYTES = range(3)
+_SMALL_BYTES = 1 << 16
+
+Placed = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
 
 
 class Communicator:
@@ -83,6 +86,12 @@ class Communicator:
         dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self._grid.get_data_parallel_group())
         return moved.cpu()
 
+    def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over all ranks; the result is on the device of ``numbers``."""
+        moved = numbers.to(self._device, copy=True)
+        dist.all_reduce(moved)
+        return moved.to(numbers.device)
+
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over the stages of this replica's pipeline; the result is on the device of ``numbers``."""
         moved = numbers.to(self._device, copy=True)
@@ -144,7 +153,7 @@ class Communicator:
             if tensor.numel()
         ]
         for work in works:
-            work.wait()
+            work.wait(timedelta(seconds=self._timeout_seconds))
 
     # -- layers ---------------------------------------------------------------------------------------
 
@@ -160,25 +169,35 @@ class Communicator:
         self._swap(headers_out, headers_in)
         return {stage: header.numpy().tobytes() for stage, header in headers_in.items()}
 
-    def exchange_tensors(
-        self, outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]]
-    ) -> None:
-        """Send flat byte tensors to stages and receive into ``incoming`` in place; all posted before any is awaited."""
-        works: list[Any] = []
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for stage, tensors in incoming.items():
-            for tensor in tensors:
-                landing = self._transportable(tensor, copy=False)
-                if landing is not tensor:
-                    staged.append((tensor, landing))
-                works.append(dist.irecv(landing, self._grid.stage_to_global(stage)))
-        for stage, tensors in outgoing.items():
-            for tensor in tensors:
-                works.append(dist.isend(self._transportable(tensor, copy=True), self._grid.stage_to_global(stage)))
-        for work in works:
-            work.wait()
-        for tensor, landing in staged:
-            tensor.copy_(landing)
+    def exchange(self, sends: Sequence[Placed], receives: Sequence[Placed]) -> None:
+        """Send contiguous tensors to ranks and receive into others, in place; all posted before any is awaited.
+
+        Between two ranks, both sides have to name the same sizes in the same order. Small tensors of a pair travel
+        together in one message; large ones are sent from and received into their own memory.
+        """
+        filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        operations: list[Any] = []
+        for peer, message in _messages(receives):
+            room = message[0] if len(message) == 1 else _staging(message)
+            landing = self._transportable(room, copy=False)
+            if landing is not room:
+                filled.append((room, landing))
+            filled += zip(message, torch.split(room, [t.numel() for t in message])) if len(message) > 1 else []
+            operations.append(dist.P2POp(dist.irecv, landing, peer))
+        for peer, message in _messages(sends):
+            whole = message[0] if len(message) == 1 else torch.cat(message)
+            operations.append(dist.P2POp(dist.isend, self._transportable(whole, copy=True), peer))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait(timedelta(seconds=self._timeout_seconds))
+        for room, landing in filled:
+            room.copy_(landing)
+
+    def all_done(self) -> None:
+        """Wait until every rank came through; a rank that failed is missed after the time-out."""
+        try:
+            dist.barrier(group=self._control)
+        except RuntimeError as error:
+            raise MigrationError(f"another rank did not come through ({error})") from error
 
     def _transportable(self, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
         """``tensor``, or a twin of it where the default group's backend can reach it (NCCL: the accelerator)."""
@@ -197,3 +216,20 @@ class Communicator:
 def _default_store() -> Any:
     """The default group's store, to say which rank is missing. Private in torch; read in 2.13.0."""
     return dist.distributed_c10d._get_default_store()
+
+
+def _messages(placed: Sequence[Placed]) -> list[tuple[int, list[torch.Tensor]]]:
+    """What goes to or comes from each peer, as bytes: one message of all small tensors, one for each large one."""
+    small: dict[tuple[int, str], list[torch.Tensor]] = {}
+    large: list[tuple[int, list[torch.Tensor]]] = []
+    for peer, tensor in placed:
+        flat = tensor.detach().view(torch.uint8)
+        if flat.numel() > _SMALL_BYTES:
+            large.append((peer, [flat]))
+        elif flat.numel():
+            small.setdefault((peer, flat.device.type), []).append(flat)
+    return [(peer, flats) for (peer, _), flats in small.items()] + large
+
+
+def _staging(message: list[torch.Tensor]) -> torch.Tensor:
+    return torch.empty(sum(t.numel() for t in message), dtype=torch.uint8, device=message[0].device)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
+from ds_dynmo.engine.optimizer_state import OptimizerState
 from ds_dynmo.engine.profiler import Samples
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import PartitionError
@@ -18,7 +18,7 @@ _FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIG
 _BATCH = 0  # in the row after the last layer
 
 
-def stage_costs(layers: StageLayers, samples: Samples, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
+def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState) -> torch.Tensor:
     """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere."""
     table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
     for index in range(layers.start, layers.stop):
@@ -31,7 +31,7 @@ def stage_costs(layers: StageLayers, samples: Samples, optimizer: torch.optim.Op
         if module is not None:
             row[_PARAMETERS] = sum(p.numel() for p in module.parameters())
             row[_TRAINABLE] = trainable_parameters(module)
-            row[_STATIC] = static_bytes(module, optimizer)
+            row[_STATIC] = static_bytes(module, state)
             signal = getattr(module, "load_signal", None)
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
     table[-1, _BATCH] = statistics.median(samples.batch_seconds)
@@ -78,14 +78,10 @@ def trainable_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def static_bytes(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Weights, gradients, optimizer state and buffers of a layer."""
+def static_bytes(module: nn.Module, state: OptimizerState) -> int:
+    """Weights, buffers, gradients and optimizer state of a layer."""
     total = sum(_nbytes(buffer) for buffer in module.buffers())
-    for parameter in module.parameters():
-        total += _nbytes(parameter) * (2 if parameter.requires_grad else 1)
-        if optimizer is not None and parameter in optimizer.state:
-            total += sum(_nbytes(tensor) for tensor in _tensors_in(optimizer.state[parameter]))
-    return total
+    return total + sum(_nbytes(p) + state.static_bytes(p) for p in module.parameters())
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -93,11 +89,3 @@ def _nbytes(tensor: torch.Tensor) -> int:
         tensor = tensor.detach()
         return sum(part.nbytes for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
     return tensor.nbytes
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []

@@ -18,14 +18,17 @@ from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import controller, costs, frozen
 from ds_dynmo.engine.checks import type_costs
-from ds_dynmo.engine.clipping import gradient_norm, scale_gradients
+from ds_dynmo.engine.clipping import gradient_norm, scale_gradients, sharded_norm
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.decentralized import decide_among_neighbours
+from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.migration import Site, migrate
-from ds_dynmo.engine.parameter_groups import complete_groups
+from ds_dynmo.engine.optimizer_state import OptimizerState, PerParameterState
+from ds_dynmo.engine.parameter_groups import Placeholders, complete_groups, in_order
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.engine.wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
@@ -43,16 +46,20 @@ class DynMoPipelineEngine(PipelineEngine):
     _INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP
     _comm: Any
     loss: Any
+    _wrapper: FlatWrapper | None = None
+    _members: list[list[nn.Parameter]]
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
         self.__dict__["_comm"] = None
+        self.__dict__["_members"] = []
         super().__init__(*args, **kwargs)
         self.released = False
         self._layers = StageLayers(self.module)
         if dynmo is None:
             return
         self._connect()
+        self._state = self._optimizer_state()
         self._controller = controller.Controller(dynmo)
         self._profiler = Profiler(EventClock(get_accelerator()) if _has_events() else CpuClock())
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
@@ -157,9 +164,7 @@ class DynMoPipelineEngine(PipelineEngine):
         if self.dynmo is None:
             super().clip_fp32_gradients()
             return
-        norm = gradient_norm(
-            self._layers.counted_modules(), self._layers.num_layers, self._comm.sum_over_stages, self.device
-        )
+        norm = self._gradient_norm(lambda parameter: parameter.grad)
         scale_gradients(self.module.parameters(), norm, self.gradient_clipping())
         self._global_grad_norm = norm
 
@@ -200,13 +205,48 @@ class DynMoPipelineEngine(PipelineEngine):
             optimizer = client_optimizer(parameters)
         else:
             optimizer = self._configure_basic_optimizer(parameters)
-        groups = list(optimizer.param_groups) if model_parameters else []
-        super()._configure_optimizer(optimizer, model_parameters)
-        optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
+        if not model_parameters:
+            optimizer.param_groups.clear()
         self._connect()
         scheduler = self.client_lr_scheduler
         self._comm.enter("initialize")
         complete_groups(optimizer, None if callable(scheduler) else scheduler, self._comm.gather_objects)
+        groups = list(optimizer.param_groups)
+        self._members = [list(group["params"]) for group in groups]
+        if self.zero_optimization() or self.bfloat16_enabled():
+            in_order(optimizer, StageLayers(self.module).parameters())
+            self._placeholders = Placeholders(optimizer, self.param_names, self.get_data_types()[0], self.device)
+        super()._configure_optimizer(optimizer, model_parameters)
+        optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
+
+    def _optimizer_state(self) -> OptimizerState:
+        """What follows the layers when they move; DeepSpeed's wrapper is made to clip by the whole model's norm."""
+        wrapper = flat_wrapper(self.optimizer)
+        if wrapper is None:
+            self._members.clear()
+            return PerParameterState(self.basic_optimizer)
+        if isinstance(wrapper, Bf16Wrapper):
+            wrapper.clip_by(self._norm_of_sums)
+        else:
+            wrapper.clip_by(self._norm_of_shards)
+        self._wrapper = wrapper
+        groups, self._members = self._members, []  # no departed parameter is to live on here
+        return FlatState(wrapper, self._layers, self._comm, self.grid, groups, self._placeholders.parameters)
+
+    def _gradient_norm(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> float:
+        modules, count = self._layers.counted_modules(), self._layers.num_layers
+        return gradient_norm(modules, count, self._comm.sum_over_stages, self.device, gradient_of)
+
+    def _norm_of_sums(self) -> float:
+        assert self._wrapper is not None
+        gradients = {id(parameter): gradient for parameter, gradient in self._wrapper.gradients()}
+        return self._gradient_norm(lambda parameter: gradients.get(id(parameter)))
+
+    def _norm_of_shards(self) -> float:
+        assert self._wrapper is not None
+        counted = {id(p) for module in self._layers.counted_modules().values() for p in module.parameters()}
+        gradients = [gradient for p, gradient in self._wrapper.gradients() if id(p) in counted]
+        return sharded_norm(gradients, self._comm.sum_over_world, self.device)
 
     def _reentrant_checkpointing(self) -> bool:
         return self.module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
@@ -239,6 +279,8 @@ class DynMoPipelineEngine(PipelineEngine):
         return marked
 
     def _batch_done(self) -> None:
+        if isinstance(self._state, FlatState):
+            self._state.after_step()
         self._controller.batch_done(self.global_steps)
         batches = self._profiler.batches
         outcome, decision = self._controller.outcome_due(batches), self._controller.decision_due(batches)
@@ -264,7 +306,7 @@ class DynMoPipelineEngine(PipelineEngine):
             self._controller.decided(moved=False)
 
     def _gather_profile(self) -> None:
-        table = costs.stage_costs(self._layers, self._profiler.samples, self.basic_optimizer)
+        table = costs.stage_costs(self._layers, self._profiler.samples, self._state)
         self._comm.max_over_world(table)
         self._profile = costs.profile_from(table, tuple(self.partition), self.global_steps, self.micro_batches)
         self._profiler.forget()
@@ -325,7 +367,7 @@ class DynMoPipelineEngine(PipelineEngine):
             )
             decision = controller.predict(here, new)
         began = time.perf_counter()
-        site = Site(self.stage_id, self._layers, self.basic_optimizer, self.grid, self.device, self._comm)
+        site = Site(self.stage_id, self._layers, self._state, self.grid, self.device, self._comm, self._name_parameters)
         moved_bytes = migrate(plan, site)
         if plan.moves:
             self._layers_moved()
@@ -357,10 +399,16 @@ class DynMoPipelineEngine(PipelineEngine):
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else None  # its graph holds old layers
-        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         debug_clear_module_and_param_names()
         debug_extract_module_and_param_names(self.module)
         self._set_instructions()
+
+    def _name_parameters(self) -> None:
+        """In place: DeepSpeed's wrappers hold the same dict."""
+        self.param_names.clear()
+        self.param_names.update({parameter: name for name, parameter in self.module.named_parameters()})
+        if self._wrapper is not None:
+            self.param_names.update(self._placeholders.names)
 
     def _memory_limit_bytes(self) -> int | None:
         """The least of all ranks' limits; what a fraction is a fraction of may differ between them."""
@@ -383,11 +431,25 @@ class DynMoPipelineEngine(PipelineEngine):
                     f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if flags[u]]} have "
                     "something to train: freeze all of them, or untie them"
                 )
+        self._refit_optimizer()
         self._trainable = [bool(flag) for flag in flags]
         self._prefix = frozen.frozen_prefix(self._trainable)
         self._set_instructions()
 
+    def _refit_optimizer(self) -> None:
+        """Frozen parameters leave the flat buffers that the optimizer updates, unfrozen ones come back."""
+        if isinstance(self._state, FlatState):
+            self._state.prepare(MigrationPlan.between(self.partition, self.partition))
+            self._state.refit()
+        elif isinstance(self._state, PerParameterState):
+            self._state.count_steps_per_parameter()
+
     def _check_trainable(self) -> None:
+        if isinstance(self._state, FlatState) and not self._state.is_current():
+            raise ConfigError(
+                "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
+                "that the optimizer stops or starts to update them"
+            )
         for index, module in self._layers.modules().items():
             if _trains(module) != self._trainable[index]:
                 change = "frozen" if self._trainable[index] else "unfrozen"
@@ -401,6 +463,8 @@ class DynMoPipelineEngine(PipelineEngine):
         changed: dict[type, Any] = frozen.instructions(self._layers.start, self._layers.stop, self._prefix)
         if self._layers.has_twins:
             changed[schedule.ReduceTiedGrads] = _reduce_tied_gradients
+            if self.using_bf16_optimizer and self._prefix < self._layers.stop:
+                changed[schedule.BackwardPass] = _backward_and_accumulate_twins
         if self._step_callbacks:
             changed[schedule.OptimizerStep] = _call_back_and_step
         stock = PipelineEngine._INSTRUCTION_MAP
@@ -426,8 +490,16 @@ def _has_events() -> bool:
     return get_accelerator().device_name() != "cpu"
 
 
+def _backward_and_accumulate_twins(engine: Any, buffer_id: int) -> None:
+    PipelineEngine._exec_backward_pass(engine, buffer_id)
+    engine._layers.accumulate_twin_gradients(engine.optimizer.grad_acc_dtype)
+
+
 def _reduce_tied_gradients(engine: Any) -> None:
-    engine._layers.fold_twin_gradients()
+    if engine.using_bf16_optimizer:
+        engine._layers.fold_twin_sums()
+    else:
+        engine._layers.fold_twin_gradients()
     PipelineEngine._exec_reduce_tied_grads(engine)
 
 

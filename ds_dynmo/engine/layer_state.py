@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ds_dynmo.engine.wrappers import bound_by_wrapper
+
 _MODULE_MACHINERY = frozenset(vars(nn.Module()))
 
 
@@ -183,14 +185,16 @@ def _dismantle(module: nn.Module) -> Dismantled:
 
 
 class ArrivingLayer:
-    """Room for a layer that is on its way: :attr:`landing` is received into, then :meth:`open` gives the layer."""
+    """A layer on its way: :meth:`furnish` makes room, :attr:`landing` is received into, :meth:`open` gives it."""
 
-    def __init__(self, header: bytes, device: torch.device) -> None:
-        self._shell, metas = pickle.loads(header)
+    def __init__(self, header: bytes) -> None:
+        self._shell, self._metas = pickle.loads(header)
         self._tensors: list[Callable[[], torch.Tensor]] = []
         self.landing: list[torch.Tensor] = []
-        for meta in metas:
-            self._tensors.append(self._room(meta, device))
+
+    def furnish(self, device: torch.device) -> None:
+        """Allocate the layer's tensors."""
+        self._tensors = [self._room(meta, device) for meta in self._metas]
 
     def _room(self, meta: TensorMeta, device: torch.device) -> Callable[[], torch.Tensor]:
         place = torch.device("cpu") if meta.on_cpu else device
@@ -264,6 +268,8 @@ def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """What was set on a parameter and can travel (bound methods and hooks stay behind)."""
     attributes = {}
     for name, value in vars(parameter).items():
+        if bound_by_wrapper(name):
+            continue
         try:
             pickle.dumps(value)
         except (pickle.PicklingError, AttributeError, TypeError):

@@ -1,13 +1,14 @@
 """Carry out a migration plan: layers leave, travel point to point, and arrive with all that belongs to them.
 
 Before the ranks have agreed on the plan nothing is changed, and any failure leaves training as it was. After
-that a failure is fatal, and says so.
+that a failure is fatal, and says so. Layers stream: in one round a stage sends one layer at most and receives one,
+and what was sent is freed before the next, so that a stage never holds much more than its layers.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,11 +18,11 @@ from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
 from ds_dynmo.engine.comm import Communicator
-from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent, PackedLayer, pack, parameter_attributes
-from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent, PackedLayer, pack
+from ds_dynmo.engine.optimizer_state import OptimizerState
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import MigrationError
-from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.plan import LayerMove, MigrationPlan
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,19 @@ class Site:
     Attributes:
         stage: this rank's stage.
         layers: its layers.
-        optimizer: the torch optimizer that updates them; None without one.
+        state: what the optimizer holds for them.
         grid: DeepSpeed's grid.
         device: where arriving layers go.
+        rebuilt: called when the stage's modules are in place, before the optimizer settles.
     """
 
     stage: int
     layers: StageLayers
-    optimizer: torch.optim.Optimizer | None
+    state: OptimizerState
     grid: Any
     device: torch.device
     comm: Communicator
+    rebuilt: Callable[[], None]
 
 
 def migrate(plan: MigrationPlan, site: Site) -> int:
@@ -51,29 +54,65 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
         Bytes moved in this rank's pipeline.
 
     Raises:
-        MigrationError: on every rank. The message says whether layers had begun to move.
+        MigrationError: on every rank that can still say so. The message says whether layers had begun to move.
     """
     packed: dict[int, PackedLayer] = {}
     failure: Exception | None = None
+    outgoing_bytes = 0
     try:
+        outgoing_bytes = site.state.prepare(plan)
         packed = _pack_departing(plan, site)
+        outgoing_bytes += sum(layer.num_bytes for layer in packed.values())
+    except MigrationError:
+        raise  # a collective that failed: the others hear of it by the same way
     except Exception as error:  # whatever a user's layer raises: the others have to hear of it
         failure = error
     try:
-        moved_bytes = site.comm.agree(plan, failure is None, sum(layer.num_bytes for layer in packed.values()))
+        moved_bytes = site.comm.agree(plan, failure is None, outgoing_bytes)
     except MigrationError as error:
         raise error from failure
     if not plan.moves:
         return 0
+    step = "sending layers"
     try:
         arrived = _exchange(plan, site, packed)
-        _install(plan, site, arrived)
+        step = "rebuilding the stage"
+        _rebuild(plan, site, arrived)
+        site.rebuilt()
+        step = "settling the optimizer"
+        site.state.settle(site.layers.parameters(), arrived)
+        step = "tying layers"
+        site.layers.tie(site.grid, site.comm.tied_group)
+        step = "waiting for the other ranks"
+        site.comm.all_done()
     except Exception as error:
         raise MigrationError(
-            f"rank {site.grid.get_global_rank()} failed while layers moved from {list(plan.old)} to {list(plan.new)}: "
-            f"{error}. Layers had begun to move: resume the job from its last checkpoint"
+            f"rank {site.grid.get_global_rank()} failed {step} while layers moved from {list(plan.old)} to "
+            f"{list(plan.new)}: {error}. Layers had begun to move: resume the job from its last checkpoint"
         ) from error
     return moved_bytes
+
+
+def rounds(moves: Iterable[LayerMove]) -> list[list[LayerMove]]:
+    """``moves`` in rounds: in each, a stage sends one layer at most and receives one at most.
+
+    >>> moves = [LayerMove(2, 0, 1), LayerMove(3, 0, 1), LayerMove(5, 1, 2)]
+    >>> [[move.layer for move in round_] for round_ in rounds(moves)]
+    [[2, 5], [3]]
+    """
+    found: list[list[LayerMove]] = []
+    for move in moves:
+        free = (
+            round_
+            for round_ in found
+            if all(move.source != other.source and move.destination != other.destination for other in round_)
+        )
+        chosen = next(free, None)
+        if chosen is None:
+            found.append([move])
+        else:
+            chosen.append(move)
+    return found
 
 
 def _travels(index: int, plan: MigrationPlan, layers: StageLayers) -> bool:
@@ -87,35 +126,45 @@ def _pack_departing(plan: MigrationPlan, site: Site) -> dict[int, PackedLayer]:
         if move.source == site.stage and _travels(move.layer, plan, site.layers):
             module = site.layers.local_module(move.layer)
             assert module is not None
-            packed[move.layer] = pack(layer_content(module, site.optimizer))
+            packed[move.layer] = pack(site.state.content(module))
     return packed
 
 
-def layer_content(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> LayerContent:
-    """All that belongs to a layer, as it is now."""
-    parameters = list(module.parameters())
-    groups = optimizer.param_groups if optimizer is not None else []
-    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    numbers = [group_of.get(id(parameter)) for parameter in parameters]
-    state = optimizer.state if optimizer is not None else {}
-    return LayerContent(
-        module=module,
-        parameters=parameters,
-        groups=numbers,
-        optimizer_state=[state.get(parameter) for parameter in parameters],
-        gradients=[parameter.grad for parameter in parameters],
-        attributes=[parameter_attributes(parameter) for parameter in parameters],
-        group_options={number: options_of(groups[number]) for number in numbers if number is not None},
-    )
-
-
 def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -> dict[int, LayerContent]:
-    """Send what departs, receive what arrives."""
+    """Send what departs, receive what arrives, and let go of what was sent."""
+    travelling = [move for move in plan.moves if _travels(move.layer, plan, site.layers)]
+    rooms = _rooms(travelling, site, packed)
+    staying = set(map(id, _staying_modules(plan, site)))
+    arrived: dict[int, LayerContent] = {}
+    for round_ in rounds(travelling):
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        for move in round_:
+            if move.source == site.stage:
+                rank = site.grid.stage_to_global(move.destination)
+                sends += [(rank, flat) for flat in packed[move.layer].tensors]
+            if move.destination == site.stage:
+                room = rooms[move.layer]
+                room.furnish(site.device)
+                rank = site.grid.stage_to_global(move.source)
+                receives += [(rank, flat) for flat in room.landing]
+        site.comm.exchange(sends, receives)
+        sends.clear()
+        for move in round_:
+            if move.source == site.stage:
+                packed.pop(move.layer)
+                _let_go(site, move.layer, staying)
+            if move.destination == site.stage:
+                build = partial(site.layers.build, move.layer, site.device)
+                arrived[move.layer] = rooms.pop(move.layer).open(build)
+    return arrived
+
+
+def _rooms(travelling: Sequence[LayerMove], site: Site, packed: dict[int, PackedLayer]) -> dict[int, ArrivingLayer]:
+    """Exchange the headers of all layers: what each consists of, without its tensors."""
     departing: dict[int, list[int]] = {}
     arriving: dict[int, list[int]] = {}
-    for move in plan.moves:
-        if not _travels(move.layer, plan, site.layers):
-            continue
+    for move in travelling:
         if move.source == site.stage:
             departing.setdefault(move.destination, []).append(move.layer)
         if move.destination == site.stage:
@@ -124,26 +173,35 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
         {stage: pickle.dumps([packed[index].header for index in indices]) for stage, indices in departing.items()},
         list(arriving),
     )
-    rooms = {
-        stage: [ArrivingLayer(header, site.device) for header in pickle.loads(headers[stage])] for stage in arriving
-    }
-    site.comm.exchange_tensors(
-        {stage: [flat for index in indices for flat in packed[index].tensors] for stage, indices in departing.items()},
-        {stage: [flat for room in rooms[stage] for flat in room.landing] for stage in arriving},
-    )
     return {
-        index: room.open(partial(site.layers.build, index, site.device))
+        index: ArrivingLayer(header)
         for stage, indices in arriving.items()
-        for index, room in zip(indices, rooms[stage])
+        for index, header in zip(indices, pickle.loads(headers[stage]))
     }
 
 
-def _install(plan: MigrationPlan, site: Site, arrived: dict[int, LayerContent]) -> None:
-    """Rebuild the stage and the optimizer's groups around the layers that stay and those that arrived."""
+def _staying_modules(plan: MigrationPlan, site: Site) -> list[nn.Module]:
     layers, (start, stop) = site.layers, (plan.new[site.stage], plan.new[site.stage + 1])
-    before = _parameters(layers.modules().values())
+    here = range(max(start, layers.start), min(stop, layers.stop))
+    return [module for index in here if (module := layers.local_module(index)) is not None]
+
+
+def _let_go(site: Site, index: int, staying: set[int]) -> None:
+    """Free the memory of a layer that was sent away, unless a tied layer that stays shares its module."""
+    module = site.layers.local_module(index)
+    if module is None or id(module) in staying:
+        return
+    site.state.drop(module.parameters())
+    spec = site.layers.spec(index)
+    site.layers.detach(index)
+    if isinstance(spec, nn.Module):
+        spec.to_empty(device="meta")  # the layer list still holds a layer that the user gave as a module
+
+
+def _rebuild(plan: MigrationPlan, site: Site, arrived: dict[int, LayerContent]) -> None:
+    """The stage around the layers that stay and those that arrived; tied layers that nobody uses any more go."""
+    layers, (start, stop) = site.layers, (plan.new[site.stage], plan.new[site.stage + 1])
     modules: dict[int, nn.Module] = {}
-    departed = [index for index in range(layers.start, layers.stop) if not start <= index < stop]
     for index in range(start, stop):
         if index in arrived:
             modules[index] = arrived[index].module
@@ -151,48 +209,7 @@ def _install(plan: MigrationPlan, site: Site, arrived: dict[int, LayerContent]) 
             module = layers.local_module(index)
             if module is not None:
                 modules[index] = module
+    kept = {id(module) for module in modules.values()}
+    for module in [module for module in layers.modules().values() if id(module) not in kept]:
+        site.state.drop(module.parameters())
     layers.rebuild(plan.new, site.stage, modules)
-    after = _parameters(modules.values())
-    if site.optimizer is not None:
-        _regroup(site.optimizer, [p for p in before if id(p) not in set(map(id, after))], after, arrived)
-    for index in departed:
-        _forget(layers.spec(index), after)
-    layers.tie(site.grid, site.comm.tied_group)
-
-
-def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """All parameters, each once."""
-    return list({id(parameter): parameter for module in modules for parameter in module.parameters()}.values())
-
-
-def _regroup(
-    optimizer: torch.optim.Optimizer,
-    departed: list[nn.Parameter],
-    present: list[nn.Parameter],
-    arrived: dict[int, LayerContent],
-) -> None:
-    """Take departed parameters out of the optimizer, put arrived ones into their groups, all in layer order."""
-    gone = set(map(id, departed))
-    for parameter in departed:
-        optimizer.state.pop(parameter, None)
-    newcomers: dict[int, list[nn.Parameter]] = {}
-    for content in arrived.values():
-        for parameter, number, state in zip(content.parameters, content.groups, content.optimizer_state):
-            if number is not None:
-                newcomers.setdefault(number, []).append(parameter)
-            if state is not None:
-                optimizer.state[parameter] = state
-    place = {id(parameter): position for position, parameter in enumerate(present)}
-    for position, group in enumerate(optimizer.param_groups):
-        if not group["params"]:
-            for content in arrived.values():
-                group.update(content.group_options.get(position, {}))
-        staying = [parameter for parameter in group["params"] if id(parameter) not in gone]
-        group["params"] = sorted([*staying, *newcomers.get(position, [])], key=lambda p: place.get(id(p), -1))
-        group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
-
-
-def _forget(spec: Any, present: list[nn.Parameter]) -> None:
-    """Free the memory of a departed layer that the user gave as a module, which the layer list still holds."""
-    if isinstance(spec, nn.Module) and not {id(p) for p in spec.parameters()} & set(map(id, present)):
-        spec.to_empty(device="meta")

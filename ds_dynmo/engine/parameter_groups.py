@@ -9,10 +9,11 @@ schedulers drive all of them everywhere.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_dynmo.errors import ConfigError
 
@@ -75,6 +76,37 @@ def _refuse_ambiguous(every: list[dict[str, Options]]) -> None:
                 f"parameter groups with equal options {text}: the ranks have {counts} of them, so a parameter that "
                 'moves could not find its own; give each group an option of its own, e.g. {"name": "no_decay", ...}'
             )
+
+
+def in_order(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Sort every group's parameters in the order of ``parameters``; others stay in front."""
+    place = {id(parameter): position for position, parameter in enumerate(parameters)}
+    for group in optimizer.param_groups:
+        group["params"] = sorted(group["params"], key=lambda p: place.get(id(p), -1))
+        group.pop("param_names", None)
+
+
+class Placeholders:
+    """One element per group, which keeps the group alive in DeepSpeed's wrappers where a stage has nothing of it.
+
+    The wrappers reduce group by group over all stages: a stage that lacked one would hang the job. Nothing uses
+    the element, and it does not reach a checkpoint.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        param_names: dict[nn.Parameter, str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        groups = optimizer.param_groups
+        self.parameters = [nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in groups]
+        self.names = {parameter: f"dynmo_placeholder_{number}" for number, parameter in enumerate(self.parameters)}
+        param_names.update(self.names)
+        for group, parameter in zip(groups, self.parameters):
+            if not any(member.requires_grad and member.numel() for member in group["params"]):
+                group["params"] = [*group["params"], parameter]
 
 
 def merged_order(orders: list[list[str]]) -> list[str]:

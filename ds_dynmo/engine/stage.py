@@ -7,7 +7,7 @@ runtime/pipe/module.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ class StageLayers:
         self._module = module
         self._twins: dict[int, nn.Module] = {}
         self._twin_of: dict[int, str] = {}
+        self._twin_sums: dict[int, torch.Tensor] = {}
 
     # -- reading --------------------------------------------------------------------------------------
 
@@ -72,7 +73,7 @@ class StageLayers:
         """The module of a layer of this stage: for a tied one that of its first use here; None for a function."""
         key = self.key(index)
         if key is not None:
-            return self._module.tied_modules[key]
+            return self._module.tied_modules._modules.get(key)
         return self._module._modules.get(str(index))
 
     def modules(self) -> dict[int, nn.Module]:
@@ -83,6 +84,26 @@ class StageLayers:
             if module is not None and self.owner(index, self._module.parts):
                 found[index] = module
         return found
+
+    def unit(self, index: int) -> str:
+        """What the parameters of layer ``index`` are known by: its number, or the key that it shares with others."""
+        key = self.key(index)
+        return str(index) if key is None else f"tied {key}"
+
+    def units(self, partition: Sequence[int], stage: int) -> dict[str, int]:
+        """The units of a stage with the layer that owns each there, in the order of :meth:`parameters`."""
+        owners = [i for i in range(partition[stage], partition[stage + 1]) if self.owner(i, partition)]
+        return {self.unit(index): index for index in sorted(owners, key=lambda i: (self.key(i) is None, i))}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This stage's parameters, each once, in the order that DeepSpeed's module gives them: tied layers first."""
+        modules = self.modules()
+        ordered = sorted(modules, key=lambda i: (self.key(i) is None, i))
+        return list({id(p): p for index in ordered for p in modules[index].parameters()}.values())
+
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """The parameters of this stage's tied layers."""
+        return [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]
 
     def counted_modules(self) -> dict[int, nn.Module]:
         """Like :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
@@ -97,6 +118,15 @@ class StageLayers:
         spec = self.spec(index)
         built: nn.Module = spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
         return built.to(device) if not any(p.is_meta for p in built.parameters()) else built
+
+    def detach(self, index: int) -> None:
+        """Let go of the module of layer ``index``, which was sent away; :meth:`rebuild` follows."""
+        key = self.key(index)
+        if key is None:
+            del self._module._modules[str(index)]
+        else:
+            del self._module.tied_modules[key]
+        self._module.forward_funcs[index - self.start] = _sent_away
 
     # -- rebuilding -----------------------------------------------------------------------------------
 
@@ -140,7 +170,7 @@ class StageLayers:
 
     def split_uses(self) -> None:
         """Give every use of a tied layer but the first on this stage a twin of its own."""
-        self._twins, self._twin_of = {}, {}
+        self._twins, self._twin_of, self._twin_sums = {}, {}, {}
         for index in range(self.start, self.stop):
             key = self.key(index)
             if key is not None and not self.owner(index, self._module.parts):
@@ -150,18 +180,37 @@ class StageLayers:
 
     def refresh_twins(self) -> None:
         """Point the twins at the parameters' present memory."""
-        for index, twin in self._twins.items():
-            for parameter, own in zip(self._module.tied_modules[self._twin_of[index]].parameters(), twin.parameters()):
-                own.data = parameter.data
-                own.requires_grad_(parameter.requires_grad)
+        for parameter, own in self._twin_pairs():
+            own.data = parameter.data
+            own.requires_grad_(parameter.requires_grad)
 
     def fold_twin_gradients(self) -> None:
         """Add the gradients of later uses to those of the first, in layer order."""
+        for parameter, own in self._twin_pairs():
+            if own.grad is not None:
+                parameter.grad = own.grad if parameter.grad is None else parameter.grad + own.grad
+                own.grad = None
+
+    def accumulate_twin_gradients(self, dtype: torch.dtype) -> None:
+        """After a micro-batch: add the twins' gradients to sums of their own, as BF16_Optimizer does for parameters."""
+        for _, own in self._twin_pairs():
+            if own.grad is not None:
+                if id(own) not in self._twin_sums:
+                    self._twin_sums[id(own)] = torch.zeros_like(own, dtype=dtype, requires_grad=False)
+                self._twin_sums[id(own)].add_(own.grad.to(dtype))
+                own.grad = None
+
+    def fold_twin_sums(self) -> None:
+        """Add the sums of later uses to what BF16_Optimizer has accumulated for the first, in layer order."""
+        for parameter, own in self._twin_pairs():
+            total = self._twin_sums.pop(id(own), None)
+            if total is not None:
+                buffer = parameter._hp_grad  # type: ignore[attr-defined]
+                buffer.add_(total.view(buffer.shape))
+
+    def _twin_pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         for index, twin in self._twins.items():
-            for parameter, own in zip(self._module.tied_modules[self._twin_of[index]].parameters(), twin.parameters()):
-                if own.grad is not None:
-                    parameter.grad = own.grad if parameter.grad is None else parameter.grad + own.grad
-                    own.grad = None
+            yield from zip(self._module.tied_modules[self._twin_of[index]].parameters(), twin.parameters())
 
     # -- ties between stages --------------------------------------------------------------------------
 
@@ -188,6 +237,10 @@ class StageLayers:
                     }
                     for parameter in module.tied_modules[key].parameters():
                         parameter.ds_pipe_replicated = module.global_rank != ranks[0]
+
+
+def _sent_away(*_: Any) -> Any:
+    raise AssertionError("a layer that was sent away was called")
 
 
 def _use(spec: TiedLayerSpec, layer: nn.Module) -> Callable[..., Any]:

@@ -13,12 +13,16 @@ from tests.distributed.workloads import Case
 
 
 def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One model's state from the stages of each replica, which have to agree."""
+    """One model's state from the stages of each replica, which have to agree, and of all shards."""
     replicas: dict[int, dict[str, Any]] = {}
+    shards: dict[str, list[tuple[int, bytes]]] = {}
     for result in results:
-        replicas.setdefault(result["replica"], {}).update(result["state"])
+        state = dict(result["state"])
+        for key, shard in state.pop("shards").items():
+            shards.setdefault(key, []).append(shard)
+        replicas.setdefault(result["replica"], {}).update(state)
     assert all(replica == replicas[0] for replica in replicas.values())
-    return replicas[0]
+    return {**replicas[0], **{key: b"".join(part for _, part in sorted(parts)) for key, parts in shards.items()}}
 
 
 def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 2) -> None:
@@ -45,6 +49,20 @@ CORE = [
 def test_random_rebalances_change_nothing(stages: int, tied: bool, clip: float, replicas: int) -> None:
     case = Case(stages=stages, tied=tied, clip=clip, replicas=replicas)
     check_same(case, workloads.partitions(case, seed=stages * 10 + replicas + tied, count=3))
+
+
+WRAPPED = [
+    pytest.param(precision, stages, tied, replicas, id=f"{precision}-{stages}stages-{tied}-dp{replicas}")
+    for precision in workloads.PRECISIONS
+    if precision != "fp32"
+    for stages, tied, replicas in ((2, True, 2), (3, False, 1), (3, True, 1), (4, False, 1))
+]
+
+
+@pytest.mark.parametrize(("precision", "stages", "tied", "replicas"), WRAPPED)
+def test_wrapped_optimizers(precision: str, stages: int, tied: bool, replicas: int) -> None:
+    case = Case(stages=stages, tied=tied, replicas=replicas, precision=precision, groups="two")
+    check_same(case, workloads.partitions(case, seed=3 + stages, count=3))
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Adafactor", "client AdamW"])

@@ -121,12 +121,24 @@ def test_what_fails_while_layers_move_is_fatal_and_says_so() -> None:
         run(2, workloads.fail_while_moving)
 
 
-def test_departed_parameters_are_freed() -> None:
-    assert run(2, workloads.departed_parameters) == [0, 0]
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 immediate", "bf16 zero1", "fp32 zero1"])
+def test_departed_parameters_are_freed(precision: str) -> None:
+    assert run(2, workloads.departed_parameters, precision) == [0, 0]
 
 
-def test_a_rebalance_to_the_same_place_changes_nothing() -> None:
-    for moved, same in run(2, workloads.stay):
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_deepspeed_finds_the_full_state_right_after_a_move(precision: str, replicas: int) -> None:
+    case = Case(stages=2, tied=True, precision=precision, replicas=replicas, groups="two")
+    still = run(case.ranks, workloads.full_state, case, {})
+    moved = run(case.ranks, workloads.full_state, case, {0: [0, 2, 8], 2: [0, 7, 8], 3: [0, 1, 8]})
+    for before, after in zip(zip(*still), zip(*moved)):  # step by step
+        assert {k: v for rank in before for k, v in rank.items()} == {k: v for rank in after for k, v in rank.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_a_rebalance_to_the_same_place_changes_nothing(precision: str) -> None:
+    for moved, same in run(2, workloads.stay, precision):
         assert moved == 0 and same
 
 

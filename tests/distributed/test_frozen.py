@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.distributed import workloads
 from tests.distributed.harness import RankError, run
+from tests.distributed.test_bitwise import whole
 from tests.distributed.workloads import Case
 
 
@@ -22,8 +25,39 @@ def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: i
     moved = run(case.ranks, workloads.train_frozen, case, frozen, moves)
     for results in (still, moved):
         assert results[0]["losses"] == reference[0]["losses"]
-        state = {key: value for result in results for key, value in result["state"].items()}
-        assert state == reference[0]["state"]
+        assert whole(results) == whole(reference)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 immediate", "bf16 zero1", "fp32 zero1", "bf16 zero1 fp32sums"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_freezing_takes_effect_under_every_wrapper(precision: str, replicas: int) -> None:
+    case = Case(stages=3, precision=precision, replicas=replicas, groups="two", clip=0.05)
+    alone = replace(case, stages=1)
+    frozen = {2: 3, 4: 6, 5: 0}
+    moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
+    reference = run(replicas, workloads.train_frozen, alone, frozen, {})
+    still = run(case.ranks, workloads.train_frozen, case, frozen, {})
+    moved = run(case.ranks, workloads.train_frozen, case, frozen, moves)
+    for results in (still, moved):
+        assert results[0]["losses"] == reference[0]["losses"]
+        assert results[0]["thawed"] == []
+        assert whole(results) == whole(reference)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_single_parameters_can_be_frozen(precision: str) -> None:
+    results = [run(2, workloads.freeze_biases, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]])]
+    assert results[0] == results[1]
+    assert results[0][0]["changed"] == {"while frozen": False, "afterwards": True}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32 zero1"])
+def test_frozen_from_the_start(precision: str) -> None:
+    """What initialize finds frozen trains once it is unfrozen, though DeepSpeed's wrappers never saw it."""
+    still, moved = (run(2, workloads.unfreeze_later, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]]))
+    assert [r["losses"] for r in still] == [r["losses"] for r in moved]
+    assert whole(still) == whole(moved)
+    assert still[0]["moved while frozen"] is False and still[0]["trained"] is True
 
 
 def test_a_frozen_stage_does_no_backward_and_is_sent_nothing() -> None:

@@ -72,6 +72,20 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
+    "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "bf16 zero1 fp32sums": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "fp32 zero1": {"zero_optimization": {"stage": 1}},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One training run."""
@@ -87,6 +101,7 @@ class Case:
     replicas: int = 1
     scheduler: bool = False
     groups: str = "one"  # one, two, or sparse: a rank without members leaves a group out
+    precision: str = "fp32"  # see PRECISIONS
     start: tuple[int, ...] | None = None
     dynmo: dict[str, Any] | None = field(default_factory=lambda: {"interval": 0})
 
@@ -127,7 +142,10 @@ def config(case: Case) -> dict[str, Any]:
         "gradient_clipping": case.clip,
         "steps_per_print": 10**6,
         "pipeline": {"use_reentrant": case.reentrant},
+        **PRECISIONS[case.precision],
     }
+    if case.precision.endswith("zero1") and case.optimizer not in ("AdamW", "Adam"):
+        settings["zero_allow_untested_optimizer"] = True
     if case.optimizer in ("AdamW", "Adam"):
         settings["optimizer"] = {"type": case.optimizer, "params": {"lr": 0.03, "torch_adam": True}}
     elif case.optimizer == "SGD":
@@ -193,19 +211,27 @@ def partitions(case: Case, seed: int, count: int) -> list[list[int]]:
 
 
 def state(engine: Any) -> dict[str, Any]:
-    """Weights and optimizer state of this rank's layers, by layer and name."""
-    found: dict[str, Any] = {}
+    """Weights and optimizer state of this rank's layers, by layer and name; shards as (first element, bytes)."""
+    found: dict[str, Any] = {"shards": {}}
     optimizer = engine.basic_optimizer
     for index, module in engine._layers.counted_modules().items():
         for name, parameter in module.named_parameters():
             key = f"{index}.{name}"
-            found[key] = parameter.detach().numpy().tobytes()
-            for what, value in optimizer.state.get(parameter, {}).items():
-                found[f"{key}/{what}"] = value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
+            found[key] = raw(parameter)
+            for what, value in engine._state.state_of(parameter).items():
+                if isinstance(value, tuple):
+                    found["shards"][f"{key}/{what}"] = (value[0], raw(value[1]))
+                else:
+                    found[f"{key}/{what}"] = raw(value) if isinstance(value, torch.Tensor) else value
             for number, group in enumerate(optimizer.param_groups):
-                if any(parameter is member for member in group["params"]):
+                members = engine._state.members[number] if engine._wrapper else group["params"]
+                if any(parameter is member for member in members):
                     found[f"{key}/group"] = (number, group["lr"], group["weight_decay"])
     return found
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) -> dict[str, Any]:
@@ -445,19 +471,23 @@ def fail_while_moving() -> None:
     def broken(*args: Any) -> None:
         raise OSError("the cable is gone")
 
-    engine._comm.exchange_tensors = broken
+    engine._comm.exchange = broken
     engine.rebalance([0, 1, 8])
 
 
-def departed_parameters() -> int:
-    engine = build(Case(stages=2, tied=True))
+def departed_parameters(precision: str) -> int:
+    engine = build(Case(stages=2, tied=True, precision=precision))
     data = batches(engine)
     for _ in range(3):
         engine.train_batch(data)
     alive = []
     for partition in ([0, 7, 8], [0, 1, 8]):
         watched = [weakref.ref(p) for p in engine.module.parameters()]
+        gc.disable()
         engine.rebalance(partition)
+        here = set(map(id, engine.module.parameters()))
+        alive += [ref for ref in watched if ref() is not None and id(ref()) not in here and hooked(ref())]
+        gc.enable()
         engine.train_batch(data)
         gc.collect()
         here = set(map(id, engine.module.parameters()))
@@ -465,8 +495,37 @@ def departed_parameters() -> int:
     return len(alive)
 
 
-def stay() -> tuple[int, bool]:
-    engine = build(Case())
+def hooked(parameter: Any) -> bool:
+    """Does a wrapper still hold on to a parameter that left?"""
+    return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "_hp_mapping")
+
+
+def full_state(case: Case, moves: dict[int, list[int]]) -> list[dict[str, Any]]:
+    """What DeepSpeed's own functions give for every parameter, right after each move or batch; by layer and name."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    engine = build(case)
+    optimizer, groups = engine.optimizer, engine.optimizer.param_groups
+    data, seen = batches(engine), []
+    for step in range(4):
+        if step in moves:
+            engine.rebalance(moves[step])
+        found: dict[str, Any] = {}
+        for index, module in engine._layers.counted_modules().items():
+            for name, parameter in module.named_parameters():
+                found[f"{index}.{name}"] = raw(safe_get_full_fp32_param(parameter))
+                if step:
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        found[f"{index}.{name}/{key}"] = raw(safe_get_full_optimizer_state(parameter, key))
+        seen.append(found)
+        engine.train_batch(data)
+    assert engine.optimizer is optimizer and engine.optimizer.param_groups is groups
+    assert all(engine.param_names[parameter] for parameter in engine.module.parameters())
+    return seen
+
+
+def stay(precision: str) -> tuple[int, bool]:
+    engine = build(Case(precision=precision))
     data = batches(engine)
     engine.train_batch(data)
     before, modules = state(engine), list(engine.module.forward_funcs)
@@ -603,16 +662,98 @@ def freeze(engine: Any, prefix: int) -> None:
 
 def train_frozen(case: Case, frozen: dict[int, int], moves: dict[int, list[int]]) -> dict[str, Any]:
     engine = build(case)
-    data, losses = batches(engine), []
+    data, losses, prefix = batches(engine), [], 0
+    thawed = []
     for step in range(7):
         if step in frozen:
-            freeze(engine, frozen[step])
-            engine.model_changed(f"{frozen[step]} layers are frozen")
+            prefix = frozen[step]
+            freeze(engine, prefix)
+            engine.model_changed(f"{prefix} layers are frozen")
         if step in moves:
             engine.rebalance(moves[step])
         engine._controller.decided(moved=False)  # moves are this test's own
+        before = {index: raw_layer(module) for index, module in engine._layers.modules().items()}
         losses.append(engine.train_batch(data).item())
-    return {"losses": losses, "state": state(engine)}
+        thawed += [
+            (step, index)
+            for index, module in engine._layers.modules().items()
+            if index < prefix and raw_layer(module) != before[index]
+        ]
+    return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id(), "thawed": thawed}
+
+
+def raw_layer(module: nn.Module) -> list[bytes]:
+    return [raw(parameter) for parameter in module.parameters()]
+
+
+def freeze_biases(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    engine = build(Case(precision=precision, optimizer="SGD"))
+    data, losses, waiting = batches(engine), [], list(moves)
+
+    def biases() -> dict[str, bytes]:
+        mine = {f"{i}.{n}": raw(p) for i, m in engine._layers.modules().items() for n, p in m.named_parameters()}
+        everywhere = {k: v for part in engine._comm.gather_objects(mine) for k, v in part.items()}
+        return {name: value for name, value in everywhere.items() if "bias" in name}
+
+    def batch() -> dict[str, bytes]:
+        engine._controller.decided(moved=False)
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+        return biases()
+
+    def let_train(trains: bool) -> None:
+        for module in engine._layers.modules().values():
+            for name, parameter in module.named_parameters():
+                if "bias" in name:
+                    parameter.requires_grad_(trains)
+        engine.model_changed("biases")
+
+    before = batch()
+    let_train(False)
+    batch()
+    frozen = batch()
+    let_train(True)
+    after = batch()
+    changed = {"while frozen": frozen != before, "afterwards": after != frozen}
+    return {"losses": losses, "biases": after, "changed": changed}
+
+
+def unfreeze_later(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def frozen_layers(case: Case) -> list[Any]:
+        return [*layers(case)[:2], LayerSpec(FrozenBlock, 1), LayerSpec(FrozenBlock, 2), *layers(case)[4:]]
+
+    engine = build(Case(precision=precision, groups="two"), frozen_layers)
+    data, losses, waiting = batches(engine), [], list(moves)
+
+    def everywhere() -> dict[int, list[bytes]]:
+        mine = {index: raw_layer(module) for index, module in engine._layers.modules().items()}
+        return {k: v for part in engine._comm.gather_objects(mine) for k, v in part.items() if k in (2, 3)}
+
+    first = everywhere()
+    for _ in range(2):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    frozen = everywhere()
+    freeze(engine, 0)
+    engine.model_changed("all train")
+    engine._controller.decided(moved=False)
+    for _ in range(2):
+        losses.append(engine.train_batch(data).item())
+    return {
+        "losses": losses,
+        "state": state(engine),
+        "replica": 0,
+        "moved while frozen": frozen != first,
+        "trained": everywhere() != frozen,
+    }
+
+
+class FrozenBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.requires_grad_(False)
 
 
 def train_all_frozen() -> dict[str, Any]:

@@ -23,21 +23,34 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
     ("config", "message"),
     [
         ({"fp16": {"enabled": True}}, "fp16.enabled"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled"),
-        ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage = 1"),
+        ({"amp": {"enabled": True}}, "amp.enabled"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3.*pipeline"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, "torch_adam"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
+        ({"optimizer": {"type": "LBFGS"}}, "LBFGS"),
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "Adafactor"}}, "Adafactor.*every element alike"),
+        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adagrad"}}, "Adagrad"),
     ],
 )
-def test_training_that_cannot_be_moved_yet(config: dict[str, Any], message: str) -> None:
+def test_training_that_cannot_be_moved(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checks.check_training(config, None)
 
 
-def test_training_that_can() -> None:
-    checks.check_training({"optimizer": ADAMW, "zero_optimization": {"stage": 0}, "bf16": {"enabled": False}}, None)
-    checks.check_training({"optimizer": {"type": "SGD"}}, None)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"optimizer": ADAMW, "zero_optimization": {"stage": 0}, "bf16": {"enabled": False}},
+        {"optimizer": {"type": "SGD"}},
+        {"optimizer": {"type": "Adam"}, "bf16": {"enabled": True}},
+        {"optimizer": {"type": "RMSprop"}, "zero_optimization": {"stage": 1}},
+        {"optimizer": {"type": "Adafactor"}},
+    ],
+)
+def test_training_that_can(config: dict[str, Any]) -> None:
+    checks.check_training(config, None)
 
 
 def test_optimizers() -> None:
@@ -45,6 +58,8 @@ def test_optimizers() -> None:
     checks.check_training({}, torch.optim.Adafactor([parameter]))
     with pytest.raises(ConfigError, match="LBFGS"):
         checks.check_training({}, torch.optim.LBFGS([parameter]))
+    with pytest.raises(ConfigError, match="Adafactor"):
+        checks.check_training({"bf16": {"enabled": True}}, torch.optim.Adafactor([parameter]))
 
 
 def test_a_module_that_is_no_pipeline() -> None:

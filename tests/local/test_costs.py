@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine import costs
+from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.errors import PartitionError
 
 
@@ -23,13 +24,13 @@ def test_static_bytes() -> None:
     layer = nn.Linear(3, 4)
     layer.register_buffer("mask", torch.ones(4, dtype=torch.bool))
     weights = (12 + 4) * 4
-    assert costs.static_bytes(layer, None) == 2 * weights + 4
+    assert costs.static_bytes(layer, PerParameterState(None)) == 2 * weights + 4
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    assert costs.static_bytes(layer, optimizer) == 3 * weights + 4
+    assert costs.static_bytes(layer, PerParameterState(optimizer)) == 3 * weights + 4
     layer.requires_grad_(False)
-    assert costs.static_bytes(layer, optimizer) == 2 * weights + 4
+    assert costs.static_bytes(layer, PerParameterState(optimizer)) == 2 * weights + 4
     sparse = nn.Module()
     sparse.weight = nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
-    assert costs.static_bytes(sparse, None) == 5 * 8 + 4 * 8 + 4 * 4
+    assert costs.static_bytes(sparse, PerParameterState(None)) == 5 * 8 + 4 * 8 + 4 * 4

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent, PackedLayer, pack
-from ds_dynmo.engine.migration import layer_content
+from ds_dynmo.engine.optimizer_state import PerParameterState
 
 
 class Layer(nn.Module):
@@ -43,7 +43,8 @@ class Unpicklable(Layer):
 
 
 def send(packed: PackedLayer, build: Callable[[], nn.Module]) -> LayerContent:
-    room = ArrivingLayer(packed.header, torch.device("cpu"))
+    room = ArrivingLayer(packed.header)
+    room.furnish(torch.device("cpu"))
     assert len(room.landing) == len(packed.tensors)
     for there, here in zip(room.landing, packed.tensors):
         there.copy_(here)
@@ -51,7 +52,7 @@ def send(packed: PackedLayer, build: Callable[[], nn.Module]) -> LayerContent:
 
 
 def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerContent:
-    return send(pack(layer_content(module, optimizer)), type(module))
+    return send(pack(PerParameterState(optimizer).content(module)), type(module))
 
 
 @pytest.fixture(params=[Layer, Unpicklable])
@@ -153,4 +154,4 @@ def test_no_random_number_is_drawn(layer: Layer) -> None:
 
 def test_bytes_are_counted() -> None:
     module = nn.Linear(3, 4)
-    assert pack(layer_content(module, None)).num_bytes == (12 + 4) * 4
+    assert pack(PerParameterState(None).content(module)).num_bytes == (12 + 4) * 4

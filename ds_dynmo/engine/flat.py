@@ -1,0 +1,346 @@
+"""Optimizer state in flat shards: it follows the layers by intervals, straight from the ranks that hold it.
+
+A shard of the fp32 weights or of a moment is the unit that DeepSpeed's wrappers know, and its boundaries have
+nothing to do with layers. When layers move, every stage's buffers change, and with them the shards of layers that
+stay. So all ranks work out where each interval lies before and after (:mod:`ds_dynmo.engine.flat_layout`), copy
+what stays on a rank, and send the rest directly, one kind of state after the other: the extra memory is one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.flat_layout import Buffer, Container, Member, Run, Unit, runs, shard_size, stage_buffers
+from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes
+from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.engine.wrappers import FlatWrapper, unbind
+from ds_dynmo.plan import MigrationPlan, stage_of
+
+_MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one rank tells the others: its parameters, and the kinds of state it keeps for them."""
+
+    stage: int
+    members: dict[Unit, list[Member]]
+    kinds: dict[Container, dict[str, torch.dtype]]
+    scalars: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Relayout:
+    old: dict[int, dict[Container, Buffer]]
+    new: dict[int, dict[Container, Buffer]]
+    runs: list[Run]
+    kinds: dict[str, torch.dtype]
+    held: dict[tuple[int, Container], dict[str, torch.dtype]]
+    scalars: dict[int, dict[str, Any]]
+
+
+class FlatState:
+    """The state of a stage under ``BF16_Optimizer`` or ``DeepSpeedZeroOptimizer`` stage 1.
+
+    Args:
+        groups: per parameter group, all of its parameters on this stage, frozen ones too.
+        placeholders: one element per group that keeps a group alive where a stage has nothing of it.
+    """
+
+    def __init__(
+        self,
+        wrapper: FlatWrapper,
+        layers: StageLayers,
+        comm: Communicator,
+        grid: Any,
+        groups: Sequence[Sequence[nn.Parameter]],
+        placeholders: Sequence[nn.Parameter],
+    ) -> None:
+        self._wrapper, self._layers, self._comm, self._grid = wrapper, layers, comm, grid
+        self._placeholders = list(placeholders)
+        self._group = {id(p): number for number, group in enumerate(groups) for p in group}
+        self._parked = {id(p) for group in groups for p in group if not p.requires_grad}
+        self._stash: dict[int, dict[str, torch.Tensor]] = {}  # per group, its parked buffer's tensors
+        self._next: _Relayout | None = None
+        self._linked = False
+        self._stage, self._shards = grid.get_stage_id(), grid.data_parallel_size
+        for number in range(len(self._placeholders)):
+            self._stash[number] = self._first_stash(number)
+        self._mark_tied()
+
+    # -- what is held ---------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[list[nn.Parameter]]:
+        """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
+        return self._by_group(self._layers.parameters(), parked=False)
+
+    def is_current(self) -> bool:
+        """Is every parameter where its ``requires_grad`` says: trainable ones with the optimizer, others parked?"""
+        return all(
+            p.requires_grad != (id(p) in self._parked) for p in self._layers.parameters() if id(p) in self._group
+        )
+
+    def _by_group(self, parameters: Iterable[nn.Parameter], *, parked: bool) -> list[list[nn.Parameter]]:
+        found: list[list[nn.Parameter]] = [[] for _ in self._placeholders]
+        for parameter in parameters:
+            if id(parameter) in self._group and (id(parameter) in self._parked) == parked:
+                found[self._group[id(parameter)]].append(parameter)
+        return found
+
+    def _first_stash(self, group: int) -> dict[str, torch.Tensor]:
+        """The parked buffer of parameters that were frozen from the start: their weights, and no state."""
+        parameters = self._by_group(self._layers.parameters(), parked=True)[group]
+        shard = shard_size(sum(p.numel() for p in parameters), self._shards, parked=True)
+        if not shard:
+            return {}
+        flat = torch.cat([p.detach().float().reshape(-1) for p in parameters])
+        mine = flat[self._grid.data_parallel_id * shard :][:shard]
+        stash = flat.new_zeros(shard)
+        stash[: mine.numel()] = mine
+        return {_MASTER: stash}
+
+    def _live(self, group: int) -> dict[str, torch.Tensor]:
+        master = self._wrapper.masters[group]
+        state = self._wrapper.inner.state.get(master, {})
+        tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.shape == master.shape}
+        return {_MASTER: master.detach(), **tensors}
+
+    def _held(self, container: Container) -> dict[str, torch.Tensor]:
+        group, parked = container
+        return self._stash[group] if parked else self._live(group)
+
+    def _scalars(self, group: int) -> dict[str, Any]:
+        master = self._wrapper.masters[group]
+        state = self._wrapper.inner.state.get(master, {})
+        return {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.shape == master.shape)}
+
+    # -- OptimizerState -------------------------------------------------------------------------------
+
+    def prepare(self, plan: MigrationPlan) -> int:
+        """Gather what every stage holds and work out all copies and messages."""
+        self._next = None
+        every = self._comm.gather_objects(self._holdings())
+        changed = any(m.parked != m.park for h in every for ms in h.members.values() for m in ms)
+        if not plan.moves and not changed:
+            return 0
+        self._next = self._relayout(plan, every)
+        me = self._grid.get_stage_id(), self._grid.data_parallel_id
+        width = sum(dtype.itemsize for dtype in self._next.kinds.values())
+        return sum(run.numel * width for run in self._next.runs if run.source == me != run.destination)
+
+    def content(self, module: nn.Module) -> LayerContent:
+        parameters = list(module.parameters())
+        numbers = [self._group.get(id(parameter)) for parameter in parameters]
+        groups = self._wrapper.inner.param_groups
+        return LayerContent(
+            module=module,
+            parameters=parameters,
+            groups=numbers,
+            optimizer_state=[None] * len(parameters),
+            gradients=[None] * len(parameters),
+            attributes=[parameter_attributes(parameter) for parameter in parameters],
+            group_options={n: options_of(groups[n]) for n in numbers if n is not None},
+        )
+
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            unbind(parameter)
+            self._group.pop(id(parameter), None)
+            self._parked.discard(id(parameter))
+
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+        following, self._next = self._next, None
+        assert following is not None, "prepare comes first"
+        for content in arrived.values():
+            for parameter, number in zip(content.parameters, content.groups):
+                if number is not None:
+                    self._group[id(parameter)] = number
+        self._take_options(parameters, arrived)
+        self._exchange(following)
+        for parameter in parameters:
+            if id(parameter) in self._group:
+                unbind(parameter)
+        self._park(parameters)
+        live = self._by_group(parameters, parked=False)
+        groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
+        flats = [self._flatten(group) for group in groups]
+        self._wrapper.rewrap(groups, flats)
+        self._linked = self._wrapper.link_state()
+        self._mark_tied()
+
+    def after_step(self) -> None:
+        """Called after every batch."""
+        if not self._linked:
+            self._linked = self._wrapper.link_state()
+
+    def refit(self) -> None:
+        """After :meth:`prepare` with a plan that moves nothing: follow what was frozen or unfrozen."""
+        if self._next is not None:
+            self.settle(self._layers.parameters(), {})
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        number = self._group.get(id(parameter))
+        if number is None:
+            return 0
+        width = sum(tensor.dtype.itemsize for tensor in self._live(number).values())
+        state = parameter.numel() * width // self._shards
+        if id(parameter) in self._parked:
+            return state
+        return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        number = self._group.get(id(parameter))
+        if number is None:
+            return {}
+        parked = id(parameter) in self._parked
+        offset = 0
+        for other in self._by_group(self._layers.parameters(), parked=parked)[number]:
+            if other is parameter:
+                break
+            offset += other.numel()
+        found: dict[str, Any] = {} if parked else dict(self._scalars(number))
+        for name, tensor in self._held((number, parked)).items():
+            first = offset - self._grid.data_parallel_id * tensor.numel()
+            found[name] = (max(-first, 0), tensor[max(first, 0) : max(first + parameter.numel(), 0)])
+        return found
+
+    # -- working out ----------------------------------------------------------------------------------
+
+    def _holdings(self) -> Holdings:
+        members: dict[Unit, list[Member]] = {}
+        for index, module in self._layers.modules().items():
+            members[self._layers.unit(index)] = [
+                Member(
+                    position=position,
+                    numel=parameter.numel(),
+                    group=self._group[id(parameter)],
+                    parked=id(parameter) in self._parked,
+                    park=not parameter.requires_grad,
+                )
+                for position, parameter in enumerate(module.parameters())
+                if id(parameter) in self._group
+            ]
+        numbers = range(len(self._placeholders))
+        containers = [(number, parked) for number in numbers for parked in (False, True)]
+        return Holdings(
+            stage=self._stage,
+            members=members,
+            kinds={c: {name: tensor.dtype for name, tensor in self._held(c).items()} for c in containers},
+            scalars={number: self._scalars(number) for number in numbers},
+        )
+
+    def _relayout(self, plan: MigrationPlan, every: list[Holdings]) -> _Relayout:
+        layers, stages = self._layers, range(self._grid.pipe_parallel_size)
+        members = {unit: list(found) for holdings in every for unit, found in holdings.members.items()}
+        held = {(h.stage, container): kinds for h in every for container, kinds in h.kinds.items()}
+        kinds = {name: dtype for of_container in held.values() for name, dtype in of_container.items()}
+        before = {stage: layers.units(plan.old, stage) for stage in stages}
+        after = {stage: layers.units(plan.new, stage) for stage in stages}
+        count = len(self._placeholders)
+        old = {s: stage_buffers(list(before[s]), members, count, self._shards, after=False) for s in stages}
+        new = {s: stage_buffers(list(after[s]), members, count, self._shards, after=True) for s in stages}
+        source_of = {
+            (stage, unit): stage if unit in before[stage] else stage_of(owner, plan.old)
+            for stage in stages
+            for unit, owner in after[stage].items()
+        }
+        scalars: dict[int, dict[str, Any]] = {}
+        for holdings in every:
+            for number, values in holdings.scalars.items():
+                scalars.setdefault(number, {}).update(values)
+        order = dict(sorted(kinds.items(), key=lambda item: (item[0] != _MASTER, item[0])))
+        return _Relayout(old, new, list(runs(old, new, source_of, self._shards)), order, held, scalars)
+
+    # -- carrying out ---------------------------------------------------------------------------------
+
+    def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+        """A group that was empty here takes its options, the learning rate too, from what arrives."""
+        newcomers = {id(p) for content in arrived.values() for p in content.parameters}
+        for number, group in enumerate(self._wrapper.inner.param_groups):
+            if not any(self._group.get(id(p)) == number for p in parameters if id(p) not in newcomers):
+                for content in arrived.values():
+                    group.update(content.group_options.get(number, {}))
+
+    def _exchange(self, plan: _Relayout) -> None:
+        """Fill new shards, one kind of state of one buffer after the other, and give the old ones back."""
+        me = self._grid.get_stage_id(), self._grid.data_parallel_id
+        old = {container: dict(self._held(container)) for container in plan.old[self._stage]}
+        mine = [run for run in plan.runs if me in (run.source, run.destination)]
+        fresh: dict[Container, dict[str, torch.Tensor]] = {container: {} for container in plan.new[self._stage]}
+        for name, dtype in plan.kinds.items():
+            moving = [run for run in mine if name in plan.held[run.source[0], run.old]]
+            for container, buffer in plan.new[self._stage].items():
+                fresh[container][name] = torch.zeros(buffer.shard, dtype=dtype, device=self._device)
+            sends, receives = [], []
+            for run in moving:
+                there = old[run.old][name].narrow(0, run.start_old, run.numel) if run.source == me else None
+                here = fresh[run.new][name].narrow(0, run.start_new, run.numel) if run.destination == me else None
+                if there is not None and here is not None:
+                    here.copy_(there)
+                elif there is not None:
+                    sends.append((self._rank(run.destination), there))
+                elif here is not None:
+                    receives.append((self._rank(run.source), here))
+            self._comm.exchange(sends, receives)
+            for tensors in old.values():
+                tensors.pop(name, None)
+            self._replace(name, fresh, plan)
+
+    def _replace(self, name: str, fresh: dict[Container, dict[str, torch.Tensor]], plan: _Relayout) -> None:
+        state = self._wrapper.inner.state
+        for (number, parked), tensors in fresh.items():
+            if parked:
+                if tensors[name].numel():
+                    self._stash[number][name] = tensors[name]
+                else:
+                    self._stash[number].pop(name, None)
+                continue
+            master = self._wrapper.masters[number]
+            if name == _MASTER:
+                master.data = tensors[name]
+                master.grad = None
+            else:
+                state[master][name] = tensors[name]
+                for scalar, value in plan.scalars[number].items():
+                    state[master].setdefault(scalar, value)
+
+    def _rank(self, place: tuple[int, int]) -> int:
+        return int(self._grid.stage_to_global(place[0], data=place[1]))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._wrapper.masters[0].device
+
+    def _park(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if id(parameter) not in self._group:
+                continue
+            if parameter.requires_grad:
+                self._parked.discard(id(parameter))
+            elif id(parameter) not in self._parked:
+                self._parked.add(id(parameter))
+                parameter.data = parameter.data.clone()  # no longer a part of the flat weights
+
+    def _flatten(self, group: list[nn.Parameter]) -> torch.Tensor:
+        """The weights of a group in one buffer, of which the parameters become views."""
+        total = sum(parameter.numel() for parameter in group)
+        flat = group[0].data.new_empty(shard_size(total, self._shards) * self._shards)
+        offset = 0
+        for parameter in group:
+            view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+            offset += parameter.numel()
+        flat[offset:].zero_()
+        return flat
+
+    def _mark_tied(self) -> None:
+        self._wrapper.mark_tied([p for p in self._layers.tied_parameters() if id(p) not in self._parked])

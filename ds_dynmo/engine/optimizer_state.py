@@ -1,0 +1,132 @@
+"""What the optimizer holds for the layers of a stage, and how it follows them when they move.
+
+Two kinds: a plain torch optimizer keeps state per parameter, which travels inside the layer
+(:class:`PerParameterState`); DeepSpeed's wrappers keep it in flat shards (:mod:`ds_dynmo.engine.flat`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from deepspeed.ops.adam import FusedAdam
+from torch import nn
+
+from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes
+from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.plan import MigrationPlan
+
+
+class OptimizerState(Protocol):
+    """The optimizer's part in a migration. The methods are called in this order, on every rank."""
+
+    def prepare(self, plan: MigrationPlan) -> int:
+        """Find out what has to be sent. May gather; changes nothing.
+
+        Returns:
+            Bytes this rank will send apart from those in its layers.
+        """
+        ...
+
+    def content(self, module: nn.Module) -> LayerContent:
+        """A layer with all of the optimizer's that travels inside it."""
+        ...
+
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These parameters were sent away: let go of what is held for them."""
+        ...
+
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+        """The stage's parameters are now ``parameters``, in this order; ``arrived`` are the layers that came."""
+        ...
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        """Bytes of gradients and optimizer state of a parameter, on this rank."""
+        ...
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What the optimizer holds for a parameter, as far as it is on this rank; for tests and reports."""
+        ...
+
+
+class PerParameterState:
+    """A plain torch optimizer, or none."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._groups: list[dict[str, Any]] = optimizer.param_groups if optimizer is not None else []
+        self._state: dict[Any, Any] = optimizer.state if optimizer is not None else {}
+
+    def prepare(self, plan: MigrationPlan) -> int:
+        if plan.moves:
+            self.count_steps_per_parameter()
+        return 0
+
+    def count_steps_per_parameter(self) -> None:
+        """Mend DeepSpeed's FusedAdam: it counts the steps of a group on the last parameter that had a gradient."""
+        if not counts_steps_per_group(self._optimizer):
+            return
+        for group in self._groups:
+            states = [self._state[p] for p in group["params"] if p in self._state]
+            steps = max((state["step"] for state in states), default=0)
+            for state in states:
+                state["step"] = steps
+
+    def content(self, module: nn.Module) -> LayerContent:
+        parameters = list(module.parameters())
+        group_of = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+        numbers = [group_of.get(id(parameter)) for parameter in parameters]
+        return LayerContent(
+            module=module,
+            parameters=parameters,
+            groups=numbers,
+            optimizer_state=[self._state.get(parameter) for parameter in parameters],
+            gradients=[parameter.grad for parameter in parameters],
+            attributes=[parameter_attributes(parameter) for parameter in parameters],
+            group_options={n: options_of(self._groups[n]) for n in numbers if n is not None},
+        )
+
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        gone = {id(parameter) for parameter in parameters}
+        for group in self._groups:
+            group["params"] = [p for p in group["params"] if id(p) not in gone]
+        for parameter in [p for p in self._state if id(p) in gone]:
+            del self._state[parameter]
+
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+        newcomers: dict[int, list[nn.Parameter]] = {}
+        for content in arrived.values():
+            for parameter, number, state in zip(content.parameters, content.groups, content.optimizer_state):
+                if number is not None:
+                    newcomers.setdefault(number, []).append(parameter)
+                if state is not None:
+                    self._state[parameter] = state
+        place = {id(parameter): position for position, parameter in enumerate(parameters)}
+        for number, group in enumerate(self._groups):
+            if not group["params"]:
+                for content in arrived.values():
+                    group.update(content.group_options.get(number, {}))
+            members = [*group["params"], *newcomers.get(number, [])]
+            group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
+            group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        gradients = parameter.nbytes if parameter.requires_grad else 0
+        return gradients + sum(tensor.nbytes for tensor in _tensors_in(self._state.get(parameter)))
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return dict(self._state.get(parameter, {}))
+
+
+def counts_steps_per_group(optimizer: Any) -> bool:
+    """Is it an optimizer that counts steps on one parameter of a group only (DeepSpeed's FusedAdam)?"""
+    return isinstance(optimizer, FusedAdam)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []
