@@ -85,19 +85,15 @@ class LayerStreams:
         self._python = PythonGenerators()
         self._begun = 0  # forward passes of this batch: they come in the order of the micro-batches
         self._in_buffer: dict[int, int] = {}  # the micro-batch in each of DeepSpeed's pipeline buffers
-        self._now: dict[str, int] = {}  # step, training, micro_batch: what tells the streams of a layer apart
+        self._now: dict[str, Any] = {}  # step, training, micro_batch: what tells the streams of a layer apart
         self._backward = False
         self._outer: tuple[Any, Any] | None = None
 
     @contextmanager
     def batch(self, module: Any, start: int, *, step: int, training: bool) -> Iterator[None]:
-        """While a batch runs, ``module.forward_funcs`` draw from their streams; afterwards they are bare again.
+        """While a batch runs, the PipelineModule's ``forward_funcs`` draw from their streams; afterwards they are bare.
 
-        Args:
-            module: the PipelineModule.
-            start: the number of the stage's first layer.
-            step: how many steps were taken before.
-            training: False for an evaluation, which has streams of its own.
+        ``start`` is the number of the stage's first layer; an evaluation (not ``training``) has streams of its own.
         """
         bare = module.forward_funcs
         self._now, self._begun = {"step": step, "training": training}, 0
