@@ -20,7 +20,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["DynMoConfig", "ProfileConfig", "load_json", "parse_block", "parse_type_partition", "read_dynmo_config"]
+__all__ = [
+    "DynMoConfig",
+    "ProfileConfig",
+    "RandomnessConfig",
+    "load_json",
+    "parse_block",
+    "parse_type_partition",
+    "read_dynmo_config",
+]
 
 BLOCK = "dynmo"
 NAMED_PARTITIONS = ("uniform", "parameters", "profile")
@@ -40,6 +48,17 @@ class ProfileConfig(_Block):
     warmup_batches: int = Field(
         default=1, ge=0, description="how many batches are skipped before a profile, after the start and after a move"
     )
+
+
+class RandomnessConfig(_Block):
+    """What random draws in a layer, such as dropout, depend on: the "randomness" object in the "dynmo" block."""
+
+    per_layer: bool = Field(
+        default=True,
+        description="true: on seed, step, micro-batch, layer number and data-parallel index, wherever the layer is; "
+        "false: on the rank's own generators",
+    )
+    seed: int | None = Field(default=None, ge=0, lt=2**64, description="null: the PipelineModule's base_seed")
 
 
 class DynMoConfig(_Block):
@@ -75,6 +94,9 @@ class DynMoConfig(_Block):
         default=None,
         description='boundaries such as [0, 3, 8], "uniform", "parameters", "profile" or '
         '"type:<regex>[:weight][|<regex>[:weight]...]"; null: the partition that the model was built with',
+    )
+    randomness: RandomnessConfig = Field(
+        default=RandomnessConfig(), description="what random draws in a layer depend on"
     )
     timeout_seconds: float = Field(default=300.0, gt=0, description="how long a rebalance waits for the other ranks")
     report: str | None = Field(default=None, min_length=1, description="path of the JSON lines that rank 0 writes")

@@ -26,6 +26,7 @@ from ds_dynmo.engine.migration import Site, migrate
 from ds_dynmo.engine.optimizer_state import OptimizerState, PerParameterState
 from ds_dynmo.engine.parameter_groups import Placeholders, complete_groups, in_order
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
+from ds_dynmo.engine.randomness import LayerStreams
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.engine.wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
@@ -45,6 +46,7 @@ class DynMoPipelineEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP
     _comm: Any
+    _streams: LayerStreams | None = None
     loss: Any
     _wrapper: FlatWrapper | None = None
     _members: list[list[nn.Parameter]]
@@ -71,6 +73,9 @@ class DynMoPipelineEngine(PipelineEngine):
         if self._reentrant_checkpointing():
             self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
         self._layers.split_uses()
+        if dynmo.randomness.per_layer:
+            seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
+            self._streams = LayerStreams(seed, self.grid.get_data_parallel_id())
         self._agree_on_trainable("initialize")
 
     # -- public ---------------------------------------------------------------------------------------
@@ -252,6 +257,15 @@ class DynMoPipelineEngine(PipelineEngine):
         return self.module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
 
     # -- a batch --------------------------------------------------------------------------------------
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Run a batch, training or evaluation; every layer draws from a stream of its own."""
+        if self._streams is None:
+            super()._exec_schedule(pipe_schedule)
+            return
+        training = not isinstance(pipe_schedule, schedule.InferenceSchedule)
+        with self._streams.batch(self.module, self._layers.start, step=self.global_steps, training=training):
+            super()._exec_schedule(pipe_schedule)
 
     def _profiled_batch(self, data_iter: Any) -> torch.Tensor:
         bare = self._INSTRUCTION_MAP
@@ -459,7 +473,7 @@ class DynMoPipelineEngine(PipelineEngine):
                 )
 
     def _set_instructions(self) -> None:
-        """DeepSpeed's own instructions, but for what a frozen prefix, twins or callbacks need."""
+        """DeepSpeed's own instructions, but for what a frozen prefix, twins, callbacks or random streams need."""
         changed: dict[type, Any] = frozen.instructions(self._layers.start, self._layers.stop, self._prefix)
         if self._layers.has_twins:
             changed[schedule.ReduceTiedGrads] = _reduce_tied_gradients
@@ -468,6 +482,8 @@ class DynMoPipelineEngine(PipelineEngine):
         if self._step_callbacks:
             changed[schedule.OptimizerStep] = _call_back_and_step
         stock = PipelineEngine._INSTRUCTION_MAP
+        if self._streams is not None:
+            changed.update(self._streams.instructions({**stock, **changed}))
         self._INSTRUCTION_MAP = {**stock, **changed} if changed else stock
 
     # -- misuse ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ds_dynmo.config import (
     DynMoConfig,
     ProfileConfig,
+    RandomnessConfig,
     load_json,
     parse_block,
     parse_type_partition,
@@ -26,6 +27,7 @@ def read(**block: Any) -> DynMoConfig:
 def test_an_empty_block_is_all_defaults() -> None:
     assert read() == DynMoConfig()
     assert read().profile == ProfileConfig(batches=1, warmup_batches=1)
+    assert read().randomness == RandomnessConfig(per_layer=True, seed=None)
 
 
 def test_every_default_is_a_value_that_the_block_takes() -> None:
@@ -46,6 +48,7 @@ def test_a_full_block() -> None:
         min_improvement=0,
         memory_limit=0.9,
         initial_partition=[0, 3, 8],
+        randomness={"per_layer": False, "seed": 7},
         timeout_seconds=10,
         report="out.jsonl",
         log=False,
@@ -53,6 +56,7 @@ def test_a_full_block() -> None:
     )
     assert config.initial_partition == (0, 3, 8)
     assert config.profile.batches == 3
+    assert (config.randomness.per_layer, config.randomness.seed) == (False, 7)
     assert (config.min_improvement, config.memory_limit, config.timeout_seconds) == (0, 0.9, 10)
 
 
@@ -92,6 +96,7 @@ def test_a_block_cannot_be_changed() -> None:
         ("initial_partition", [0, 3, 3], "strictly increasing from 0"),
         ("initial_partition", "unifrm", 'did you mean "uniform"?'),
         ("initial_partition", "type:block:0", 'the weight of "block" should be a number > 0'),
+        ("randomness", False, "an object"),
         ("timeout_seconds", 0, "greater than 0"),
         ("timeout_seconds", float("inf"), "finite"),
         ("report", "", "at least 1 character"),
@@ -150,6 +155,10 @@ def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:
         ({"intervall": 5}, 'dynmo.intervall = 5: unknown key; did you mean "interval"?'),
         ({"Enabled": True}, 'dynmo.Enabled = true: unknown key; did you mean "enabled"?'),
         ({"profile": {"batchs": 2}}, 'dynmo.profile.batchs = 2: unknown key; did you mean "batches"?'),
+        (
+            {"randomness": {"per_laier": True}},
+            'dynmo.randomness.per_laier = true: unknown key; did you mean "per_layer"?',
+        ),
         ({"profile": {"zzz": 2}}, "dynmo.profile.zzz = 2: unknown key; should be one of batches, warmup_batches"),
     ],
 )
@@ -161,9 +170,14 @@ def test_an_unknown_key_gets_the_nearest_right_one(block: dict[str, Any], line: 
 
 def test_all_problems_are_in_one_message_a_line_each() -> None:
     with pytest.raises(ConfigError) as error:
-        read(interval="3", profile={"batches": 0}, intervals=1)
+        read(interval="3", profile={"batches": 0}, randomness={"seed": -1}, intervals=1)
     heads = [line.split(": ")[0] for line in str(error.value).splitlines()]
-    assert heads == ['dynmo.interval = "3"', "dynmo.profile.batches = 0", "dynmo.intervals = 1"]
+    assert heads == [
+        'dynmo.interval = "3"',
+        "dynmo.profile.batches = 0",
+        "dynmo.randomness.seed = -1",
+        "dynmo.intervals = 1",
+    ]
 
 
 @pytest.mark.parametrize("block", [None, [], 3, "on", True])
