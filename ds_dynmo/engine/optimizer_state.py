@@ -55,8 +55,14 @@ class PerParameterState:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._groups: list[dict[str, Any]] = optimizer.param_groups if optimizer is not None else []
-        self._state: dict[Any, Any] = optimizer.state if optimizer is not None else {}
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self._optimizer is not None else []
+
+    @property
+    def _state(self) -> dict[Any, Any]:
+        return self._optimizer.state if self._optimizer is not None else {}
 
     def prepare(self, plan: MigrationPlan) -> int:
         if plan.moves:
