@@ -453,8 +453,7 @@ class DynMoPipelineEngine(PipelineEngine):
     def _refit_optimizer(self) -> None:
         """Frozen parameters leave the flat buffers that the optimizer updates, unfrozen ones come back."""
         if isinstance(self._state, FlatState):
-            self._state.prepare(MigrationPlan.between(self.partition, self.partition))
-            self._state.refit()
+            self._state.refit(self.partition)
         elif isinstance(self._state, PerParameterState):
             self._state.count_steps_per_parameter()
 

@@ -127,11 +127,9 @@ class FlatState:
     def prepare(self, plan: MigrationPlan) -> int:
         """Gather what every stage holds and work out all copies and messages."""
         self._next = None
-        every = self._comm.gather_objects(self._holdings())
-        changed = any(m.parked != m.park for h in every for ms in h.members.values() for m in ms)
-        if not plan.moves and not changed:
+        if not plan.moves:
             return 0
-        self._next = self._relayout(plan, every)
+        self._next = self._relayout(plan, self._comm.gather_objects(self._holdings()))
         me = self._grid.get_stage_id(), self._grid.data_parallel_id
         width = sum(dtype.itemsize for dtype in self._next.kinds.values())
         return sum(run.numel * width for run in self._next.runs if run.source == me != run.destination)
@@ -181,9 +179,11 @@ class FlatState:
         if not self._linked:
             self._linked = self._wrapper.link_state()
 
-    def refit(self) -> None:
-        """After :meth:`prepare` with a plan that moves nothing: follow what was frozen or unfrozen."""
-        if self._next is not None:
+    def refit(self, partition: Sequence[int]) -> None:
+        """Follow what was frozen or unfrozen. Collective."""
+        every = self._comm.gather_objects(self._holdings())
+        if any(m.parked != m.park for h in every for members in h.members.values() for m in members):
+            self._next = self._relayout(MigrationPlan.between(partition, partition), every)
             self.settle(self._layers.parameters(), {})
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
@@ -276,11 +276,16 @@ class FlatState:
         mine = [run for run in plan.runs if me in (run.source, run.destination)]
         fresh: dict[Container, dict[str, torch.Tensor]] = {container: {} for container in plan.new[self._stage]}
         for name, dtype in plan.kinds.items():
-            moving = [run for run in mine if name in plan.held[run.source[0], run.old]]
             for container, buffer in plan.new[self._stage].items():
-                fresh[container][name] = torch.zeros(buffer.shard, dtype=dtype, device=self._device)
+                fresh[container][name] = torch.empty(buffer.shard, dtype=dtype, device=self._device)
+                used = sum(buffer.numel.values()) - self._grid.data_parallel_id * buffer.shard
+                fresh[container][name][max(used, 0) :].zero_()  # the padding
             sends, receives = [], []
-            for run in moving:
+            for run in mine:
+                if name not in plan.held[run.source[0], run.old]:  # frozen from the start: the optimizer never saw it
+                    if run.destination == me:
+                        fresh[run.new][name].narrow(0, run.start_new, run.numel).zero_()
+                    continue
                 there = old[run.old][name].narrow(0, run.start_old, run.numel) if run.source == me else None
                 here = fresh[run.new][name].narrow(0, run.start_new, run.numel) if run.destination == me else None
                 if there is not None and here is not None:
