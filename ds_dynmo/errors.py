@@ -20,6 +20,11 @@ class PartitionError(ValueError):
 class MigrationError(RuntimeError):
     """A rebalance could not be carried out.
 
-    The message says whether layers had begun to move. If they had not, training can go on; if they
-    had, the job has to be resumed from its last checkpoint.
+    Attributes:
+        harmless: nothing has moved, every rank raised this error, and training can go on. Otherwise the job has to
+            be resumed from its last checkpoint; the message says so.
     """
+
+    def __init__(self, message: str, *, harmless: bool = False) -> None:
+        super().__init__(message)
+        self.harmless = harmless

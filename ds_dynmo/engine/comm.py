@@ -7,7 +7,7 @@ travel on the default group, between the ranks of the same data-parallel index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
 
-_DIGEST, _READY, _BYTES = range(3)
 _SMALL_BYTES = 1 << 16
 
 Placed = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
@@ -107,31 +106,66 @@ class Communicator:
             raise self._control_failed(error) from error
         return gathered
 
-    def agree(self, plan: MigrationPlan, ready: bool, outgoing_bytes: int) -> int:
-        """All ranks are about to carry out the same plan and are ready; bytes that will leave each replica's stages.
+    def gather_or_fail(self, what: str, make: Callable[[], Any]) -> list[Any]:
+        """What ``make`` gives on every rank.
+
+        Raises:
+            MigrationError: on every rank, where it fails on one.
+        """
+        failure: Exception | None = None
+        try:
+            value = (True, make())
+        except Exception as error:  # whatever a user's layer raises: the others have to hear of it
+            failure, value = error, (False, repr(error))
+        every = self.gather_objects(value)
+        failed = {rank: text for rank, (made, text) in enumerate(every) if not made}
+        if failed:
+            raise MigrationError(f"{what} failed on ranks {failed}. No layer has moved", harmless=True) from failure
+        return [value for _, value in every]
+
+    def agree(self, plan: MigrationPlan | None) -> None:
+        """All ranks are about to carry out the same plan; None: this rank has none.
+
+        Raises:
+            MigrationError: on every rank, if plans differ or a rank has none. Nothing has moved.
+        """
+        digest = plan.digest if plan is not None else 0
+        digests = self._gather([digest, int(plan is not None)])
+        without = [rank for rank, (_, has) in enumerate(digests) if not has]
+        if without:
+            raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
+        assert plan is not None
+        other = [rank for rank, (theirs, _) in enumerate(digests) if theirs != digest]
+        if other:
+            raise MigrationError(
+                f"rank {dist.get_rank()} is to go from {list(plan.old)} to {list(plan.new)}, ranks {other} elsewhere: "
+                "every rank has to ask for the same partition. No layer has moved",
+                harmless=True,
+            )
+
+    def all_ready(self, ready: bool, outgoing_bytes: int) -> int:
+        """All ranks are ready to send; bytes that will leave each.
 
         Returns:
             Bytes that move in this rank's pipeline.
 
         Raises:
-            MigrationError: on every rank, if plans differ or a rank is not ready. Nothing has moved.
+            MigrationError: on every rank, if one is not ready. Nothing has moved.
         """
-        mine = torch.tensor([plan.digest, int(ready), outgoing_bytes], dtype=torch.int64)
+        every = self._gather([int(ready), outgoing_bytes])
+        unready = [rank for rank, (is_ready, _) in enumerate(every) if not is_ready]
+        if unready:
+            raise MigrationError(f"ranks {unready} could not get their layers ready. No layer has moved", harmless=True)
+        return sum(every[rank][1] for rank in self._grid.pp_group)
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         try:
             dist.all_gather(every, mine, group=self._control)
         except RuntimeError as error:
             raise self._control_failed(error) from error
-        other = [rank for rank, numbers in enumerate(every) if numbers[_DIGEST] != plan.digest]
-        if other:
-            raise MigrationError(
-                f"rank {dist.get_rank()} is to go from {list(plan.old)} to {list(plan.new)}, ranks {other} elsewhere: "
-                "every rank has to ask for the same partition. No layer has moved"
-            )
-        unready = [rank for rank, numbers in enumerate(every) if not numbers[_READY]]
-        if unready:
-            raise MigrationError(f"ranks {unready} could not pack their layers. No layer has moved")
-        return sum(int(every[rank][_BYTES]) for rank in self._grid.pp_group)
+        return [row.tolist() for row in every]
 
     def exchange_lists(self, outgoing: dict[int, list[float]], sources: Sequence[int]) -> dict[int, list[float]]:
         """Send a list of floats to each stage of ``outgoing``; receive one from each stage of ``sources``."""

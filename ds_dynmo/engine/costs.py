@@ -15,7 +15,7 @@ from ds_dynmo.errors import PartitionError
 from ds_dynmo.plan import LayerCost, Profile
 
 _FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _COLUMNS = range(10)
-_BATCH = 0  # in the row after the last layer
+_BATCH, _FAILED = 0, 1  # in the row after the last layer
 
 
 def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState) -> torch.Tensor:
@@ -36,6 +36,18 @@ def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState) ->
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
     table[-1, _BATCH] = statistics.median(samples.batch_seconds)
     return table
+
+
+def failure(num_layers: int) -> torch.Tensor:
+    """The table of a rank that could not make one."""
+    table = torch.zeros(num_layers + 1, _COLUMNS, dtype=torch.float64)
+    table[-1, _FAILED] = 1.0
+    return table
+
+
+def failed(table: torch.Tensor) -> bool:
+    """Does the maximum of all ranks' tables hold a failure?"""
+    return bool(table[-1, _FAILED])
 
 
 def profile_from(table: torch.Tensor, partition: tuple[int, ...], step: int, micro_batches: int) -> Profile:

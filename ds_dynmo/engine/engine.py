@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 from torch import nn
 
@@ -67,6 +68,7 @@ class DynMoPipelineEngine(PipelineEngine):
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
         self._last_move_step: int | None = None
+        self._failure: Exception | None = None
         self._step_callbacks: list[Callback] = []
         self._prefix = 0
         self._trainable: list[bool] = []
@@ -302,7 +304,13 @@ class DynMoPipelineEngine(PipelineEngine):
             return
         began = time.perf_counter()
         self._comm.enter("rebalance")
-        self._gather_profile()
+        try:
+            self._gather_profile()
+        except MigrationError as error:
+            if not error.harmless:
+                raise
+            self._stay(error)
+            return
         profile_seconds = time.perf_counter() - began
         assert self._profile is not None
         if outcome:
@@ -315,25 +323,46 @@ class DynMoPipelineEngine(PipelineEngine):
         """An automatic decision: where none is possible, on every rank alike, training goes on as it is."""
         try:
             self._rebalance(reason, profile_seconds)
-        except PartitionError as error:
-            self._reporter.warn(f"DynMo step {self.global_steps} ({reason}): no layer was moved: {error}")
-            self._controller.decided(moved=False)
+        except (PartitionError, MigrationError) as error:
+            if isinstance(error, MigrationError) and not error.harmless:
+                raise
+            self._stay(error)
+
+    def _stay(self, error: Exception) -> None:
+        self._failure = error
+        self._reporter.warn(f"DynMo step {self.global_steps}: no layer was moved: {error}")
+        self._profiler.forget()
+        self._controller.decided(moved=False)
 
     def _gather_profile(self) -> None:
-        table = costs.stage_costs(self._layers, self._profiler.samples, self._state)
+        table = self._stage_costs()
         self._comm.max_over_world(table)
+        if costs.failed(table):
+            raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         self._profile = costs.profile_from(table, tuple(self.partition), self.global_steps, self.micro_batches)
         self._profiler.forget()
+
+    def _stage_costs(self) -> torch.Tensor:
+        try:
+            return costs.stage_costs(self._layers, self._profiler.samples, self._state)
+        except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
+            logger.error(f"rank {self.global_rank} cannot tell what its layers cost: {error!r}")
+            return costs.failure(self._layers.num_layers)
 
     def _train_until_profiled(self) -> None:
         self._comm.enter("rebalance")
         edge = self.is_first_stage() or self.is_last_stage()
         lacking = torch.tensor([float(edge and self.data_iterator is None)])
         if self._comm.max_over_world(lacking).item():
-            raise MigrationError("rebalance: there is no profile yet and no data to train on. Train a batch first")
+            raise MigrationError(
+                "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
+            )
         self._controller.request("by hand")
+        self._failure = None
         while self._profile is None:
             self.train_batch()
+            if self._failure is not None:
+                raise self._failure
 
     # -- decide and migrate ---------------------------------------------------------------------------
 
@@ -343,15 +372,15 @@ class DynMoPipelineEngine(PipelineEngine):
         self._comm.enter("rebalance")
         latest = self._profile
         profile = Profile(latest.step, tuple(self.partition), latest.layers, latest.micro_batches, latest.batch_seconds)
-        memory = controller.memory_model(
-            profile, self._memory_limit_bytes(), self.module.activation_checkpoint_interval
-        )
-        if self.dynmo.decentralized:
-            own_costs = profile.costs(self.dynmo.balance_by)[self._layers.start : self._layers.stop]
-            proposed = decide_among_neighbours(own_costs, profile.partition, memory, self.stage_id, self._comm)
-            decision = controller.judge(profile, proposed, self.dynmo, memory)
-        else:
-            decision = controller.decide(profile, self.dynmo, memory)
+        limit = self._memory_limit_bytes()
+        try:
+            decision = self._decide(profile, limit)
+        except (PartitionError, MigrationError):
+            raise  # the same on every rank
+        except Exception as error:  # a balancer of the user's own that fails here: the others have to hear of it
+            logger.error(f"rank {self.global_rank} cannot decide where layers go: {error!r}")
+            self._comm.agree(None)
+            raise AssertionError("no plan cannot be agreed on") from error
         decide_seconds = time.perf_counter() - began
         return self._go_to(
             decision.partition,
@@ -360,6 +389,14 @@ class DynMoPipelineEngine(PipelineEngine):
             profile_seconds=profile_seconds,
             decide_seconds=decide_seconds,
         )
+
+    def _decide(self, profile: Profile, limit: int | None) -> controller.Decision:
+        memory = controller.memory_model(profile, limit, self.module.activation_checkpoint_interval)
+        if not self.dynmo.decentralized:
+            return controller.decide(profile, self.dynmo, memory)
+        own_costs = profile.costs(self.dynmo.balance_by)[self._layers.start : self._layers.stop]
+        proposed = decide_among_neighbours(own_costs, profile.partition, memory, self.stage_id, self._comm)
+        return controller.judge(profile, proposed, self.dynmo, memory)
 
     def _go_to(
         self,

@@ -129,7 +129,8 @@ class FlatState:
         self._next = None
         if not plan.moves:
             return 0
-        self._next = self._relayout(plan, self._comm.gather_objects(self._holdings()))
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
+        self._next = self._relayout(plan, every)
         me = self._grid.get_stage_id(), self._grid.data_parallel_id
         width = sum(dtype.itemsize for dtype in self._next.kinds.values())
         return sum(run.numel * width for run in self._next.runs if run.source == me != run.destination)
@@ -181,7 +182,7 @@ class FlatState:
 
     def refit(self, partition: Sequence[int]) -> None:
         """Follow what was frozen or unfrozen. Collective."""
-        every = self._comm.gather_objects(self._holdings())
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
         if any(m.parked != m.park for h in every for members in h.members.values() for m in members):
             self._next = self._relayout(MigrationPlan.between(partition, partition), every)
             self.settle(self._layers.parameters(), {})

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.engine.comm import Communicator
@@ -56,6 +57,9 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
     Raises:
         MigrationError: on every rank that can still say so. The message says whether layers had begun to move.
     """
+    site.comm.agree(plan)
+    if not plan.moves:
+        return 0
     packed: dict[int, PackedLayer] = {}
     failure: Exception | None = None
     outgoing_bytes = 0
@@ -66,13 +70,12 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
     except MigrationError:
         raise  # a collective that failed: the others hear of it by the same way
     except Exception as error:  # whatever a user's layer raises: the others have to hear of it
+        logger.error(f"rank {site.grid.get_global_rank()} cannot get its layers ready to move: {error!r}")
         failure = error
     try:
-        moved_bytes = site.comm.agree(plan, failure is None, outgoing_bytes)
+        moved_bytes = site.comm.all_ready(failure is None, outgoing_bytes)
     except MigrationError as error:
         raise error from failure
-    if not plan.moves:
-        return 0
     step = "sending layers"
     try:
         arrived = _exchange(plan, site, packed)
