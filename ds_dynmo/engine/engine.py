@@ -492,7 +492,7 @@ class DynMoPipelineEngine(PipelineEngine):
         if isinstance(self._state, FlatState):
             self._state.refit(self.partition)
         elif isinstance(self._state, PerParameterState):
-            self._state.count_steps_per_parameter()
+            self._state.count_steps_per_parameter(self._comm.gather_objects)
 
     def _check_trainable(self) -> None:
         if isinstance(self._state, FlatState) and not self._state.is_current():

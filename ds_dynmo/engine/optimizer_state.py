@@ -6,7 +6,7 @@ Two kinds: a plain torch optimizer keeps state per parameter, which travels insi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,15 +69,22 @@ class PerParameterState:
             self.count_steps_per_parameter()
         return 0
 
-    def count_steps_per_parameter(self) -> None:
-        """Mend DeepSpeed's FusedAdam: it counts the steps of a group on the last parameter that had a gradient."""
-        if not counts_steps_per_group(self._optimizer):
+    def count_steps_per_parameter(self, everywhere: Callable[[Any], list[Any]] | None = None) -> None:
+        """Mend DeepSpeed's FusedAdam: it counts the steps of a group on the last parameter that had a gradient.
+
+        Args:
+            everywhere: collective, gathers one value of every rank: the count then is the whole model's, as it has
+                to be where a stage did not count because it was frozen. None: this stage's.
+        """
+        if not isinstance(self._optimizer, FusedAdam):
             return
-        for group in self._groups:
-            states = [self._state[p] for p in group["params"] if p in self._state]
-            steps = max((state["step"] for state in states), default=0)
+        held = [[self._state[p] for p in group["params"] if p in self._state] for group in self._groups]
+        steps = [max((state["step"] for state in states), default=0) for states in held]
+        if everywhere is not None:
+            steps = [max(counts) for counts in zip(*everywhere(steps))]
+        for states, count in zip(held, steps):
             for state in states:
-                state["step"] = steps
+                state["step"] = count
 
     def content(self, module: nn.Module) -> LayerContent:
         parameters = list(module.parameters())
@@ -123,11 +130,6 @@ class PerParameterState:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return dict(self._state.get(parameter, {}))
-
-
-def counts_steps_per_group(optimizer: Any) -> bool:
-    """Is it an optimizer that counts steps on one parameter of a group only (DeepSpeed's FusedAdam)?"""
-    return isinstance(optimizer, FusedAdam)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
@@ -148,6 +149,8 @@ def config(case: Case) -> dict[str, Any]:
         settings["zero_allow_untested_optimizer"] = True
     if case.optimizer in ("AdamW", "Adam"):
         settings["optimizer"] = {"type": case.optimizer, "params": {"lr": 0.03, "torch_adam": True}}
+    elif case.optimizer == "FusedAdam":
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.03}}
     elif case.optimizer == "SGD":
         settings["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
     if case.scheduler:
@@ -166,6 +169,8 @@ def client_optimizer(case: Case, parameters: list[Any]) -> Any:
         return lambda groups: torch.optim.Adafactor(groups, lr=0.05)
     if case.optimizer == "Adafactor":
         return torch.optim.Adafactor(parameters, lr=0.05)
+    if case.optimizer == "CPUAdam":
+        return DeepSpeedCPUAdam(parameters or [{"params": []}], lr=0.03)
     if case.optimizer == "client AdamW":
         return torch.optim.AdamW(parameters, lr=0.03)
     return None
@@ -214,6 +219,8 @@ def state(engine: Any) -> dict[str, Any]:
     """Weights and optimizer state of this rank's layers, by layer and name; shards as (first element, bytes)."""
     found: dict[str, Any] = {"shards": {}}
     optimizer = engine.basic_optimizer
+    if engine._wrapper is None:
+        engine._state.count_steps_per_parameter(engine._comm.gather_objects)
     for index, module in engine._layers.counted_modules().items():
         for name, parameter in module.named_parameters():
             key = f"{index}.{name}"
