@@ -118,7 +118,7 @@ def install(module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, stri
         changed = {*extras["changed"][path], *changed_attributes(subs[path], origin.attributes.get(path, {}))}
         for name, value in extras["attributes"][path].items():
             if name in changed:
-                vars(subs[path])[name] = value
+                subs[path].__dict__[name] = value
 
 
 def _as_built(module: nn.Module, state: dict[str, Any], origin: LayerOrigin) -> Extras:

@@ -191,10 +191,10 @@ def _check_shapes(state: Any, shape: list[int] | None, saved: Saved, stage: int,
     if not saved.manifest.stock or shape is None:
         return
     for what, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.dim():
-            if any(size not in (1, expected) for size, expected in zip(value.shape, shape)):
-                raise CheckpointError(
-                    f"{saved.path(stage_file(stage))}: {what} of parameter {slot.index} has shape {list(value.shape)}, "
-                    f"expected {shape}: layer {slot.layer}'s {slot.name} under the partition "
-                    f"{list(saved.manifest.partition)}"
-                )
+        comparable = isinstance(value, torch.Tensor) and value.dim() == len(shape)
+        if comparable and any(size not in (1, expected) for size, expected in zip(value.shape, shape)):
+            raise CheckpointError(
+                f"{saved.path(stage_file(stage))}: {what} of parameter {slot.index} has shape {list(value.shape)}, "
+                f"expected {shape}: layer {slot.layer}'s {slot.name} under the partition "
+                f"{list(saved.manifest.partition)}"
+            )

@@ -43,13 +43,15 @@ def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = F
         with safe_globals(list(_ALLOWED)):
             return torch.load(path, map_location=place, weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except Exception as error:  # torch raises many kinds for a damaged file
-        reason = str(error).strip()
-        if "weights_only" in reason.lower() or "weights only" in reason.lower():
-            reason = (
-                "it holds an object of a class that is not allowed: " + reason.rpartition("WeightsUnpickler error:")[2]
-            )
-            reason += " (torch.serialization.add_safe_globals allows a class of your own)"
-        raise CheckpointError(f"{path}: cannot be read: {' '.join(reason.split())[:500]}") from error
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "WeightsUnpickler error:" in text:
+        refused = text.rpartition("WeightsUnpickler error:")[2].partition(". Please")[0].strip()
+        text = f"it holds what could run code: {refused} (torch.serialization.add_safe_globals allows a class of yours)"
+    return f"{type(error).__name__}: {text[:400]}"
 
 
 def describe(path: str) -> SavedFile:
