@@ -426,11 +426,11 @@ def what_is_read(case: Case, folder: str) -> list[str]:
     original = reading.safe_load
 
     def watch(path: str, **kwargs: Any) -> Any:
-        read.append(os.path.relpath(path, folder))
+        read.append(os.path.relpath(path, os.path.join(folder, f"global_step{STEPS}")))
         return original(path, **kwargs)
 
     reading.safe_load = watch
-    engine.load_checkpoint(folder, tag=f"global_step{STEPS}")
+    engine.load_checkpoint(folder)
     return sorted(read)
 
 

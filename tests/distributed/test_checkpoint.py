@@ -226,7 +226,7 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list
     assert steps > 20
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 2), (0, 30)])
+@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 2), (0, 12)])
 def test_a_rank_that_dies_while_writing(tmp_path: Path, rank: int, step: int) -> None:
     case = Case(stages=2)
     with pytest.raises(RankError, match="died"):
@@ -250,7 +250,7 @@ def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 def test_each_rank_reads_what_it_needs(tmp_path: Path) -> None:
     case = Case(stages=4)
     run(4, work.save_and_go_on, case, str(tmp_path))
-    read = run(2, work.what_is_read, replace(case, stages=2), str(tmp_path / f"global_step{STEPS}"))
+    read = run(2, work.what_is_read, replace(case, stages=2), str(tmp_path))
     stages = [[name for name in names if "mp_rank" in name] for names in read]
     assert stages == [
         ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"],
@@ -267,10 +267,10 @@ def test_parts(tmp_path: Path) -> None:
     for flags, changed in (
         ({}, {}),
         ({"load_optimizer_states": False}, {"moments": False}),
-        ({"load_lr_scheduler_states": False}, {"scheduler": 0}),
-        ({"load_module_only": True}, {"moments": False, "steps": 0, "scheduler": 0}),
+        ({"load_lr_scheduler_states": False}, {"scheduler": -1}),
+        ({"load_module_only": True}, {"moments": False, "steps": 0, "scheduler": -1}),
     ):
-        found = [run_parts for run_parts in run(2, _parts, case, str(tmp_path), flags)]
+        found = run(2, _parts, case, str(tmp_path), flags)
         assert found == [{**expected, **changed}] * 2, flags
 
 

@@ -36,10 +36,10 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
     ours = engine.basic_optimizer
     kind = optimizer_state(ours, engine.device).kind
     name = type(ours).__name__ if ours is not None else ""
-    found, expected = (manifest.optimizer_class, manifest.optimizer), (name, kind)
-    if found != expected:
+    written = (manifest.optimizer_class, manifest.optimizer)
+    if written != (name, kind):
         raise CheckpointError(
-            f"{path}: optimizer state of {found[0] or 'none'} ({found[1]}), expected {name or 'none'} ({kind}); "
+            f"{path}: optimizer state of {written[0] or 'none'} ({written[1]}), expected {name or 'none'} ({kind}); "
             "load_optimizer_states=False loads the rest"
         )
 

@@ -47,8 +47,7 @@ def save(
         manifest = _manifest(engine, files, exclude_frozen_parameters)
         together(comm, lambda: _finish(folder, manifest, save_latest) if leads else None)
     except CheckpointError:
-        if leads:
-            folder.discard()
+        together(comm, lambda: folder.discard() if leads else None)
         raise
     return True
 
