@@ -152,7 +152,7 @@ def _install(plan: MigrationPlan, site: Site, arrived: dict[int, LayerContent]) 
             if module is not None:
                 modules[index] = module
     layers.rebuild(plan.new, site.stage, modules)
-    after = _parameters(modules.values())
+    after = layers.parameters()
     if site.optimizer is not None:
         _regroup(site.optimizer, [p for p in before if id(p) not in set(map(id, after))], after, arrived)
     for index in departed:
@@ -171,7 +171,7 @@ def _regroup(
     present: list[nn.Parameter],
     arrived: dict[int, LayerContent],
 ) -> None:
-    """Take departed parameters out of the optimizer, put arrived ones into their groups, all in layer order."""
+    """Take departed parameters out of the optimizer, put arrived ones into their groups, all in the module's order."""
     gone = set(map(id, departed))
     for parameter in departed:
         optimizer.state.pop(parameter, None)

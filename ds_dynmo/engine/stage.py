@@ -92,6 +92,10 @@ class StageLayers:
             return self._module.tied_modules[key]
         return self._module._modules.get(str(index))
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once, in the order that a user who lists them gives them to an optimizer: tied layers come first."""
+        return list(self._module.parameters())
+
     def modules(self) -> dict[int, nn.Module]:
         """The modules of this stage's layers, each once."""
         found = {}

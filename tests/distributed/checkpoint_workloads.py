@@ -38,6 +38,7 @@ def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
         "steps": (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps),
         "lr": engine.get_lr(),
         "random": (torch.rand(1).item(), random.random(), np.random.rand()),
+        "settled": engine._controller.state_dict()["_settled"],
         "replica": engine.grid.get_data_parallel_id(),
     }
 
@@ -107,6 +108,10 @@ def pipeline(which: str, case: Case) -> Any:
 def save_as(which: str, case: Case, folder: str) -> tuple[list[float], dict[str, bytes]]:
     engine = pipeline(which, case)
     train_on(engine, 0)
+    if which == "moved and back":
+        at_first = engine.partition
+        engine.rebalance([0, 1, 8])
+        engine.rebalance(at_first)
     engine.save_checkpoint(folder, client_state={"epoch": 4})
     return train_on(engine, STEPS), stock_state(engine)
 
@@ -248,8 +253,13 @@ class Faster(Changing):
 
 
 class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
     def __reduce__(self) -> Any:
-        return os.mkdir, ("/tmp/ds_dynmo_test_evil",)
+        return os.mkdir, (os.path.join(self.folder, "evil"),)
 
 
 def damaged(path: Path, how: str) -> None:
@@ -260,7 +270,7 @@ def damaged(path: Path, how: str) -> None:
     elif how == "garbage":
         path.write_bytes(b"\0" * path.stat().st_size)
     elif how == "evil":
-        torch.save({"module": None, "evil": Evil()}, path)
+        torch.save({"module": None, "evil": Evil(str(path.parent))}, path)
     else:
         shutil.copy(how, path)
 
@@ -406,7 +416,7 @@ def save_fails(case: Case, folder: str) -> tuple[str, dict[str, Any]]:
 
     if engine.global_rank == 1:
         torch.save = full
-    for client in ({}, {"evil": Evil()}):
+    for client in ({}, {"evil": Evil(folder)}):
         try:
             engine.save_checkpoint(folder, tag="bad", client_state=client)
         except ds_dynmo.CheckpointError as error:

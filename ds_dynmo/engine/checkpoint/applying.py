@@ -40,7 +40,7 @@ def apply(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
     for index, module in layers.modules().items():
         install(module, loaded.layers[index], engine._origin.layers[layers.first_use(index)], strict=what.strict)
     after = named_parameters(layers)
-    optimizer_state(engine.basic_optimizer, engine.device).restore(before, after, loaded.optimizer)
+    optimizer_state(engine).restore(before, after, loaded.optimizer)
     layers.split_uses()
     layers.tie(engine.grid, engine._comm.tied_group)
     engine._layers_moved()
@@ -49,6 +49,10 @@ def apply(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
     if not what.module_only:
         if what.scheduler and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(engine, common["lr_scheduler"])))
+        if engine.random_ltd_enabled() and "random_ltd" in common:
+            engine.random_ltd_scheduler.load_state_dict(common["random_ltd"])
+        if engine.curriculum_learning_enabled() and engine.training_dataloader is not None and "data_sampler" in common:
+            engine.training_dataloader.data_sampler.load_state_dict(common["data_sampler"])
         engine.global_steps = common["global_steps"]
         engine.global_samples = common.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = common["skipped_steps"]

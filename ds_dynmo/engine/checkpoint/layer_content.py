@@ -12,6 +12,7 @@ from ds_dynmo.engine.checkpoint.origin import LayerOrigin, digest, plain_attribu
 from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
+_EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "attributes", "changed", "weights"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def check_state(loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, froze
     state, extras = loaded.state, loaded.extras
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected the state_dict of a layer")
+    if extras is not None and not (isinstance(extras, dict) and extras.keys() >= _EXTRAS):
+        raise CheckpointError(f"{path}: the file of ours beside it lacks some of {sorted(_EXTRAS)}")
     if extras is None:
         expected: dict[str, Any] = origin.state
     else:

@@ -55,18 +55,19 @@ class OptimizerState(Protocol):
         """
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer | None, device: torch.device) -> OptimizerState:
+def optimizer_state(engine: Any) -> OptimizerState:
     """The implementation that suits an engine's optimizer."""
-    return PerParameter(optimizer, device)
+    return PerParameter(engine.basic_optimizer, engine.device)
 
 
 def named_parameters(layers: StageLayers) -> dict[Key, nn.Parameter]:
-    """The parameters of a stage, in layer order."""
-    return {
-        (layers.first_use(index), name): parameter
+    """The parameters of a stage, in the order that DeepSpeed's module has them in."""
+    key_of = {
+        id(parameter): (layers.first_use(index), name)
         for index, module in layers.modules().items()
         for name, parameter in module.named_parameters()
     }
+    return {key_of[id(parameter)]: parameter for parameter in layers.parameters() if id(parameter) in key_of}
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,9 @@ class PerParameter:
     def _options(self, saved: Saved, stage: int) -> dict[int, dict[str, Any]]:
         path, groups = saved.path(stage_file(stage)), _file(saved, stage)["param_groups"]
         slots = saved.manifest.stages[stage].slots
-        numbers = range(len(self._groups))
-        if len(groups) != len(self._groups):
-            numbers = sorted({slot.group for slot in slots})  # type: ignore[assignment]  # DeepSpeed drops empty groups
+        numbers = list(range(len(self._groups)))
+        if saved.manifest.stock and len(groups) != len(numbers):
+            numbers = sorted({slot.group for slot in slots})  # DeepSpeed drops empty groups
         if len(groups) != len(numbers):
             raise CheckpointError(f"{path}: has {len(groups)} parameter groups, expected {len(self._groups)}")
         for number, group in zip(numbers, groups):

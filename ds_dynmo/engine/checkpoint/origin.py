@@ -76,7 +76,7 @@ class Origin:
         mine = {index: LayerOrigin.of(module) for index, module in layers.counted_modules().items()}
         every = engine._comm.gather_objects(mine)
         whole = {index: origin for described in every for index, origin in described.items()}
-        layout = optimizer_state(engine.basic_optimizer, engine.device).layout(named_parameters(layers))
+        layout = optimizer_state(engine).layout(named_parameters(layers))
         return cls(tuple(engine.partition), dict(sorted(whole.items())), layout)
 
 

@@ -16,7 +16,7 @@ from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
 from ds_dynmo.engine.checkpoint.optimizer_state import optimizer_state
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.engine.checkpoint.together import together
-from ds_dynmo.errors import CheckpointError
+from ds_dynmo.errors import CheckpointError, ConfigError
 
 
 class SavedCheckpoint:
@@ -57,6 +57,8 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
     """
+    if engine.load_universal_checkpoint():
+        raise ConfigError("checkpoint.load_universal = true: universal checkpoints are not supported with dynmo")
     comm = engine._comm
     comm.enter("load_checkpoint")
     tag = str(tag) if tag is not None else together(comm, lambda: folders.read_latest(load_dir))
@@ -134,7 +136,8 @@ def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: Wh
     replica = engine.grid.get_data_parallel_id()
     same_ranks = manifest.num_stages == engine.num_stages
     same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
-    first = stage_file(stage if same_ranks else 0)
+    source = stage if same_ranks and not (manifest.stock and what.module_only) else 0
+    first = stage_file(source)
     common = saved.read(first)
     lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - common.keys()
     if lacking:
@@ -163,8 +166,8 @@ def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: Wh
         wanted += [(name, parameter) for parameter in parameters]
     optimizer = None
     if what.optimizer and not what.module_only:
-        kind = optimizer_state(engine.basic_optimizer, engine.device)
-        optimizer = kind.read(saved, wanted, stage if same_ranks else 0)
+        kind = optimizer_state(engine)
+        optimizer = kind.read(saved, wanted, source)
     schedules = what.scheduler and not what.module_only and engine.lr_scheduler is not None
     if schedules and not isinstance(common.get("lr_scheduler"), dict):
         raise CheckpointError(

@@ -48,8 +48,8 @@ def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = F
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if "WeightsUnpickler error:" in text:
-        refused = text.rpartition("WeightsUnpickler error:")[2].partition(". Please")[0].strip()
+    if "unsupported" in text.lower():  # torch refuses a class; of its long message only that
+        refused = text.rpartition("trusted source.")[2].rpartition("error:")[2].partition(" Please")[0].strip()
         text = f"it holds what could run code: {refused} (torch.serialization.add_safe_globals allows a class of yours)"
     return f"{type(error).__name__}: {text[:400]}"
 

@@ -104,7 +104,7 @@ def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
 
 def _manifest(engine: Any, files: dict[str, SavedFile], exclude_frozen: bool) -> Manifest:
     layers, optimizer = engine._layers, engine.basic_optimizer
-    state = optimizer_state(optimizer, engine.device)
+    state = optimizer_state(engine)
     every = engine._comm.gather_objects((engine.stage_id, state.layout(named_parameters(layers)), files))
     stages = {stage: layout for stage, layout, _ in every}
     weights = {}
