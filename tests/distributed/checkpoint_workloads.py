@@ -154,18 +154,49 @@ class Changing(nn.Module):
         inner = self.function(hidden @ self.weight)
         if self.mask is not None:
             inner = inner * self.mask
+        if "gain" in self._parameters:
+            inner = inner * self.gain
         scale = 1 + 0.01 * (self.seen + self.total + self.calls + len(self.history))
         return hidden + self.rate * scale * (inner @ self.back)
 
-    def narrow(self, optimizer: Any) -> None:
-        """Half the inner width: two smaller parameters, in the same group, without state."""
-        for name, kept in (("weight", self.weight[:, :3]), ("back", self.back[:3])):
-            old, new = getattr(self, name), nn.Parameter(kept.detach().clone())
-            setattr(self, name, new)
-            optimizer.state.pop(old, None)
-            for group in optimizer.param_groups:
-                group["params"] = [new if member is old else member for member in group["params"]]
-        self.mask = torch.tensor([1.0, 0.0, 1.0])
+
+def narrow(layer: Any, optimizer: Any) -> None:
+    """Half the inner width: two smaller parameters, in the same group, without state."""
+    for name, kept in (("weight", layer.weight[:, :3]), ("back", layer.back[:3])):
+        old, new = getattr(layer, name), nn.Parameter(kept.detach().clone())
+        setattr(layer, name, new)
+        optimizer.state.pop(old, None)
+        for group in optimizer.param_groups:
+            group["params"] = [new if member is old else member for member in group["params"]]
+
+
+class Tapered(nn.Module):
+    """Can be narrowed, and counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded((WIDTH, 6), 1))
+        self.back = nn.Parameter(seeded((6, WIDTH), 2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(hidden @ self.weight) @ self.back
+
+
+def tied_tapered(case: Case) -> list[Any]:
+    tied = [TiedLayerSpec("t", Tapered, tied_weight_attr=["weight", "back"]) for _ in range(2)]
+    return [LayerSpec(Embedding, 1), tied[0], LayerSpec(Block, 2), tied[1], LayerSpec(Head, 2)]
+
+
+def save_narrowed_tie(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case, tied_tapered)
+    train_on(engine, 0)
+    for layer in engine._layers.modules().values():
+        if isinstance(layer, Tapered):
+            narrow(layer, engine.basic_optimizer)
+    engine.model_changed("narrower")
+    engine._controller.decided(moved=False)
+    engine.save_checkpoint(folder)
+    return outcome(engine, train_on(engine, STEPS))
 
 
 def changing_layers(case: Case) -> list[Any]:
@@ -196,8 +227,12 @@ def tie_without_functions(case: Case) -> list[Any]:
 
 def change(engine: Any) -> None:
     layers = engine._layers.modules()
+    if 1 in layers:
+        layers[1].gain = nn.Parameter(torch.full((6,), 0.9))
+        engine.basic_optimizer.param_groups[1]["params"].append(layers[1].gain)
     if 2 in layers:
-        layers[2].narrow(engine.basic_optimizer)
+        narrow(layers[2], engine.basic_optimizer)
+        layers[2].mask = torch.tensor([1.0, 0.0, 1.0])
     if 3 in layers:
         layers[3].weight.requires_grad_(False)
         layers[3].weight.grad = None
@@ -229,6 +264,26 @@ def save_changed(case: Case, folder: str) -> dict[str, Any]:
     engine.save_checkpoint(folder)
     before = kept(engine)
     return {**outcome(engine, train_on(engine, STEPS + 1)), "kept": before}
+
+
+def save_frozen(case: Case, folder: str) -> dict[str, Any]:
+    """Leading layers are frozen from the start, and left out of the checkpoint."""
+    engine = build(case)
+    workloads.freeze(engine, 2)
+    engine.model_changed("frozen")
+    engine._controller.decided(moved=False)
+    train_on(engine, 0)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    return outcome(engine, train_on(engine, STEPS))
+
+
+def save_in_parallel(case: Case, folder: str) -> dict[str, Any]:
+    """Replicas share the writing of layers."""
+    engine = build(case)
+    engine.module.checkpoint_parallel_write_pipeline = True
+    train_on(engine, 0)
+    engine.save_checkpoint(folder)
+    return outcome(engine, train_on(engine, STEPS))
 
 
 def load_changed(case: Case, folder: str, rate: float, trained: int) -> dict[str, Any]:

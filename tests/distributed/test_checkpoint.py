@@ -35,7 +35,7 @@ def check_same(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> Non
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_number_of_stages_to_every_other(tmp_path: Path, stages: int, tied: bool) -> None:
-    case = Case(stages=stages, tied=tied, clip=0.0)  # the norm's sum has one term per stage
+    case = Case(stages=stages, tied=tied, clip=0.05)
     move = skewed(stages) if stages > 1 else None
     saved = run(case.ranks, work.save_and_go_on, case, str(tmp_path), move)
     for other in (1, 2, 3, 4):
@@ -94,7 +94,7 @@ def test_another_number_of_replicas(tmp_path: Path, before: int, after: int) -> 
 @pytest.mark.parametrize("make_layers", [work.all_wrapped_ties, work.tie_without_functions])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_ties_of_every_kind(tmp_path: Path, make_layers: Any, stages: int) -> None:
-    case = Case(stages=2, clip=0.0)
+    case = Case(stages=2, clip=0.05)
     saved = run(2, work.save_and_go_on, case, str(tmp_path), None, make_layers)
     loaded = run(stages, work.load_and_go_on, replace(case, stages=stages), str(tmp_path), 0, make_layers)
     check_same(saved, loaded)
@@ -153,7 +153,7 @@ def test_stock_of_other_stages_is_refused_but_for_weights(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("stages", "trained"), [(1, 0), (2, 0), (2, 2), (3, 0)])
 def test_layers_load_as_what_they_had_become(tmp_path: Path, stages: int, trained: int) -> None:
-    case = Case(stages=2, clip=0.0)
+    case = Case(stages=2, groups="two")
     saved = run(2, work.save_changed, case, str(tmp_path))
     loaded = run(stages, work.load_changed, replace(case, stages=stages), str(tmp_path), 0.5, trained)
     kept = [
@@ -164,12 +164,26 @@ def test_layers_load_as_what_they_had_become(tmp_path: Path, stages: int, traine
 
 
 def test_what_did_not_change_belongs_to_the_code(tmp_path: Path) -> None:
-    case = Case(stages=2)
+    case = Case(stages=2, groups="two")
     run(2, work.save_changed, case, str(tmp_path))
     loaded = run(2, work.load_changed, case, str(tmp_path), 0.25, 0)
     kept = {index: value for result in loaded for index, value in result["kept"].items()}
     assert {value[4] for value in kept.values()} == {0.25}
     assert {value[2] for value in kept.values()} != {0}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_tied_layer_of_another_shape(tmp_path: Path, stages: int) -> None:
+    saved = run(2, work.save_narrowed_tie, Case(stages=2), str(tmp_path))
+    check_same(saved, run(stages, work.load_and_go_on, Case(stages=stages), str(tmp_path), 1, work.tied_tapered))
+
+
+def test_frozen_layers_left_out(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    saved = run(2, work.save_frozen, case, str(tmp_path))
+    assert not torch.load(tmp_path / f"global_step{STEPS}" / "layer_00-model_states.pt")
+    for stages in (2, 3):
+        check_same(saved, run(stages, work.load_and_go_on, replace(case, stages=stages), str(tmp_path)))
 
 
 # -- files that are not what they should be -----------------------------------------------------------
@@ -293,6 +307,12 @@ def test_misuse(tmp_path: Path) -> None:
     assert "custom_load_fn" in found[4]
     assert found[5] == "True"
     assert not os.listdir(tmp_path)
+
+
+def test_replicas_that_share_the_writing(tmp_path: Path) -> None:
+    case = Case(stages=2, replicas=2)
+    saved = run(4, work.save_in_parallel, case, str(tmp_path))
+    check_same(saved, run(4, work.load_and_go_on, case, str(tmp_path)))
 
 
 def test_a_checkpoint_can_be_copied_elsewhere(tmp_path: Path) -> None:

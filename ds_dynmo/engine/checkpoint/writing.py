@@ -9,7 +9,7 @@ import torch
 
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
 from ds_dynmo.engine.checkpoint.layer_content import extras_of
-from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SavedFile, layer_file, rank_file
+from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SavedFile, StageLayout, layer_file, rank_file
 from ds_dynmo.engine.checkpoint.optimizer_state import named_parameters, optimizer_state
 from ds_dynmo.engine.checkpoint.progress import counters_of, random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
@@ -43,8 +43,8 @@ def save(
     try:
         together(comm, lambda: folder.begin() if leads else None)
         together(comm, lambda: _write_files(engine, folder.temporary, client_state, exclude_frozen_parameters))
-        files = together(comm, lambda: _check_files(engine, folder.temporary))
-        manifest = _manifest(engine, files, exclude_frozen_parameters)
+        share = together(comm, lambda: (engine.stage_id, _layout(engine), _check_files(engine, folder.temporary)))
+        manifest = _manifest(engine, comm.gather_objects(share), exclude_frozen_parameters)
         together(comm, lambda: _finish(folder, manifest, save_latest) if leads else None)
     except CheckpointError:
         together(comm, lambda: folder.discard() if leads else None)
@@ -102,10 +102,15 @@ def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
     return found
 
 
-def _manifest(engine: Any, files: dict[str, SavedFile], exclude_frozen: bool) -> Manifest:
+def _layout(engine: Any) -> StageLayout:
+    return optimizer_state(engine).layout(named_parameters(engine._layers))
+
+
+def _manifest(
+    engine: Any, every: list[tuple[int, StageLayout, dict[str, SavedFile]]], exclude_frozen: bool
+) -> Manifest:
+    """``every``: per rank its stage, the stage's layout, and the files that it checked."""
     layers, optimizer = engine._layers, engine.basic_optimizer
-    state = optimizer_state(engine)
-    every = engine._comm.gather_objects((engine.stage_id, state.layout(named_parameters(layers)), files))
     stages = {stage: layout for stage, layout, _ in every}
     weights = {}
     for index in engine._origin.layers:
@@ -114,7 +119,7 @@ def _manifest(engine: Any, files: dict[str, SavedFile], exclude_frozen: bool) ->
     return Manifest(
         partition=tuple(engine.partition),
         replicas=engine.grid.get_data_parallel_world_size(),
-        optimizer=state.kind,
+        optimizer=optimizer_state(engine).kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
         stages=tuple(stages[stage] for stage in sorted(stages)),
         shapes={index: origin.shapes for index, origin in engine._origin.layers.items()},
