@@ -35,7 +35,7 @@ def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
         "losses": losses,
         "state": state(engine),
         "partition": engine.partition,
-        "steps": (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps),
+        "steps": (engine.global_steps, engine.global_samples, engine.module.micro_offset, engine.skipped_steps),
         "lr": engine.get_lr(),
         "random": (torch.rand(1).item(), random.random(), np.random.rand()),
         "settled": engine._controller.state_dict()["_settled"],
@@ -171,15 +171,16 @@ def narrow(layer: Any, optimizer: Any) -> None:
 
 
 class Tapered(nn.Module):
-    """Can be narrowed, and counts nothing."""
+    """Can be narrowed and weakened, and counts nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(seeded((WIDTH, 6), 1))
         self.back = nn.Parameter(seeded((6, WIDTH), 2))
+        self.factor = 1.0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + torch.tanh(hidden @ self.weight) @ self.back
+        return hidden + self.factor * torch.tanh(hidden @ self.weight) @ self.back
 
 
 def tied_tapered(case: Case) -> list[Any]:
@@ -193,6 +194,7 @@ def save_narrowed_tie(case: Case, folder: str) -> dict[str, Any]:
     for layer in engine._layers.modules().values():
         if isinstance(layer, Tapered):
             narrow(layer, engine.basic_optimizer)
+            layer.factor = 0.5
     engine.model_changed("narrower")
     engine._controller.decided(moved=False)
     engine.save_checkpoint(folder)

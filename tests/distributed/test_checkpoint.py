@@ -72,6 +72,13 @@ def test_into_an_engine_that_trained_elsewhere(tmp_path: Path, case: Case) -> No
     assert loaded[0]["settled"] == saved[0]["settled"]
 
 
+def test_when_to_profile_and_decide_goes_on(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    saved = run(2, work.save_and_go_on, case, str(tmp_path))
+    loaded = run(2, work.load_and_go_on, case, str(tmp_path), 1)
+    assert loaded[0]["settled"] == saved[0]["settled"] == 2 * STEPS
+
+
 def test_switched_off_it_stays_where_it_is(tmp_path: Path) -> None:
     case = Case(stages=2)
     saved = run(2, work.save_and_go_on, case, str(tmp_path), skewed(2))
@@ -161,6 +168,17 @@ def test_layers_load_as_what_they_had_become(tmp_path: Path, stages: int, traine
     ]
     assert kept[0] == kept[1] and len(kept[0]) == 5
     check_same(saved, loaded)
+
+
+def test_replicas_keep_what_is_their_own(tmp_path: Path) -> None:
+    case = Case(stages=2, replicas=2, groups="two")
+    saved = run(4, work.save_changed, case, str(tmp_path))
+    loaded = run(4, work.load_changed, case, str(tmp_path), 0.5, 1)
+    kept = [result["kept"] for result in saved]
+    assert kept[0] != kept[1] and kept[0].keys() == kept[1].keys()
+    assert [result["kept"] for result in loaded] == kept
+    assert [result["losses"] for result in loaded] == [result["losses"] for result in saved]
+    assert [result["state"] for result in loaded] == [result["state"] for result in saved]
 
 
 def test_what_did_not_change_belongs_to_the_code(tmp_path: Path) -> None:

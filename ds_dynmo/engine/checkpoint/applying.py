@@ -41,8 +41,7 @@ def apply(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
         install(module, loaded.layers[index], engine._origin.layers[layers.first_use(index)], strict=what.strict)
     after = named_parameters(layers)
     optimizer_state(engine).restore(before, after, loaded.optimizer)
-    layers.split_uses()
-    layers.tie(engine.grid, engine._comm.tied_group)
+    layers.split_uses()  # twins copy what their layer keeps
     engine._layers_moved()
     engine._agree_on_trainable("load_checkpoint")
     common = loaded.common
