@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
+from ds_dynmo.errors import CheckpointError, ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport
 
 if TYPE_CHECKING:
     from ds_dynmo.engine import DynMoPipelineEngine, initialize
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DynMoConfig",
     "DynMoPipelineEngine",

@@ -1,6 +1,14 @@
 """The errors that users of ds_dynmo may want to catch."""
 
-__all__ = ["ConfigError", "MigrationError", "PartitionError"]
+__all__ = ["CheckpointError", "ConfigError", "MigrationError", "PartitionError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read: the message names the file.
+
+    Raised on every rank. The engine, and the checkpoints that were there, are as they were, unless the message
+    says otherwise.
+    """
 
 
 class ConfigError(ValueError):

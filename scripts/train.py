@@ -139,9 +139,7 @@ def prepare(arguments: list[str]) -> Run:
         settings["dynmo"] = dict(settings["dynmo"])
     resumed = None
     if args.resume is not None:
-        resumed = read_resume_file(args.resume, model, stages, args.steps)
-        if dynmo is not None and dynmo.enabled:
-            settings["dynmo"]["initial_partition"] = resumed["partition"]
+        resumed = read_resume_file(args.resume, model, args.steps)
     if args.save is not None:
         with refusing("--save", args.save):
             args.save.mkdir(parents=True, exist_ok=True)
@@ -179,7 +177,7 @@ def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
     return stages
 
 
-def read_resume_file(folder: Path, model: ModelConfig, stages: int, steps: int) -> dict[str, Any]:
+def read_resume_file(folder: Path, model: ModelConfig, steps: int) -> dict[str, Any]:
     """What the run that is resumed was, if this one can go on from it."""
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder")
@@ -194,8 +192,6 @@ def read_resume_file(folder: Path, model: ModelConfig, stages: int, steps: int) 
                 f"--resume {folder}: was trained with model.{key} = {getattr(saved_model, key)}, "
                 f"this run has {getattr(model, key)}"
             )
-    if len(resumed["partition"]) != stages + 1:
-        raise ConfigError(f"--resume {folder}: has {len(resumed['partition']) - 1} stages, this run {stages}")
     if resumed["step"] >= steps:
         raise ConfigError(f"--resume {folder}: is at step {resumed['step']}, --steps {steps} leaves nothing to do")
     return resumed
@@ -240,10 +236,10 @@ def build_engine(run: Run) -> Any:
         config=run.settings,
     )
     if run.resumed is not None:
-        if engine.partition != run.resumed["partition"]:
+        if engine.dynmo is None and engine.partition != run.resumed["partition"]:
             raise ConfigError(
-                f"--resume {run.resume}: was saved under partition {run.resumed['partition']}, this run stays at "
-                f'{engine.partition}; a "dynmo" block that is enabled goes there'
+                f"--resume {run.resume}: was saved under partition {run.resumed['partition']}, this run has "
+                f'{engine.partition}; a "dynmo" block loads it'
             )
         engine.load_checkpoint(str(run.resume))
     return engine

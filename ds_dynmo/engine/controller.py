@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
@@ -150,6 +151,14 @@ class Controller:
         self._reason, self._urgent = None, False
         if moved:
             self._settled, self._outcome_wanted = 0, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {name: value for name, value in vars(self).items() if name != "_config"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was taken."""
+        vars(self).update(state)
 
     def _due(self, step: int) -> bool:
         config = self._config

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine import controller, costs, frozen
+from ds_dynmo.engine import checkpoint, controller, costs, frozen
 from ds_dynmo.engine.checks import type_costs
 from ds_dynmo.engine.clipping import gradient_norm, scale_gradients, sharded_norm
 from ds_dynmo.engine.comm import Communicator
@@ -78,6 +78,7 @@ class DynMoPipelineEngine(PipelineEngine):
         if dynmo.randomness.per_layer:
             seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
             self._streams = LayerStreams(seed, self.grid.get_data_parallel_id())
+        self._origin = checkpoint.Origin.of(self)
         self._agree_on_trainable("initialize")
 
     # -- public ---------------------------------------------------------------------------------------
@@ -165,6 +166,51 @@ class DynMoPipelineEngine(PipelineEngine):
         if self.dynmo is not None:
             self._layers.refresh_twins()
         return super().eval_batch(*args, **kwargs)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's ``save_checkpoint``, atomically, with what loading at another partition needs. Collective.
+
+        Raises:
+            CheckpointError: on every rank; the checkpoints that were there are as they were.
+        """
+        arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return bool(super().save_checkpoint(*arguments)) if self.dynmo is None else checkpoint.save(self, *arguments)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """DeepSpeed's ``load_checkpoint``, of any partition, number of stages and of replicas. Collective.
+
+        With as many stages as saved, layers go where they were saved; otherwise they stay where they are. No code in
+        a file is run.
+
+        Raises:
+            CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.
+            ConfigError: a ``custom_load_fn``, which pipelines do not take.
+        """
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        if self.dynmo is None:
+            found: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
+                load_dir, tag, *flags, custom_load_fn
+            )
+            return found
+        if custom_load_fn is not None:
+            raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
+        return checkpoint.load(self, load_dir, tag, checkpoint.What(*flags))
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model (DeepSpeed's counts the first stage only)."""

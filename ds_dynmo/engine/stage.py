@@ -7,6 +7,7 @@ runtime/pipe/module.py).
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -60,6 +61,22 @@ class StageLayers:
     def uses(self, key: str) -> list[int]:
         """The layers, in the whole model, that share the parameters of ``key``."""
         return [index for index in range(self.num_layers) if self.key(index) == key]
+
+    def first_use(self, index: int) -> int:
+        """The layer that the parameters of layer ``index`` are known by: of a tied one its first use in the model."""
+        key = self.key(index)
+        return index if key is None else self.uses(key)[0]
+
+    def stored_use(self, index: int) -> int | None:
+        """The first use of a layer that DeepSpeed writes a file of; None: none (every use has a function around it)."""
+        key = self.key(index)
+        if key is None:
+            return index
+        return next((use for use in self.uses(key) if self.spec(use).forward_fn is None), None)
+
+    def file_name(self, index: int) -> str:
+        """DeepSpeed's name of the file of a layer, whichever stage holds it."""
+        return os.path.basename(self._module.ckpt_layer_path("", index - self.start))
 
     def owner(self, index: int, partition: Sequence[int]) -> bool:
         """Does layer ``index`` own its module on its stage (False: a tied layer whose first use is there too)?"""

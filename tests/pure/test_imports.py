@@ -47,7 +47,7 @@ def test_the_engine_knows_no_model() -> None:
 
 
 def test_one_module_of_the_engine_communicates() -> None:
-    for path in (PACKAGE / "engine").glob("*.py"):
+    for path in (PACKAGE / "engine").rglob("*.py"):
         if path.name != "comm.py":
             names = imports(path)
             assert not {n for n in names if n.startswith(("torch.distributed", "deepspeed.comm"))}, path

@@ -1,0 +1,187 @@
+"""Which saved stage holds what of which layer: plain values, written as JSON beside DeepSpeed's files.
+
+DeepSpeed's layer files are by layer and load anywhere. Its optimizer files are by stage, with parameters known by
+their position only: a :class:`Slot` says which position that is, and a :class:`Manifest` keeps all slots of all stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORMAT = 1
+FOLDER = "dynmo"
+MANIFEST = "dynmo/manifest.json"
+PER_PARAMETER = "per parameter"
+
+Key = tuple[int, str]  # (layer, parameter name); a tied layer is known by its first use in the model
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the optimizer state of one parameter lies in the files of one saved stage.
+
+    Attributes:
+        layer: the layer's number, of a tied layer that of its first use in the model.
+        name: the parameter's name inside the layer.
+        group: number of its parameter group.
+        index: its position in the optimizer's ``state_dict``, counted over the groups.
+        offset: of its first element in its group's flat vector, all shards one after the other.
+        numel: its elements.
+    """
+
+    layer: int
+    name: str
+    group: int
+    index: int
+    offset: int
+    numel: int
+
+    @property
+    def key(self) -> Key:
+        return self.layer, self.name
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """What the optimizer files of one saved stage hold.
+
+    Attributes:
+        slots: of the stage's parameters, by ``index``.
+        shard_numels: per group, the elements of one data-parallel rank's shard; empty where state is not sharded.
+    """
+
+    slots: tuple[Slot, ...]
+    shard_numels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements ``[start, stop)`` of one saved shard, and where in the destination the first of them goes."""
+
+    shard: int
+    start: int
+    stop: int
+    destination: int
+
+
+def fragments(slot: Slot, shard_numel: int, wanted: tuple[int, int] | None = None) -> Iterator[Fragment]:
+    """The pieces of saved shards that together are elements ``wanted`` of a parameter (default: all of it).
+
+    Shard ``r`` holds elements ``[r * shard_numel, (r + 1) * shard_numel)`` of the group's flat vector.
+
+    >>> list(fragments(Slot(0, "w", 0, 0, offset=3, numel=6), shard_numel=4))
+    [Fragment(shard=0, start=3, stop=4, destination=0), Fragment(shard=1, start=0, stop=4, destination=1), \
+Fragment(shard=2, start=0, stop=1, destination=5)]
+    """
+    first, last = wanted or (0, slot.numel)
+    begin, end = slot.offset + first, slot.offset + last
+    position = begin
+    while position < end:
+        shard = position // shard_numel
+        stop = min(end, (shard + 1) * shard_numel)
+        yield Fragment(shard, position - shard * shard_numel, stop - shard * shard_numel, position - begin)
+        position = stop
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file as it was when it was written."""
+
+    num_bytes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        partition: boundaries that it was written under.
+        replicas: data-parallel size.
+        optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or "flat".
+        optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
+        stages: per saved stage, what its optimizer files hold.
+        shapes: per layer with a module, the shapes of its parameters at construction, by name.
+        weights: per layer with a module, the file that holds its weights.
+        frozen_excluded: weights of frozen parameters were left out on request.
+        files: every file but this one, by its path in the checkpoint's folder.
+        state: counters and what the engine itself keeps: plain JSON.
+    """
+
+    partition: tuple[int, ...]
+    replicas: int
+    optimizer: str
+    optimizer_class: str
+    stages: tuple[StageLayout, ...]
+    shapes: dict[int, dict[str, list[int]]]
+    weights: dict[int, str]
+    frozen_excluded: bool
+    files: dict[str, SavedFile]
+    state: dict[str, Any]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.partition) - 1
+
+    @property
+    def stock(self) -> bool:
+        """Written by DeepSpeed alone: there was no manifest, this one says what is expected."""
+        return not self.files
+
+    def slots(self, *, prefer: int) -> dict[Key, tuple[int, Slot]]:
+        """Per parameter a stage that holds it, and where: stage ``prefer`` if it does, else the first."""
+        found: dict[Key, tuple[int, Slot]] = {}
+        for stage in sorted(range(len(self.stages)), key=lambda stage: (stage != prefer, stage)):
+            for slot in self.stages[stage].slots:
+                found.setdefault(slot.key, (stage, slot))
+        return found
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        try:
+            read = json.loads(text)
+            if read.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            stages = tuple(
+                StageLayout(tuple(Slot(**slot) for slot in stage["slots"]), tuple(stage["shard_numels"]))
+                for stage in read.pop("stages")
+            )
+            manifest = cls(
+                partition=tuple(int(bound) for bound in read.pop("partition")),
+                stages=stages,
+                shapes={int(layer): shapes for layer, shapes in read.pop("shapes").items()},
+                weights={int(layer): path for layer, path in read.pop("weights").items()},
+                files={path: SavedFile(**file) for path, file in read.pop("files").items()},
+                **read,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no manifest: {error}") from error
+        if len(manifest.stages) != manifest.num_stages:
+            raise ValueError(f"it has {len(manifest.stages)} stages but the partition {list(manifest.partition)}")
+        return manifest
+
+
+def layer_file(layer: int, replica: int) -> str:
+    """What DeepSpeed's file of a layer lacks, one per data-parallel replica."""
+    return f"{FOLDER}/layer_{layer:02d}-data_{replica:02d}.pt"
+
+
+def rank_file(stage: int, replica: int) -> str:
+    """What belongs to a rank: the states of its random number generators."""
+    return f"{FOLDER}/rank-pipe_{stage:02d}-data_{replica:02d}.pt"
+
+
+def stage_file(stage: int) -> str:
+    """DeepSpeed's file of a stage: optimizer, scheduler, counters, client state."""
+    return f"mp_rank_{stage:02d}_model_states.pt"

@@ -1,0 +1,75 @@
+"""Is a checkpoint one of this model and optimizer? And what a checkpoint of stock DeepSpeed's has to look like."""
+
+from __future__ import annotations
+
+import glob
+import os
+from typing import Any
+
+from ds_dynmo.engine.checkpoint.applying import What
+from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, stage_file
+from ds_dynmo.engine.checkpoint.optimizer_state import optimizer_state
+from ds_dynmo.errors import CheckpointError
+
+
+def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
+    """Was it written by an engine like this one?"""
+    num_layers = engine._layers.num_layers
+    if manifest.partition[-1] != num_layers:
+        raise CheckpointError(f"{path}: a model of {manifest.partition[-1]} layers, expected {num_layers}")
+    for index, origin in engine._origin.layers.items():
+        found = manifest.shapes.get(index)
+        if found is None:
+            raise CheckpointError(f"{path}: layer {index} has no parameters there, expected {origin.shapes}")
+        differ = {
+            name: found.get(name)
+            for name in {*found, *origin.shapes}
+            if found.get(name) != origin.shapes.get(name) and (what.strict or (name in found and name in origin.shapes))
+        }
+        if differ:
+            expected = {name: origin.shapes.get(name) for name in differ}
+            raise CheckpointError(
+                f"{path}: layer {index} was built with parameters of shapes {differ}, expected {expected}"
+            )
+    if what.module_only or not what.optimizer:
+        return
+    ours = engine.basic_optimizer
+    kind = optimizer_state(engine).kind
+    name = type(ours).__name__ if ours is not None else ""
+    written = (manifest.optimizer_class, manifest.optimizer)
+    if written != (name, kind):
+        raise CheckpointError(
+            f"{path}: optimizer state of {written[0] or 'none'} ({written[1]}), expected {name or 'none'} ({kind}); "
+            "load_optimizer_states=False loads the rest"
+        )
+
+
+def stock_manifest(engine: Any, folder: str, layouts: tuple[Any, ...], what: What) -> Manifest:
+    """What the manifest of a checkpoint would be that stock DeepSpeed wrote of this engine's pipeline."""
+    layers, origin = engine._layers, engine._origin
+    pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
+    stages = sorted(map(os.path.basename, glob.glob(pattern)))
+    expected = [stage_file(stage) for stage in range(engine.num_stages)]
+    if what.module_only and stages:
+        expected = stages
+    if stages != expected:
+        raise CheckpointError(
+            f"{folder}: written by stock DeepSpeed with the stage files {stages}, expected {expected}: without a "
+            f"{MANIFEST} optimizer state loads at the same number of stages only; load_module_only=True loads weights"
+        )
+    weights = {}
+    for index in origin.layers:
+        use = layers.stored_use(index)
+        weights[index] = layers.file_name(index if use is None else use)
+    return Manifest(
+        partition=origin.partition,
+        replicas=0,
+        optimizer=optimizer_state(engine).kind,
+        optimizer_class="",
+        stages=layouts,
+        shapes={index: layer.shapes for index, layer in origin.layers.items()},
+        weights=weights,
+        frozen_excluded=False,
+        files={},
+        state={},
+    )

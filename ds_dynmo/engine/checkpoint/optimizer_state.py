@@ -1,0 +1,201 @@
+"""The optimizer's state in a checkpoint, by parameter, whatever stage and file it was written in.
+
+Implementations of :class:`OptimizerState` differ in how DeepSpeed keeps and writes it. :class:`PerParameter` is for
+an optimizer that DeepSpeed does not wrap: torch's dict per parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.checkpoint.layout import PER_PARAMETER, Key, Manifest, Slot, StageLayout, stage_file
+from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.errors import CheckpointError
+
+Named = Mapping[Key, nn.Parameter]
+
+
+class Saved(Protocol):
+    """What an implementation may read of a checkpoint. Every file is checked first, and read once."""
+
+    manifest: Manifest
+
+    def read(self, name: str) -> Any:
+        """What a file holds, by its path in the folder; tensors are on the CPU, still in the file."""
+
+    def path(self, name: str) -> str:
+        """Where that is, for messages."""
+
+
+class OptimizerState(Protocol):
+    """How one kind of optimizer is described, read and put back. None of it communicates."""
+
+    kind: str
+
+    def layout(self, named: Named) -> StageLayout:
+        """What DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
+
+    def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> Any:
+        """State of the ``wanted`` parameters; options of groups from the files of ``stage``. Changes nothing.
+
+        Raises:
+            CheckpointError: a file does not hold what its layout says.
+        """
+
+    def restore(self, before: Named, after: Named, loaded: Any | None) -> None:
+        """Update ``after`` instead of ``before``, with what :meth:`read` gave; None: with the state there is.
+
+        The weights are loaded already. A parameter of ``before`` can be another object in ``after``, or missing.
+        """
+
+
+def optimizer_state(engine: Any) -> OptimizerState:
+    """The implementation that suits an engine's optimizer."""
+    return PerParameter(engine.basic_optimizer, engine.device)
+
+
+def named_parameters(layers: StageLayers) -> dict[Key, nn.Parameter]:
+    """The parameters of a stage, in the order that DeepSpeed's module has them in."""
+    key_of = {
+        id(parameter): (layers.first_use(index), name)
+        for index, module in layers.modules().items()
+        for name, parameter in module.named_parameters()
+    }
+    return {key_of[id(parameter)]: parameter for parameter in layers.parameters() if id(parameter) in key_of}
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """Optimizer state of some parameters.
+
+    Attributes:
+        state: per parameter the optimizer's own dict; a parameter that had none is missing.
+        groups: per parameter the number of its group.
+        options: per group number its options.
+    """
+
+    state: dict[Key, dict[Any, Any]] = field(default_factory=dict)
+    groups: dict[Key, int] = field(default_factory=dict)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class PerParameter:
+    """A torch optimizer that DeepSpeed does not wrap. Its state is in DeepSpeed's file of the stage."""
+
+    kind = PER_PARAMETER
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._groups: list[dict[str, Any]] = optimizer.param_groups if optimizer is not None else []
+        self._device = device
+
+    def layout(self, named: Named) -> StageLayout:
+        key_of = {id(parameter): key for key, parameter in named.items()}
+        slots, index = [], 0
+        for number, group in enumerate(self._groups):
+            offset = 0
+            for parameter in group["params"]:
+                if id(parameter) in key_of:
+                    slots.append(Slot(*key_of[id(parameter)], number, index, offset, parameter.numel()))
+                index, offset = index + 1, offset + parameter.numel()
+        return StageLayout(tuple(slots))
+
+    def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> LoadedState:
+        if self._optimizer is None:
+            return LoadedState()
+        loaded = LoadedState(options=self._options(saved, stage))
+        places = saved.manifest.slots(prefer=stage)
+        for key in wanted:
+            if key not in places:
+                continue
+            source, slot = places[key]
+            loaded.groups[key] = slot.group
+            state = _file(saved, source)["state"].get(slot.index)
+            if state is not None:
+                _check_shapes(state, saved.manifest.shapes[slot.layer].get(slot.name), saved, source, slot)
+                on_cpu = not any(loaded.options.get(slot.group, {}).get(how) for how in ("capturable", "fused"))
+                loaded.state[key] = {
+                    name: self._own(value, on_cpu=on_cpu and name == "step") for name, value in state.items()
+                }
+        return loaded
+
+    def _own(self, value: Any, *, on_cpu: bool) -> Any:
+        """A value of its own memory, where torch keeps it: counts of steps on the CPU, the rest with the weights."""
+        if isinstance(value, torch.Tensor):
+            return value.clone() if on_cpu else value.to(self._device, copy=True)
+        return value
+
+    def _options(self, saved: Saved, stage: int) -> dict[int, dict[str, Any]]:
+        path, groups = saved.path(stage_file(stage)), _file(saved, stage)["param_groups"]
+        slots = saved.manifest.stages[stage].slots
+        numbers = list(range(len(self._groups)))
+        if saved.manifest.stock and len(groups) != len(numbers):
+            numbers = sorted({slot.group for slot in slots})  # DeepSpeed drops empty groups
+        if len(groups) != len(numbers):
+            raise CheckpointError(f"{path}: has {len(groups)} parameter groups, expected {len(self._groups)}")
+        for number, group in zip(numbers, groups):
+            expected = [slot.index for slot in slots if slot.group == number]
+            found = group["params"]
+            if not set(expected) <= set(found) or (saved.manifest.stock and len(found) != len(expected)):
+                raise CheckpointError(
+                    f"{path}: parameter group {number} has {len(found)} parameters, expected {len(expected)}: those of "
+                    f"stage {stage} under the partition {list(saved.manifest.partition)}"
+                )
+        return {number: options_of(group) for number, group in zip(numbers, groups)}
+
+    def restore(self, before: Named, after: Named, loaded: LoadedState | None) -> None:
+        if self._optimizer is None:
+            return
+        key_of = {id(parameter): key for key, parameter in before.items()}
+        numbers = {
+            key_of[id(parameter)]: number
+            for number, group in enumerate(self._groups)
+            for parameter in group["params"]
+            if id(parameter) in key_of
+        }
+        if loaded is not None:
+            numbers.update(loaded.groups)
+        state = self._optimizer.state
+        for key, parameter in before.items():
+            if after.get(key) is not parameter or loaded is not None:
+                state.pop(parameter, None)
+        for number, group in enumerate(self._groups):
+            others = [parameter for parameter in group["params"] if id(parameter) not in key_of]
+            group["params"] = others + [after[key] for key in after if numbers.get(key) == number]
+            group.pop("param_names", None)  # optional labels of torch's, by position
+            if loaded is not None:
+                group.update(loaded.options.get(number, {}))
+        if loaded is not None:
+            for key, values in loaded.state.items():
+                if key in after:
+                    state[after[key]] = values
+
+
+def _file(saved: Saved, stage: int) -> dict[str, Any]:
+    optimizer = saved.read(stage_file(stage)).get("optimizer")
+    if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
+        raise CheckpointError(
+            f"{saved.path(stage_file(stage))}: holds no state of a torch optimizer; load_optimizer_states=False or "
+            "load_module_only=True loads the rest"
+        )
+    return optimizer
+
+
+def _check_shapes(state: Any, shape: list[int] | None, saved: Saved, stage: int, slot: Slot) -> None:
+    """In a file that does not say which parameter is where, state has to fit the parameter that is expected there."""
+    if not saved.manifest.stock or shape is None:
+        return
+    for what, value in state.items():
+        comparable = isinstance(value, torch.Tensor) and value.dim() == len(shape)
+        if comparable and any(size not in (1, expected) for size, expected in zip(value.shape, shape)):
+            raise CheckpointError(
+                f"{saved.path(stage_file(stage))}: {what} of parameter {slot.index} has shape {list(value.shape)}, "
+                f"expected {shape}: layer {slot.layer}'s {slot.name} under the partition "
+                f"{list(saved.manifest.partition)}"
+            )

@@ -1,0 +1,125 @@
+"""What the model was when the engine was constructed: the same table on every rank.
+
+A checkpoint brings back what *changed* in a layer since it was built. What did not change belongs to the code:
+whoever raises a dropout rate and resumes, or freezes layers before loading a pre-trained model, means it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.checkpoint.layout import StageLayout
+from ds_dynmo.engine.checkpoint.optimizer_state import named_parameters, optimizer_state
+
+_MACHINERY = frozenset(vars(nn.Module()))
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+
+
+@dataclass(frozen=True)
+class LayerOrigin:
+    """One layer as it was built.
+
+    Attributes:
+        shapes: of its parameters, by name.
+        trainable: ``requires_grad`` of its parameters, by name.
+        state: shapes of the tensors in its ``state_dict``, by name; None for extra state.
+        attributes: per submodule path, a digest of each plain attribute.
+    """
+
+    shapes: dict[str, list[int]]
+    trainable: dict[str, bool]
+    state: dict[str, list[int] | None]
+    attributes: dict[str, dict[str, str]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LayerOrigin:
+        named = dict(module.named_parameters())
+        return cls(
+            shapes={name: list(parameter.shape) for name, parameter in named.items()},
+            trainable={name: parameter.requires_grad for name, parameter in named.items()},
+            state={
+                name: list(value.shape) if isinstance(value, torch.Tensor) else None
+                for name, value in module.state_dict().items()
+            },
+            attributes={
+                path: {name: digest(value) for name, value in plain_attributes(sub)}
+                for path, sub in module.named_modules()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The whole model as it was built.
+
+    Attributes:
+        partition: boundaries that its PipelineModule was constructed with.
+        layers: every layer with a module, a tied one under its first use.
+        layout: what DeepSpeed would write of this rank's stage at that partition.
+    """
+
+    partition: tuple[int, ...]
+    layers: dict[int, LayerOrigin]
+    layout: StageLayout
+
+    @classmethod
+    def of(cls, engine: Any) -> Origin:
+        """Collective: every rank describes its layers."""
+        layers = engine._layers
+        engine._comm.enter("initialize")
+        mine = {index: LayerOrigin.of(module) for index, module in layers.counted_modules().items()}
+        every = engine._comm.gather_objects(mine)
+        whole = {index: origin for described in every for index, origin in described.items()}
+        layout = optimizer_state(engine).layout(named_parameters(layers))
+        return cls(tuple(engine.partition), dict(sorted(whole.items())), layout)
+
+
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own attributes that are numbers, strings, tensors or plain containers of them."""
+    for name, value in vars(module).items():
+        if name not in _MACHINERY and _is_plain(value):
+            yield name, value
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        laid_out = value.layout in (torch.strided, torch.sparse_csr)
+        return laid_out and not value.requires_grad and not value.is_meta
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _SCALARS
+
+
+def digest(value: Any) -> str:
+    """A short hash of a plain value."""
+    whole = hashlib.sha256()
+    _feed(whole, value)
+    return whole.hexdigest()[:16]
+
+
+def _feed(whole: Any, value: Any) -> None:
+    whole.update(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        parts = [value]
+        if value.layout == torch.sparse_csr:
+            parts = [value.crow_indices(), value.col_indices(), value.values()]
+        for part in parts:
+            data = part.detach().cpu().contiguous()
+            whole.update(repr((tuple(value.shape), data.dtype)).encode())
+            whole.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    elif isinstance(value, (set, frozenset)):
+        whole.update(repr(sorted(map(digest, value))).encode())
+    elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        whole.update(repr([digest(item) for item in value]).encode())
+    elif isinstance(value, dict):
+        whole.update(repr([(digest(key), digest(item)) for key, item in value.items()]).encode())
+    else:
+        whole.update(repr(value).encode())

@@ -1,0 +1,180 @@
+"""``load_checkpoint``: every rank reads and checks what it needs, the ranks agree, and only then anything changes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from deepspeed.utils import logger
+
+from ds_dynmo.engine.checkpoint import folder as folders
+from ds_dynmo.engine.checkpoint.applying import Loaded, What, apply, client_state_of
+from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, check_state
+from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, layer_file, rank_file, stage_file
+from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
+from ds_dynmo.engine.checkpoint.optimizer_state import optimizer_state
+from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
+from ds_dynmo.engine.checkpoint.together import together
+from ds_dynmo.errors import CheckpointError, ConfigError
+
+
+class SavedCheckpoint:
+    """The files of a checkpoint. Each is checked against the manifest before it is read."""
+
+    def __init__(self, folder: str, manifest: Manifest) -> None:
+        self._folder = folder
+        self.manifest = manifest
+        self._read: dict[str, Any] = {}
+
+    def path(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def read(self, name: str) -> Any:
+        if name not in self._read:
+            self._read[name] = safe_load(self._checked(name), mapped=True)
+        if name.startswith("mp_rank_") and not isinstance(self._read[name], dict):
+            raise CheckpointError(f"{self.path(name)}: is no file of DeepSpeed's")
+        return self._read[name]
+
+    def read_to(self, device: Any, name: str) -> Any:
+        """Like :meth:`read`, with tensors in memory, on ``device`` if they were on one."""
+        return safe_load(self._checked(name), device=device)
+
+    def _checked(self, name: str) -> str:
+        if not self.manifest.stock and name not in self.manifest.files:
+            raise CheckpointError(f"{self.path(name)}: {MANIFEST} does not list it")
+        return check_file(self.path(name), self.manifest.files.get(name))
+
+
+def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str | None, dict[str, Any] | None]:
+    """Make ``engine`` what it was when the checkpoint was written. Collective.
+
+    Returns:
+        The file that counters and client state came from, and the client state; ``None, None`` where ``tag`` is None
+        and there is no ``latest``.
+
+    Raises:
+        CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
+    """
+    if engine.load_universal_checkpoint():
+        raise ConfigError("checkpoint.load_universal = true: universal checkpoints are not supported with dynmo")
+    comm = engine._comm
+    comm.enter("load_checkpoint")
+    tag = str(tag) if tag is not None else together(comm, lambda: folders.read_latest(load_dir))
+    tags = comm.gather_objects(tag)
+    if len(set(tags)) > 1:
+        raise CheckpointError(f"{load_dir}: the ranks would load different tags: {tags}")
+    if tag is None:
+        logger.warning(f"{os.path.join(load_dir, folders.LATEST)}: there is no such file; nothing was loaded")
+        return None, None
+    saved = _open(engine, load_dir, tag, what)
+    target = _target(engine, saved.manifest, what)
+    loaded = together(comm, lambda: _read(engine, saved, target, what))
+    if list(target) != engine.partition:
+        engine._go_to(target, reason="checkpoint")
+    try:
+        apply(engine, saved.manifest, loaded, what)
+    except Exception as error:
+        raise CheckpointError(
+            f"{saved.path('')}: rank {engine.global_rank} failed while it was put to use, so the "
+            f"engine is neither what it was nor what was saved: {error}"
+        ) from error
+    return loaded.path, client_state_of(engine, loaded, what)
+
+
+# -- read ---------------------------------------------------------------------------------------------
+
+
+def _open(engine: Any, load_dir: str, tag: str, what: What) -> SavedCheckpoint:
+    """The checkpoint and its manifest, which every rank has to see alike."""
+
+    def manifest() -> tuple[str, str | None]:
+        folder = folders.find(load_dir, tag)
+        if folder is None:
+            raise CheckpointError(f"{os.path.join(load_dir, tag)}: there is no such folder")
+        path = os.path.join(folder, MANIFEST)
+        if not os.path.isfile(path):
+            if os.path.isdir(os.path.dirname(path)):
+                raise CheckpointError(f"{path}: there is no such file")
+            return folder, None
+        with open(path, encoding="utf-8") as file:
+            return folder, file.read()
+
+    comm = engine._comm
+    folder, text = together(comm, manifest)
+    digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks see different ones")
+    layouts = {stage: layout for stage, layout in comm.gather_objects((engine.stage_id, engine._origin.layout))}
+
+    def parse() -> Manifest:
+        if text is None:
+            return stock_manifest(engine, folder, tuple(layouts[stage] for stage in sorted(layouts)), what)
+        try:
+            read = Manifest.from_json(text)
+        except ValueError as error:
+            raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: cannot be read: {error}") from error
+        check_model(engine, read, os.path.join(folder, MANIFEST), what)
+        return read
+
+    return SavedCheckpoint(folder, together(comm, parse))
+
+
+def _target(engine: Any, manifest: Manifest, what: What) -> tuple[int, ...]:
+    """Where the ranks go before they load: to the saved partition if it is one for them."""
+    adopts = manifest.num_stages == engine.num_stages and engine.dynmo.enabled
+    if manifest.stock:
+        adopts = not what.module_only
+    return manifest.partition if adopts else tuple(engine.partition)
+
+
+def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: What) -> Loaded:
+    """Everything that this rank needs under the partition ``target``. Nothing changes."""
+    manifest, stage = saved.manifest, engine.stage_id
+    layers, origins = engine._layers, engine._origin.layers
+    replica = engine.grid.get_data_parallel_id()
+    same_ranks = manifest.num_stages == engine.num_stages
+    same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
+    source = stage if same_ranks and not (manifest.stock and what.module_only) else 0
+    first = stage_file(source)
+    common = saved.read(first)
+    lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - common.keys()
+    if lacking:
+        raise CheckpointError(f"{saved.path(first)}: lacks {sorted(lacking)}")
+    found, wanted = {}, []
+    for index in range(target[stage], target[stage + 1]):
+        name = layers.first_use(index)
+        if name not in origins or not layers.owner(index, target):
+            continue
+        extras = None
+        if not manifest.stock:
+            extras = saved.read_to(engine.device, layer_file(name, replica if same_replicas else 0))
+        path = manifest.weights[name]
+        state = saved.read(path)
+        if path == layer_file(name, 0):
+            state = state["weights"]
+        found[index] = LoadedLayer(state, extras)
+        check_state(
+            found[index],
+            origins[name],
+            strict=what.strict,
+            frozen_excluded=manifest.frozen_excluded,
+            path=saved.path(path),
+        )
+        parameters = extras["parameters"] if extras is not None else origins[name].shapes
+        wanted += [(name, parameter) for parameter in parameters]
+    optimizer = None
+    if what.optimizer and not what.module_only:
+        kind = optimizer_state(engine)
+        optimizer = kind.read(saved, wanted, source)
+    schedules = what.scheduler and not what.module_only and engine.lr_scheduler is not None
+    if schedules and not isinstance(common.get("lr_scheduler"), dict):
+        raise CheckpointError(
+            f"{saved.path(first)}: holds no LR scheduler, but this engine has one; "
+            "load_lr_scheduler_states=False loads the rest"
+        )
+    random = None
+    if not manifest.stock and same_ranks and same_replicas and not what.module_only:
+        random = saved.read_to(engine.device, rank_file(stage, replica))
+    return Loaded(saved.path(first), found, optimizer, common, random)

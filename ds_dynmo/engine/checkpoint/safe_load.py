@@ -1,0 +1,92 @@
+"""Read a file without running code from it, and tell a whole one from a truncated or another one."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import zipfile
+import zlib
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch.serialization import safe_globals
+
+from ds_dynmo.engine.checkpoint.layout import SavedFile
+from ds_dynmo.errors import CheckpointError
+
+# Beyond what torch allows by itself (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values,
+# which DeepSpeed or its users put into checkpoints. None of them does anything when it is built.
+_ALLOWED = (DynamicLossScaler, LossScaler, ZeroStageEnum, argparse.Namespace, fragment_address, frozenset)
+
+
+def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = False) -> Any:
+    """What ``torch.save`` wrote to ``path``, of allowed classes only.
+
+    Args:
+        device: where tensors go that were not on the CPU when they were saved; None: all on the CPU.
+        mapped: leave tensors in the file until they are copied.
+
+    Raises:
+        CheckpointError: there is no such file, it is damaged, or holds a class that is not allowed.
+    """
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if device is None or location == "cpu" else storage.to(device=device)
+
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}: there is no such file")
+    try:
+        with safe_globals(list(_ALLOWED)):
+            return torch.load(path, map_location=place, weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "unsupported" in text.lower():  # torch refuses a class; of its long message only that
+        refused = text.rpartition("trusted source.")[2].rpartition("error:")[2].partition(" Please")[0].strip()
+        text = f"it holds what could run code: {refused} (torch.serialization.add_safe_globals allows a class of yours)"
+    return f"{type(error).__name__}: {text[:400]}"
+
+
+def describe(path: str) -> SavedFile:
+    """Size and fingerprint, from the checksums that torch keeps in the file's directory: no tensor is read."""
+    num_bytes = os.path.getsize(path)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            parts = sorted((info.filename.partition("/")[2], info.CRC, info.file_size) for info in archive.infolist())
+        return SavedFile(num_bytes, hashlib.sha256(repr(parts).encode()).hexdigest()[:32])
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return SavedFile(num_bytes, f"crc32 {checksum:08x}")
+
+
+def check_file(path: str, saved: SavedFile | None) -> str:
+    """``path``, if it is the file that was saved; ``saved`` is None where the checkpoint does not say.
+
+    Raises:
+        CheckpointError: it is missing, truncated, or another one.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}: there is no such file")
+    if saved is None:
+        return path
+    num_bytes = os.path.getsize(path)
+    if num_bytes != saved.num_bytes:
+        raise CheckpointError(
+            f"{path}: has {num_bytes} bytes, but {saved.num_bytes} were written: truncated or replaced"
+        )
+    try:
+        found = describe(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if found != saved:
+        raise CheckpointError(f"{path}: is not the file that was written with this checkpoint (its checksums differ)")
+    return path

@@ -1,0 +1,138 @@
+"""``save_checkpoint``: DeepSpeed writes its files, we write ours beside them, and all appear at once."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
+from ds_dynmo.engine.checkpoint.layer_content import extras_of
+from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SavedFile, StageLayout, layer_file, rank_file
+from ds_dynmo.engine.checkpoint.optimizer_state import named_parameters, optimizer_state
+from ds_dynmo.engine.checkpoint.progress import counters_of, random_states
+from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
+from ds_dynmo.engine.checkpoint.together import together
+from ds_dynmo.errors import CheckpointError, ConfigError
+
+
+def save(
+    engine: Any,
+    save_dir: str,
+    tag: str | None,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool,
+) -> bool:
+    """Write a checkpoint of ``engine``. Collective.
+
+    Raises:
+        ConfigError: a tag that is no folder's name, or a way of writing that is not supported. Nothing was written.
+        CheckpointError: on every rank, if a rank could not write, or wrote what could not be loaded again (a class
+            in ``client_state``). The checkpoints that were there are as they were.
+    """
+    if not save_dir:
+        raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+    tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
+    _check_supported(engine, tag)
+    comm, leads = engine._comm, engine.global_rank == 0
+    comm.enter("save_checkpoint")
+    _agree_on_tag(comm, save_dir, tag)
+    folder = CheckpointFolder(save_dir, tag)
+    try:
+        together(comm, lambda: folder.begin() if leads else None)
+        together(comm, lambda: _write_files(engine, folder.temporary, client_state, exclude_frozen_parameters))
+        share = together(comm, lambda: (engine.stage_id, _layout(engine), _check_files(engine, folder.temporary)))
+        manifest = _manifest(engine, comm.gather_objects(share), exclude_frozen_parameters)
+        together(comm, lambda: _finish(folder, manifest, save_latest) if leads else None)
+    except CheckpointError:
+        together(comm, lambda: folder.discard() if leads else None)
+        raise
+    return True
+
+
+def _check_supported(engine: Any, tag: str) -> None:
+    if os.path.basename(tag) != tag or tag in ("", ".", ".."):
+        raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
+    if engine.use_node_local_storage():
+        raise ConfigError(
+            "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
+            "layer reads it; write to storage that all nodes share"
+        )
+    if engine.checkpoint_engine.is_decoupled():
+        raise ConfigError("a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo")
+    if engine.has_moe_layers:
+        raise ConfigError("checkpoints of layers with deepspeed.moe experts are not supported with dynmo")
+
+
+def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
+    every = comm.gather_objects((save_dir, tag))
+    if len(set(every)) > 1:
+        raise ConfigError(f"the ranks name different checkpoints: {sorted(set(every))}")
+
+
+def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
+    """DeepSpeed's files of this rank, and ours."""
+    layers = engine._layers
+    layers.refresh_twins()
+    parent, name = os.path.split(folder)
+    engine._save_checkpoint(parent, name, client_state=client_state, exclude_frozen_parameters=exclude_frozen)
+    if engine.save_zero_checkpoint:
+        engine._save_zero_checkpoint(parent, name)
+    replica = engine.grid.get_data_parallel_id()
+    for index, module in layers.counted_modules().items():
+        weights = replica == 0 and layers.stored_use(index) is None
+        extras = extras_of(module, engine._origin.layers[index], weights=weights)
+        torch.save(extras, os.path.join(folder, layer_file(index, replica)))
+    torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica)))
+
+
+def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
+    """This rank's share of all files: on the disk, and such that they can be loaded."""
+    names = sorted(
+        os.path.relpath(os.path.join(path, name), folder) for path, _, names in os.walk(folder) for name in names
+    )
+    found = {}
+    for name in names[engine.global_rank :: engine.world_size]:
+        path = os.path.join(folder, name)
+        sync(path)
+        safe_load(path, mapped=True)
+        found[name] = describe(path)
+    return found
+
+
+def _layout(engine: Any) -> StageLayout:
+    return optimizer_state(engine).layout(named_parameters(engine._layers))
+
+
+def _manifest(
+    engine: Any, every: list[tuple[int, StageLayout, dict[str, SavedFile]]], exclude_frozen: bool
+) -> Manifest:
+    """``every``: per rank its stage, the stage's layout, and the files that it checked."""
+    layers, optimizer = engine._layers, engine.basic_optimizer
+    stages = {stage: layout for stage, layout, _ in every}
+    weights = {}
+    for index in engine._origin.layers:
+        use = layers.stored_use(index)
+        weights[index] = layer_file(index, 0) if use is None else layers.file_name(use)
+    return Manifest(
+        partition=tuple(engine.partition),
+        replicas=engine.grid.get_data_parallel_world_size(),
+        optimizer=optimizer_state(engine).kind,
+        optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
+        stages=tuple(stages[stage] for stage in sorted(stages)),
+        shapes={index: origin.shapes for index, origin in engine._origin.layers.items()},
+        weights=weights,
+        frozen_excluded=exclude_frozen,
+        files={name: file for _, _, found in every for name, file in found.items()},
+        state=counters_of(engine),
+    )
+
+
+def _finish(folder: CheckpointFolder, manifest: Manifest, save_latest: bool) -> None:
+    path = os.path.join(folder.temporary, MANIFEST)
+    with open(path, "w") as file:
+        file.write(manifest.to_json())
+    sync(path)
+    folder.commit(save_latest)

@@ -1,0 +1,74 @@
+"""Where saved shards hold the elements of a parameter, and the manifest that says so."""
+
+from __future__ import annotations
+
+import doctest
+import random
+
+import pytest
+
+from ds_dynmo.engine.checkpoint import layout
+from ds_dynmo.engine.checkpoint.layout import Manifest, SavedFile, Slot, StageLayout, fragments
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(layout).failed == 0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_fragments_put_every_element_where_it_belongs(seed: int) -> None:
+    chooser = random.Random(seed)
+    sizes = [chooser.choice([1, 2, 7, 20]) for _ in range(chooser.randint(1, 6))]
+    shards = chooser.randint(1, 5)
+    shard_numel = -(-sum(sizes) // shards)
+    flat = list(range(sum(sizes)))
+    saved = [flat[shard * shard_numel : (shard + 1) * shard_numel] for shard in range(shards)]
+    offset = 0
+    for index, numel in enumerate(sizes):
+        first = chooser.randint(0, numel)
+        last = chooser.randint(first, numel)
+        slot = Slot(0, "w", 0, index, offset, numel)
+        found: list[int | None] = [None] * (last - first)
+        for piece in fragments(slot, shard_numel, (first, last)):
+            values = saved[piece.shard][piece.start : piece.stop]
+            assert len(values) == piece.stop - piece.start > 0
+            found[piece.destination : piece.destination + len(values)] = values
+        assert found == flat[offset + first : offset + last]
+        offset += numel
+
+
+def manifest() -> Manifest:
+    slots = [Slot(0, "w", 0, 0, 0, 4), Slot(1, "w", 0, 1, 4, 2)]
+    return Manifest(
+        partition=(0, 1, 3),
+        replicas=2,
+        optimizer="flat",
+        optimizer_class="AdamW",
+        stages=(StageLayout((slots[0],), (2,)), StageLayout((slots[1], slots[0]), (3,))),
+        shapes={0: {"w": [2, 2]}, 1: {"w": [2]}},
+        weights={0: "layer_00-model_states.pt", 1: "layer_01-model_states.pt"},
+        frozen_excluded=False,
+        files={"a": SavedFile(3, "f")},
+        state={"micro_steps": 4},
+    )
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    assert Manifest.from_json(manifest().to_json()) == manifest()
+
+
+def test_a_tied_parameter_is_read_from_the_stage_at_hand_else_the_first() -> None:
+    assert [manifest().slots(prefer=stage)[0, "w"][0] for stage in (0, 1, 2)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("change", ["{", "[]", '{"format": 1}', '{"format": 2}', "null"])
+def test_what_is_no_manifest(change: str) -> None:
+    with pytest.raises(ValueError):
+        Manifest.from_json(change)
+
+
+def test_stages_and_partition_have_to_agree() -> None:
+    text = manifest().to_json().replace('3\n ],\n "replicas"', '3, 4\n ],\n "replicas"')
+    assert text != manifest().to_json()
+    with pytest.raises(ValueError, match="2 stages"):
+        Manifest.from_json(text)
