@@ -284,7 +284,16 @@ class DynMoPipelineEngine(PipelineEngine):
             wrapper.clip_by(self._norm_of_shards)
         self._wrapper = wrapper
         groups, self._members = self._members, []  # no departed parameter is to live on here
-        return FlatState(wrapper, self._layers, self._comm, self.grid, groups, self._placeholders.parameters)
+        state = FlatState(wrapper, self._layers, self._comm, self.grid, groups, self._placeholders.parameters)
+        wrapper.hide(lambda: state.members)
+        return state
+
+    def _get_zero_param_shapes(self) -> list[Any]:
+        """DeepSpeed's (0.19.8) table for checkpoints, without placeholders."""
+        shapes: list[Any] = super()._get_zero_param_shapes()
+        if self._wrapper is None:
+            return shapes
+        return [group for group in shapes if not group.keys() & set(self._placeholders.names.values())]
 
     def _gradient_norm(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> float:
         modules, count = self._layers.counted_modules(), self._layers.num_layers

@@ -23,7 +23,8 @@ from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.engine.wrappers import FlatWrapper, unbind
 from ds_dynmo.plan import MigrationPlan, stage_of
 
-_MASTER = "master"
+MASTER = "master"  # the kind of state that the fp32 weights are
+Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements with the place of their first
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,25 @@ class FlatState:
         """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
         return self._by_group(self._layers.parameters(), parked=False)
 
+    @property
+    def parked(self) -> list[list[nn.Parameter]]:
+        """Per group, its frozen parameters, in the order of its parked buffer."""
+        return self._by_group(self._layers.parameters(), parked=True)
+
+    @property
+    def shard_numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Per group, the elements of this rank's shard of its live and of its parked buffer."""
+        numbers = range(len(self._placeholders))
+        parked = (sum(p.numel() for p in members) for members in self.parked)
+        return (
+            tuple(self._wrapper.masters[number].numel() for number in numbers),
+            tuple(shard_size(total, self._shards, parked=True) for total in parked),
+        )
+
+    def group_of(self, parameter: nn.Parameter) -> int | None:
+        """The number of a parameter's group; None if no group has it."""
+        return self._group.get(id(parameter))
+
     def is_current(self) -> bool:
         """Is every parameter where its ``requires_grad`` says: trainable ones with the optimizer, others parked?"""
         return all(
@@ -105,13 +125,13 @@ class FlatState:
         mine = flat[self._grid.data_parallel_id * shard :][:shard]
         stash = flat.new_zeros(shard)
         stash[: mine.numel()] = mine
-        return {_MASTER: stash}
+        return {MASTER: stash}
 
     def _live(self, group: int) -> dict[str, torch.Tensor]:
         master = self._wrapper.masters[group]
         state = self._wrapper.inner.state.get(master, {})
         tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.shape == master.shape}
-        return {_MASTER: master.detach(), **tensors}
+        return {MASTER: master.detach(), **tensors}
 
     def _held(self, container: Container) -> dict[str, torch.Tensor]:
         group, parked = container
@@ -164,6 +184,10 @@ class FlatState:
                     self._group[id(parameter)] = number
         self._take_options(parameters, arrived)
         self._exchange(following)
+        self._wrap(parameters)
+
+    def _wrap(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Lay DeepSpeed's wrapper out around ``parameters``; the shards are in place."""
         for parameter in parameters:
             if id(parameter) in self._group:
                 unbind(parameter)
@@ -186,6 +210,87 @@ class FlatState:
         if any(m.parked != m.park for h in every for members in h.members.values() for m in members):
             self._next = self._relayout(MigrationPlan.between(partition, partition), every)
             self.settle(self._layers.parameters(), {})
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def extras(self) -> dict[str, Any]:
+        """What DeepSpeed's files have no place for."""
+        numbers = range(len(self._placeholders))
+        return {
+            "parked": {number: dict(self._stash[number]) for number in numbers},
+            "scalars": {number: self._scalars(number) for number in numbers},
+            "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in numbers},
+            "kinds": sorted({name for number in numbers for name in self._live(number)}),
+        }
+
+    def load(
+        self,
+        members: Sequence[tuple[nn.Parameter, int, Pieces]],
+        kinds: Iterable[str],
+        scalars: Mapping[int, dict[str, Any]],
+        options: Mapping[int, dict[str, Any]],
+    ) -> None:
+        """Hold this state from now on. Weights are in place; frozen parameters are parked. Not collective.
+
+        Args:
+            members: the stage's parameters with their group and the pieces of their state.
+        """
+        pieces = {id(parameter): rows for parameter, _, rows in members}
+        self._group = {id(parameter): number for parameter, number, _ in members}
+        self._parked = {id(parameter) for parameter, _, _ in members if not parameter.requires_grad}
+        parameters = [parameter for parameter in self._layers.parameters() if id(parameter) in self._group]
+        state = self._wrapper.inner.state
+        for number in range(len(self._placeholders)):
+            for parked in (False, True):
+                group = self._by_group(parameters, parked=parked)[number]
+                fresh = {name: self._shard(group, pieces, name, parked=parked) for name in {MASTER, *kinds}}
+                if parked:
+                    self._stash[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
+                    continue
+                master = self._wrapper.masters[number]
+                master.data = fresh.pop(MASTER)
+                state.pop(master, None)
+                if fresh:
+                    state[master] = {**{n: _own(v) for n, v in scalars.get(number, {}).items()}, **fresh}
+            self._wrapper.inner.param_groups[number].update(options.get(number, {}))
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.clone()
+        self._wrap(self._layers.parameters())
+
+    def _shard(
+        self, group: Sequence[nn.Parameter], pieces: Mapping[int, Pieces], name: str, *, parked: bool
+    ) -> torch.Tensor:
+        """This rank's shard of one kind of state; weights where there are no pieces of the fp32 ones, zeros else."""
+        size = shard_size(sum(p.numel() for p in group), self._shards, parked=parked)
+        shard = torch.zeros(size, dtype=torch.float32, device=self._device)
+        offset = -self._grid.data_parallel_id * size
+        for parameter in group:
+            rows = pieces.get(id(parameter), {}).get(name, [])
+            if not rows and name == MASTER:
+                rows = [(0, parameter.detach().reshape(-1))]
+            for start, row in rows:
+                first, last = max(offset + start, 0), min(offset + start + row.numel(), size)
+                if first < last:
+                    shard[first:last] = row[first - offset - start : last - offset - start]
+            offset += parameter.numel()
+        return shard
+
+    def weights_loaded(self, became: Mapping[int, nn.Parameter]) -> None:
+        """Weights were loaded without the optimizer's state: the fp32 weights follow, the rest stays.
+
+        Args:
+            became: what parameters are now, by the ``id`` of what they were.
+        """
+        if all(id(parameter) == before for before, parameter in became.items()):
+            for number, stash in self._stash.items():
+                for parked, group in ((False, self.members[number]), (True, self.parked[number])):
+                    held = stash.get(MASTER) if parked else self._wrapper.masters[number].data
+                    if held is not None:
+                        held.copy_(self._shard(group, {}, MASTER, parked=parked))
+            return
+        none: Pieces = {}
+        self.load([(p, self._group[before], none) for before, p in became.items() if before in self._group], [], {}, {})
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
         number = self._group.get(id(parameter))
@@ -257,7 +362,7 @@ class FlatState:
         for holdings in every:
             for number, values in holdings.scalars.items():
                 scalars.setdefault(number, {}).update(values)
-        order = dict(sorted(kinds.items(), key=lambda item: (item[0] != _MASTER, item[0])))
+        order = dict(sorted(kinds.items(), key=lambda item: (item[0] != MASTER, item[0])))
         return _Relayout(old, new, list(runs(old, new, source_of, self._shards)), order, held, scalars)
 
     # -- carrying out ---------------------------------------------------------------------------------
@@ -310,7 +415,7 @@ class FlatState:
                     self._stash[number].pop(name, None)
                 continue
             master = self._wrapper.masters[number]
-            if name == _MASTER:
+            if name == MASTER:
                 master.data = tensors[name]
                 master.grad = None
             else:
@@ -350,3 +455,8 @@ class FlatState:
 
     def _mark_tied(self) -> None:
         self._wrapper.mark_tied([p for p in self._layers.tied_parameters() if id(p) not in self._parked])
+
+
+def _own(value: Any) -> Any:
+    """A count of steps in memory of its own: a file that it was read from may go."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -83,6 +83,15 @@ class FlatWrapper(ABC):
     def clip_by(self, norm: Callable[[], float]) -> None:
         """Make the wrapper clip by ``norm`` (called in every step, after gradients were reduced)."""
 
+    def hide(self, members: Callable[[], list[list[nn.Parameter]]]) -> None:
+        """Keep groups that have no member here (``members`` tells) out of what DeepSpeed writes to checkpoints."""
+        stock = self._wrapper.state_dict
+
+        def state_dict() -> dict[str, Any]:
+            return without_groups(stock(), [number for number, group in enumerate(members()) if group])
+
+        self._wrapper.state_dict = state_dict
+
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
         """Trainable parameters of tied layers: let DeepSpeed find the gradients that it sums over their stages."""
 

@@ -93,11 +93,13 @@ def stock_engine(case: Case) -> Any:
 
 def stock_state(engine: Any) -> dict[str, bytes]:
     """Weights by DeepSpeed's names, and moments in the optimizer's order."""
-    found = {name: parameter.detach().numpy().tobytes() for name, parameter in engine.module.named_parameters()}
+    found = {name: workloads.raw(parameter) for name, parameter in engine.module.named_parameters()}
     groups = engine.basic_optimizer.param_groups
     for number, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
+        if engine.optimizer is not engine.basic_optimizer:
+            found[f"{number}/master"] = workloads.raw(parameter)
         for what, value in engine.basic_optimizer.state[parameter].items():
-            found[f"{number}/{what}"] = value.numpy().tobytes()
+            found[f"{number}/{what}"] = workloads.raw(value)
     return found
 
 
@@ -532,4 +534,71 @@ def misuse(case: Case, folder: str) -> list[str]:
             found.append(str(call()))
         except (ds_dynmo.ConfigError, ds_dynmo.CheckpointError) as error:
             found.append(str(error))
+    return found
+
+
+# -- wrapped optimizers -------------------------------------------------------------------------------
+
+
+def save_then_thaw(case: Case, folder: str, prefix: int, move: Sequence[int]) -> dict[str, Any]:
+    engine = build(case)
+    train_on(engine, 0)
+    workloads.freeze(engine, prefix)
+    engine.model_changed("frozen")
+    engine._controller.decided(moved=False)
+    train_on(engine, STEPS, 1)
+    engine.rebalance(move)
+    engine.save_checkpoint(folder)
+    return thaw_and_go_on(engine)
+
+
+def load_frozen(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case)
+    engine.load_checkpoint(folder)
+    return thaw_and_go_on(engine)
+
+
+def thaw_and_go_on(engine: Any) -> dict[str, Any]:
+    losses = train_on(engine, STEPS + 1, 1)
+    workloads.freeze(engine, 0)
+    engine.model_changed("thawed")
+    engine._controller.decided(moved=False)
+    losses += train_on(engine, STEPS + 2, 2)
+    return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
+
+
+def state_after_loading(case: Case, folder: str, save: bool) -> dict[str, Any]:
+    engine = build(case)
+    if save:
+        train_on(engine, 0)
+        engine.rebalance([0, 1, 8])
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return {"state": state(engine), "replica": engine.grid.get_data_parallel_id()}
+
+
+def load_weights_only(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case)
+    train_on(engine, 50, 1)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    masters = {key: value for key, value in state(engine)["shards"].items() if key.endswith("/master")}
+    weights = {key: value for key, value in state(engine).items() if isinstance(value, bytes) and "/" not in key}
+    return {"masters": masters, "weights": weights, "losses": train_on(engine, STEPS, 2)}
+
+
+def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
+    """Train where stages lack groups, and look for traces in what DeepSpeed wrote."""
+    engine = build(case)
+    train_on(engine, 0)
+    engine.save_checkpoint(folder, tag="now")
+    if engine.global_rank:
+        return []
+    found = []
+    for path in sorted(Path(folder, "now").glob("*.pt")):
+        content = torch.load(path, weights_only=False)
+        groups = content.get("optimizer_state_dict", {}).get("single_partition_of_fp32_groups", [])
+        sizes = [group.numel() for group in groups]
+        if "placeholder" in str(content) or 1 in sizes or 2 in sizes:
+            found.append(path.name)
     return found

@@ -32,10 +32,10 @@ def check_same(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> Non
     assert loaded[0]["lr"] == saved[0]["lr"]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("precision", "tied"), [("fp32", False), ("fp32", True), ("bf16 zero1", True)])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_every_number_of_stages_to_every_other(tmp_path: Path, stages: int, tied: bool) -> None:
-    case = Case(stages=stages, tied=tied, clip=0.05)
+def test_every_number_of_stages_to_every_other(tmp_path: Path, stages: int, precision: str, tied: bool) -> None:
+    case = Case(stages=stages, tied=tied, clip=0.05, precision=precision)
     move = skewed(stages) if stages > 1 else None
     saved = run(case.ranks, work.save_and_go_on, case, str(tmp_path), move)
     for other in (1, 2, 3, 4):
@@ -61,6 +61,9 @@ def _uniform(stages: int) -> list[int]:
         pytest.param(Case(stages=3, optimizer="SGD"), id="SGD"),
         pytest.param(Case(stages=3, optimizer="Adafactor"), id="Adafactor"),
         pytest.param(Case(stages=2, replicas=2, clip=0.05), id="replicas"),
+        pytest.param(Case(stages=3, groups="two", precision="bf16", scheduler=True), id="bf16"),
+        pytest.param(Case(stages=2, groups="two", replicas=2, precision="bf16 zero1 fp32sums"), id="fp32 sums"),
+        pytest.param(Case(stages=2, groups="two", replicas=2, precision="fp32 zero1", tied=True), id="fp32 zero1"),
     ],
 )
 def test_into_an_engine_that_trained_elsewhere(tmp_path: Path, case: Case) -> None:
@@ -105,6 +108,55 @@ def test_ties_of_every_kind(tmp_path: Path, make_layers: Any, stages: int) -> No
     saved = run(2, work.save_and_go_on, case, str(tmp_path), None, make_layers)
     loaded = run(stages, work.load_and_go_on, replace(case, stages=stages), str(tmp_path), 0, make_layers)
     check_same(saved, loaded)
+
+
+# -- wrapped optimizers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_shards_of_another_number_of_replicas(tmp_path: Path, precision: str, before: int, after: int) -> None:
+    case = Case(stages=2, replicas=before, precision=precision, groups="two", tied=True)
+    saved = run(case.ranks, work.state_after_loading, case, str(tmp_path), True)
+    case = replace(case, replicas=after, stages=1 if after == 3 else 2)
+    assert whole(run(case.ranks, work.state_after_loading, case, str(tmp_path), False)) == whole(saved)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_frozen_state_comes_back(tmp_path: Path, precision: str, stages: int) -> None:
+    case = Case(stages=2, precision=precision, groups="two", clip=0.05)
+    saved = run(2, work.save_then_thaw, case, str(tmp_path), 3, [0, 2, 8])
+    loaded = run(stages, work.load_frozen, replace(case, stages=stages), str(tmp_path))
+    assert loaded[0]["losses"] == saved[0]["losses"]
+    assert whole(loaded) == whole(saved)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32 zero1"])
+def test_weights_alone_under_a_wrapper(tmp_path: Path, precision: str) -> None:
+    case = Case(stages=2, precision=precision)
+    run(2, work.save_and_go_on, case, str(tmp_path), skewed(2))
+    for result in run(2, work.load_weights_only, case, str(tmp_path)):
+        for key, (_, master) in result["masters"].items():
+            weights = torch.frombuffer(bytearray(result["weights"][key.removesuffix("/master")]), dtype=torch.uint8)
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            assert weights.view(dtype).float().numpy().tobytes() == master
+        assert result["losses"][1] < result["losses"][0] + 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+def test_placeholders_reach_no_file(tmp_path: Path, precision: str) -> None:
+    case = Case(stages=4, precision=precision, groups="two", start=(0, 1, 6, 7, 8))  # embedding, blocks, function, head
+    assert run(4, work.files_hold_no_placeholder, case, str(tmp_path))[0] == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
+@pytest.mark.parametrize(("writer", "reader"), [("stock", "ours"), ("ours", "stock"), ("moved and back", "stock")])
+def test_stock_both_ways_under_a_wrapper(tmp_path: Path, writer: str, reader: str, precision: str) -> None:
+    case = Case(stages=2, clip=0.0, groups="two", scheduler=True, precision=precision)
+    saved = run(2, work.save_as, writer, case, str(tmp_path))
+    loaded = run(2, work.load_as, reader, case, str(tmp_path))
+    assert [found[:2] for found in loaded] == saved
 
 
 # -- stock DeepSpeed ----------------------------------------------------------------------------------

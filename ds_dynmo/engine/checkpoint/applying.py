@@ -6,9 +6,10 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, install
 from ds_dynmo.engine.checkpoint.layout import Manifest
-from ds_dynmo.engine.checkpoint.optimizer_state import named_parameters, optimizer_state
+from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_counters, restore_random_states
 
 
@@ -40,7 +41,7 @@ def apply(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
     for index, module in layers.modules().items():
         install(module, loaded.layers[index], engine._origin.layers[layers.first_use(index)], strict=what.strict)
     after = named_parameters(layers)
-    optimizer_state(engine).restore(before, after, loaded.optimizer)
+    optimizer_files(engine).restore(before, after, loaded.optimizer)
     layers.split_uses()  # twins copy what their layer keeps
     engine._layers_moved()
     engine._agree_on_trainable("load_checkpoint")

@@ -15,6 +15,7 @@ FORMAT = 1
 FOLDER = "dynmo"
 MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
+FLAT = "flat"
 
 Key = tuple[int, str]  # (layer, parameter name); a tied layer is known by its first use in the model
 
@@ -30,6 +31,7 @@ class Slot:
         index: its position in the optimizer's ``state_dict``, counted over the groups.
         offset: of its first element in its group's flat vector, all shards one after the other.
         numel: its elements.
+        parked: it was frozen, and lies in the parked buffer of its group; ``index`` says nothing.
     """
 
     layer: int
@@ -38,6 +40,7 @@ class Slot:
     index: int
     offset: int
     numel: int
+    parked: bool = False
 
     @property
     def key(self) -> Key:
@@ -51,10 +54,12 @@ class StageLayout:
     Attributes:
         slots: of the stage's parameters, by ``index``.
         shard_numels: per group, the elements of one data-parallel rank's shard; empty where state is not sharded.
+        parked_numels: the same of the parked buffers.
     """
 
     slots: tuple[Slot, ...]
     shard_numels: tuple[int, ...] = ()
+    parked_numels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Manifest:
     Attributes:
         partition: boundaries that it was written under.
         replicas: data-parallel size.
-        optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or "flat".
+        optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or :data:`FLAT`.
         optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
         stages: per saved stage, what its optimizer files hold.
         shapes: per layer with a module, the shapes of its parameters at construction, by name.
@@ -154,7 +159,11 @@ class Manifest:
             if read.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             stages = tuple(
-                StageLayout(tuple(Slot(**slot) for slot in stage["slots"]), tuple(stage["shard_numels"]))
+                StageLayout(
+                    tuple(Slot(**slot) for slot in stage["slots"]),
+                    tuple(stage["shard_numels"]),
+                    tuple(stage["parked_numels"]),
+                )
                 for stage in read.pop("stages")
             )
             manifest = cls(

@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from ds_dynmo.engine.checkpoint.applying import What
+from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, stage_file
-from ds_dynmo.engine.checkpoint.optimizer_state import optimizer_state
 from ds_dynmo.errors import CheckpointError
 
 
@@ -34,7 +34,7 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
     if what.module_only or not what.optimizer:
         return
     ours = engine.basic_optimizer
-    kind = optimizer_state(engine).kind
+    kind = optimizer_files(engine).kind
     name = type(ours).__name__ if ours is not None else ""
     written = (manifest.optimizer_class, manifest.optimizer)
     if written != (name, kind):
@@ -64,7 +64,7 @@ def stock_manifest(engine: Any, folder: str, layouts: tuple[Any, ...], what: Wha
     return Manifest(
         partition=origin.partition,
         replicas=0,
-        optimizer=optimizer_state(engine).kind,
+        optimizer=optimizer_files(engine).kind,
         optimizer_class="",
         stages=layouts,
         shapes={index: layer.shapes for index, layer in origin.layers.items()},

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import StageLayout
-from ds_dynmo.engine.checkpoint.optimizer_state import named_parameters, optimizer_state
+from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 
 _MACHINERY = frozenset(vars(nn.Module()))
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
@@ -76,7 +77,7 @@ class Origin:
         mine = {index: LayerOrigin.of(module) for index, module in layers.counted_modules().items()}
         every = engine._comm.gather_objects(mine)
         whole = {index: origin for described in every for index, origin in described.items()}
-        layout = optimizer_state(engine).layout(named_parameters(layers))
+        layout = optimizer_files(engine).layout(named_parameters(layers))
         return cls(tuple(engine.partition), dict(sorted(whole.items())), layout)
 
 

@@ -10,10 +10,10 @@ from deepspeed.utils import logger
 
 from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.engine.checkpoint.applying import Loaded, What, apply, client_state_of
+from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, check_state
 from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, layer_file, rank_file, stage_file
 from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
-from ds_dynmo.engine.checkpoint.optimizer_state import optimizer_state
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.errors import CheckpointError, ConfigError
@@ -166,7 +166,7 @@ def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: Wh
         wanted += [(name, parameter) for parameter in parameters]
     optimizer = None
     if what.optimizer and not what.module_only:
-        kind = optimizer_state(engine)
+        kind = optimizer_files(engine)
         optimizer = kind.read(saved, wanted, source)
     schedules = what.scheduler and not what.module_only and engine.lr_scheduler is not None
     if schedules and not isinstance(common.get("lr_scheduler"), dict):

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.engine.checkpoint.flat_files import FlatFiles
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
+from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import extras_of
 from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SavedFile, StageLayout, layer_file, rank_file
-from ds_dynmo.engine.checkpoint.optimizer_state import named_parameters, optimizer_state
+from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import counters_of, random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.checkpoint.together import together
@@ -85,6 +87,10 @@ def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude
         weights = replica == 0 and layers.stored_use(index) is None
         extras = extras_of(module, engine._origin.layers[index], weights=weights)
         torch.save(extras, os.path.join(folder, layer_file(index, replica)))
+    files = optimizer_files(engine)
+    if isinstance(files, FlatFiles):
+        name, content = files.extra_file(engine.stage_id, replica)
+        torch.save(content, os.path.join(folder, name))
     torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica)))
 
 
@@ -103,7 +109,7 @@ def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
 
 
 def _layout(engine: Any) -> StageLayout:
-    return optimizer_state(engine).layout(named_parameters(engine._layers))
+    return optimizer_files(engine).layout(named_parameters(engine._layers))
 
 
 def _manifest(
@@ -119,7 +125,7 @@ def _manifest(
     return Manifest(
         partition=tuple(engine.partition),
         replicas=engine.grid.get_data_parallel_world_size(),
-        optimizer=optimizer_state(engine).kind,
+        optimizer=optimizer_files(engine).kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
         stages=tuple(stages[stage] for stage in sorted(stages)),
         shapes={index: origin.shapes for index, origin in engine._origin.layers.items()},

@@ -1,6 +1,6 @@
 """The optimizer's state in a checkpoint, by parameter, whatever stage and file it was written in.
 
-Implementations of :class:`OptimizerState` differ in how DeepSpeed keeps and writes it. :class:`PerParameter` is for
+Implementations of :class:`OptimizerFiles` differ in how DeepSpeed keeps and writes it. :class:`PerParameter` is for
 an optimizer that DeepSpeed does not wrap: torch's dict per parameter.
 """
 
@@ -33,7 +33,7 @@ class Saved(Protocol):
         """Where that is, for messages."""
 
 
-class OptimizerState(Protocol):
+class OptimizerFiles(Protocol):
     """How one kind of optimizer is described, read and put back. None of it communicates."""
 
     kind: str
@@ -53,11 +53,6 @@ class OptimizerState(Protocol):
 
         The weights are loaded already. A parameter of ``before`` can be another object in ``after``, or missing.
         """
-
-
-def optimizer_state(engine: Any) -> OptimizerState:
-    """The implementation that suits an engine's optimizer."""
-    return PerParameter(engine.basic_optimizer, engine.device)
 
 
 def named_parameters(layers: StageLayers) -> dict[Key, nn.Parameter]:

@@ -1,0 +1,180 @@
+"""Optimizer state that DeepSpeed's wrappers keep in flat shards, read from any number of stages and replicas.
+
+DeepSpeed writes one file per rank with its shard of every group. What it has no place for is in a file of ours
+beside it: shards of frozen parameters, and options and step counts of all groups, of absent ones too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ds_dynmo.engine.checkpoint.layout import FLAT, FOLDER, Key, Slot, StageLayout, fragments, stage_file
+from ds_dynmo.engine.checkpoint.optimizer_files import Named, Saved
+from ds_dynmo.engine.flat import MASTER, FlatState, Pieces
+from ds_dynmo.engine.flat_layout import shard_size
+from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class LoadedFlat:
+    """State of some parameters.
+
+    Attributes:
+        groups: per parameter the number of its group.
+        pieces: per parameter and kind of state, rows of elements with the place of the first; still in their files.
+        kinds: every kind of state there is.
+        scalars, options: per group.
+    """
+
+    groups: dict[Key, int] = field(default_factory=dict)
+    pieces: dict[Key, Pieces] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class FlatFiles:
+    """The state of ``BF16_Optimizer`` and of ``DeepSpeedZeroOptimizer`` stage 1."""
+
+    kind = FLAT
+
+    def __init__(self, engine: Any, state: FlatState) -> None:
+        self._engine = engine
+        self._state = state
+
+    # -- writing --------------------------------------------------------------------------------------
+
+    def layout(self, named: Named) -> StageLayout:
+        key_of = {id(parameter): key for key, parameter in named.items()}
+        slots: list[Slot] = []
+        files = [number for number, members in enumerate(self._state.members) if members]
+        for parked, groups in ((False, self._state.members), (True, self._state.parked)):
+            for number, members in enumerate(groups):
+                index, offset = files.index(number) if number in files and not parked else -1, 0
+                for parameter in members:
+                    slots.append(Slot(*key_of[id(parameter)], number, index, offset, parameter.numel(), parked))
+                    offset += parameter.numel()
+        shards, parked_shards = self._state.shard_numels
+        return StageLayout(tuple(slots), shards, parked_shards)
+
+    def extra_file(self, stage: int, replica: int) -> tuple[str, Any]:
+        """The name and content of this rank's file of ours."""
+        return _extra_file(stage, replica), self._state.extras()
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> LoadedFlat:
+        loaded = LoadedFlat()
+        places = saved.manifest.slots(prefer=stage)
+        for key in wanted:
+            if key not in places:
+                continue
+            source, slot = places[key]
+            loaded.groups[key] = slot.group
+            rows: Pieces = {}
+            for fragment in fragments(slot, self._shard_numel(saved, source, slot)):
+                for name, tensor in self._tensors(saved, source, fragment.shard, slot).items():
+                    if tensor.numel() < fragment.stop:
+                        raise CheckpointError(
+                            f"{saved.path(_rank_file(saved, source, fragment.shard))}: {name} of parameter group "
+                            f"{slot.group} has {tensor.numel()} elements, expected {fragment.stop} at least: layer "
+                            f"{slot.layer}'s {slot.name} under the partition {list(saved.manifest.partition)}"
+                        )
+                    rows.setdefault(name, []).append((fragment.destination, tensor[fragment.start : fragment.stop]))
+            loaded.pieces[key] = rows
+        for number, scalars, options, kinds in self._groups(saved, stage):
+            loaded.scalars[number], loaded.options[number] = scalars, options
+            loaded.kinds.update(kinds)
+        return loaded
+
+    def _shard_numel(self, saved: Saved, stage: int, slot: Slot) -> int:
+        layout = saved.manifest.stages[stage]
+        if slot.parked:
+            return layout.parked_numels[slot.group]
+        if not saved.manifest.stock:
+            return layout.shard_numels[slot.group]
+        total = sum(other.numel for other in layout.slots if other.group == slot.group and not other.parked)
+        return shard_size(total, int(saved.read(stage_file(stage))["dp_world_size"]))
+
+    def _tensors(self, saved: Saved, stage: int, shard: int, slot: Slot) -> dict[str, torch.Tensor]:
+        """One rank's shards of the group of ``slot``."""
+        if slot.parked:
+            tensors: dict[str, torch.Tensor] = saved.read(_extra_file(stage, shard))["parked"][slot.group]
+            return tensors
+        masters, base = _state_dict(saved, stage, shard)
+        if saved.manifest.stock:
+            expected = len({other.group for other in saved.manifest.stages[stage].slots if not other.parked})
+            if len(masters) != expected:
+                raise CheckpointError(
+                    f"{saved.path(_rank_file(saved, stage, shard))}: has {len(masters)} parameter groups, expected "
+                    f"{expected}"
+                )
+        values = base["state"].get(slot.index, {})
+        return {MASTER: masters[slot.index], **{name: value for name, value in values.items() if _is_row(value)}}
+
+    def _groups(self, saved: Saved, stage: int) -> Iterator[tuple[int, dict[str, Any], dict[str, Any], set[str]]]:
+        """Per parameter group: its number, what is counted for it, its options, kinds of state."""
+        if not saved.manifest.stock:
+            extras = saved.read(_extra_file(stage, 0))
+            for number, scalars in extras["scalars"].items():
+                yield number, dict(scalars), dict(extras["options"][number]), set(extras["kinds"])
+            return
+        seen: set[int] = set()
+        for source, layout in enumerate(saved.manifest.stages):
+            for slot in layout.slots:
+                if slot.parked or slot.group in seen:
+                    continue
+                seen.add(slot.group)
+                _, base = _state_dict(saved, source, 0)
+                values = base["state"].get(slot.index, {})
+                scalars = {name: value for name, value in values.items() if not _is_row(value)}
+                options = options_of(base["param_groups"][slot.index])
+                yield slot.group, scalars, options, {MASTER} | (values.keys() - scalars.keys())
+
+    # -- putting back ---------------------------------------------------------------------------------
+
+    def restore(self, before: Named, after: Named, loaded: LoadedFlat | None) -> None:
+        self._engine._name_parameters()
+        if loaded is None:
+            self._state.weights_loaded({id(before[key]): after[key] for key in before if key in after})
+            return
+        groups = {
+            key: number for key, parameter in before.items() if (number := self._state.group_of(parameter)) is not None
+        }
+        groups.update(loaded.groups)
+        members = [
+            (parameter, groups[key], loaded.pieces.get(key, {})) for key, parameter in after.items() if key in groups
+        ]
+        for parameter in before.values():
+            if not any(parameter is other for other in after.values()):
+                self._state.drop([parameter])
+        self._state.load(members, loaded.kinds, loaded.scalars, loaded.options)
+
+
+def _state_dict(saved: Saved, stage: int, shard: int) -> tuple[Any, Any]:
+    name = _rank_file(saved, stage, shard)
+    try:
+        content = saved.read(name)["optimizer_state_dict"]
+        return content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{saved.path(name)}: holds no state of a flat optimizer: {error!r}") from error
+
+
+def _rank_file(saved: Saved, stage: int, shard: int) -> str:
+    """DeepSpeed's file of a rank: its name begins with bf16_ where weights are."""
+    names = [f"{prefix}zero_pp_rank_{shard}_mp_rank_{stage:02d}_optim_states.pt" for prefix in ("bf16_", "")]
+    return names[0] if os.path.isfile(saved.path(names[0])) else names[1]
+
+
+def _extra_file(stage: int, replica: int) -> str:
+    return f"{FOLDER}/flat-pipe_{stage:02d}-data_{replica:02d}.pt"
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1
