@@ -59,10 +59,10 @@ def check_module(model: Any) -> None:
         raise PartitionError(f"{num_stages} stages need at least as many layers, the model has {num_layers}")
     check_partition([int(bound) for bound in model.parts], num_layers, num_stages)
     for axis in model.topology().get_axis_names():
-        if axis not in ("pipe", "data") and model.topology().get_dim(axis) > 1:
+        if axis not in ("pipe", "data", "model") and model.topology().get_dim(axis) > 1:
             raise ConfigError(
-                f"topology has {model.topology().get_dim(axis)} ranks on its {axis!r} axis: layers can be moved in "
-                "pipelines with data parallelism only so far"
+                f"topology has {model.topology().get_dim(axis)} ranks on its {axis!r} axis: layers can be moved where "
+                "the axes are pipe, data and model"
             )
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 
 def gradient_norm(
     layers: Mapping[int, nn.Module],
     num_layers: int,
-    sum_over_stages: Callable[[torch.Tensor], torch.Tensor],
+    slices: tuple[int, int],
+    sum_over_model: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
     gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> float:
@@ -24,17 +26,24 @@ def gradient_norm(
 
     Args:
         layers: this stage's layers by number. A tied layer is here only on the stage of its first use.
-        sum_over_stages: collective; the elementwise sum over the pipeline's stages (zeros but for one
-            stage in every place, so that it is exact).
+        slices: this rank's tensor-parallel index, and how many there are.
+        sum_over_model: collective; the elementwise sum over stages and slices (zeros but for one rank in every
+            place, so that it is exact).
         gradient_of: the gradient of a parameter, or None.
     """
-    squares = torch.zeros(num_layers, dtype=torch.float64, device=device)
+    squares = torch.zeros(num_layers, slices[1], dtype=torch.float64, device=device)
     for index, layer in layers.items():
-        gradients = [gradient for p in layer.parameters() if (gradient := gradient_of(p)) is not None]
+        counted = [p for p in layer.parameters() if counts(p, slices[0])]
+        gradients = [gradient.float() for p in counted if (gradient := gradient_of(p)) is not None]
         if gradients:
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm([g.float() for g in gradients])])
-            squares[index] = norms.square().sum()
-    return float(sum_over_stages(squares).sum().sqrt())
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            squares[index, slices[0]] = norms.square().sum()
+    return float(sum_over_model(squares).sum().sqrt())
+
+
+def counts(parameter: nn.Parameter, slice_index: int) -> bool:
+    """Is it counted on this tensor-parallel slice: every part of a parameter that is split, others on the first?"""
+    return slice_index == 0 or bool(is_model_parallel_parameter(parameter))
 
 
 def sharded_norm(

@@ -91,6 +91,12 @@ class Communicator:
         dist.all_reduce(moved)
         return moved.to(numbers.device)
 
+    def sum_over_model(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over all ranks of this replica: stages and tensor-parallel slices."""
+        moved = numbers.to(self._device, copy=True)
+        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())
+        return moved.to(numbers.device)
+
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over the stages of this replica's pipeline; the result is on the device of ``numbers``."""
         moved = numbers.to(self._device, copy=True)

@@ -19,7 +19,7 @@ from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import checkpoint, controller, costs, frozen
 from ds_dynmo.engine.checks import type_costs
-from ds_dynmo.engine.clipping import gradient_norm, scale_gradients, sharded_norm
+from ds_dynmo.engine.clipping import counts, gradient_norm, scale_gradients, sharded_norm
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.decentralized import decide_among_neighbours
 from ds_dynmo.engine.flat import FlatState
@@ -51,11 +51,13 @@ class DynMoPipelineEngine(PipelineEngine):
     loss: Any
     _wrapper: FlatWrapper | None = None
     _members: list[list[nn.Parameter]]
+    _timers_started: set[str]
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
         self.__dict__["_comm"] = None
         self.__dict__["_members"] = []
+        self.__dict__["_timers_started"] = set()
         super().__init__(*args, **kwargs)
         self.released = False
         self._layers = StageLayers(self.module)
@@ -297,7 +299,8 @@ class DynMoPipelineEngine(PipelineEngine):
 
     def _gradient_norm(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> float:
         modules, count = self._layers.counted_modules(), self._layers.num_layers
-        return gradient_norm(modules, count, self._comm.sum_over_stages, self.device, gradient_of)
+        slices = self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size
+        return gradient_norm(modules, count, slices, self._comm.sum_over_model, self.device, gradient_of)
 
     def _norm_of_sums(self) -> float:
         assert self._wrapper is not None
@@ -306,12 +309,29 @@ class DynMoPipelineEngine(PipelineEngine):
 
     def _norm_of_shards(self) -> float:
         assert self._wrapper is not None
-        counted = {id(p) for module in self._layers.counted_modules().values() for p in module.parameters()}
+        mine = self.grid.get_slice_parallel_rank()
+        modules = self._layers.counted_modules().values()
+        counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
         gradients = [gradient for p, gradient in self._wrapper.gradients() if id(p) in counted]
         return sharded_norm(gradients, self._comm.sum_over_world, self.device)
 
     def _reentrant_checkpointing(self) -> bool:
         return self.module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
+
+    # DeepSpeed 0.19.8 with wall_clock_breakdown starts and stops its backward timers twice in a pipeline, once in the
+    # pipeline's instruction and once in a hook, and fails on the second: the outer one counts.
+
+    def _start_timers(self, timer_names: list[str]) -> None:
+        if self.dynmo is not None:
+            timer_names = [name for name in timer_names if not self.timers(name).started_]
+            self._timers_started.update(timer_names)
+        super()._start_timers(timer_names)
+
+    def _stop_timers(self, timer_names: list[str]) -> None:
+        if self.dynmo is not None:
+            timer_names = [name for name in timer_names if name in self._timers_started]
+            self._timers_started.difference_update(timer_names)
+        super()._stop_timers(timer_names)
 
     # -- a batch --------------------------------------------------------------------------------------
 

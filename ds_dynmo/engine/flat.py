@@ -32,6 +32,7 @@ class Holdings:
     """What one rank tells the others: its parameters, and the kinds of state it keeps for them."""
 
     stage: int
+    slice: int
     members: dict[Unit, list[Member]]
     kinds: dict[Container, dict[str, torch.dtype]]
     scalars: dict[int, dict[str, Any]]
@@ -338,6 +339,7 @@ class FlatState:
         containers = [(number, parked) for number in numbers for parked in (False, True)]
         return Holdings(
             stage=self._stage,
+            slice=self._grid.get_slice_parallel_rank(),
             members=members,
             kinds={c: {name: tensor.dtype for name, tensor in self._held(c).items()} for c in containers},
             scalars={number: self._scalars(number) for number in numbers},
@@ -345,6 +347,7 @@ class FlatState:
 
     def _relayout(self, plan: MigrationPlan, every: list[Holdings]) -> _Relayout:
         layers, stages = self._layers, range(self._grid.pipe_parallel_size)
+        every = [holdings for holdings in every if holdings.slice == self._grid.get_slice_parallel_rank()]
         members = {unit: list(found) for holdings in every for unit, found in holdings.members.items()}
         held = {(h.stage, container): kinds for h in every for container, kinds in h.kinds.items()}
         kinds = {name: dtype for of_container in held.values() for name, dtype in of_container.items()}

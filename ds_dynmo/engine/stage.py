@@ -240,8 +240,8 @@ class StageLayers:
         keys = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
         for key in keys:
             stages = sorted({stage_of(use, module.parts) for use in self.uses(key)})
-            for replica in range(grid.data_parallel_size):
-                ranks = [grid.stage_to_global(stage_id=stage, data=replica) for stage in stages]
+            for pipeline in grid.pipe_groups:  # per replica and slice, its ranks by stage
+                ranks = [pipeline[stage] for stage in stages]
                 if len(ranks) == 1:
                     continue
                 group = make_group(ranks)

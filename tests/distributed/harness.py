@@ -70,6 +70,10 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands in for a message about memory."""
+
+
 def _rank_main(
     rank: int, num_ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
@@ -79,10 +83,12 @@ def _rank_main(
     os.dup2(output, 2)
     try:
         import deepspeed
+        import deepspeed.runtime.bf16_optimizer
         import torch
 
         torch.set_num_threads(1)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
+        deepspeed.runtime.bf16_optimizer.see_memory_usage = _nothing  # collects garbage: seconds per optimizer
         store = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
         torch.distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT

@@ -150,8 +150,15 @@ def test_placeholders_reach_no_file(tmp_path: Path, precision: str) -> None:
     assert run(4, work.files_hold_no_placeholder, case, str(tmp_path))[0] == []
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
-@pytest.mark.parametrize(("writer", "reader"), [("stock", "ours"), ("ours", "stock"), ("moved and back", "stock")])
+@pytest.mark.parametrize(
+    ("precision", "writer", "reader"),
+    [
+        ("bf16", "stock", "ours"),  # stock DeepSpeed 0.19.8 fails to load its own of this kind: KeyError
+        *((precision, "stock", "ours") for precision in ("bf16 zero1", "fp32 zero1")),
+        *((precision, "ours", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
+        *((precision, "moved and back", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
+    ],
+)
 def test_stock_both_ways_under_a_wrapper(tmp_path: Path, writer: str, reader: str, precision: str) -> None:
     case = Case(stages=2, clip=0.0, groups="two", scheduler=True, precision=precision)
     saved = run(2, work.save_as, writer, case, str(tmp_path))

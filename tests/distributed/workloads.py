@@ -103,6 +103,7 @@ class Case:
     scheduler: bool = False
     groups: str = "one"  # one, two, or sparse: a rank without members leaves a group out
     precision: str = "fp32"  # see PRECISIONS
+    dropout: bool = False
     start: tuple[int, ...] | None = None
     dynmo: dict[str, Any] | None = field(default_factory=lambda: {"interval": 0})
 
@@ -124,7 +125,8 @@ def layers(case: Case) -> list[Any]:
         ]
     else:
         ends = [LayerSpec(Embedding, 1), LayerSpec(Head, 2)]
-    return [ends[0], *[LayerSpec(Block, index) for index in range(case.blocks)], scale, ends[1]]
+    middle = LayerSpec(nn.Dropout, 0.2) if case.dropout else scale
+    return [ends[0], *[LayerSpec(Block, index) for index in range(case.blocks)], middle, ends[1]]
 
 
 def parameter_groups(module: nn.Module, how: str) -> list[Any]:
@@ -145,7 +147,7 @@ def config(case: Case) -> dict[str, Any]:
         "pipeline": {"use_reentrant": case.reentrant},
         **PRECISIONS[case.precision],
     }
-    if case.precision.endswith("zero1") and case.optimizer not in ("AdamW", "Adam"):
+    if "zero1" in case.precision and case.optimizer not in ("AdamW", "Adam"):
         settings["zero_allow_untested_optimizer"] = True
     if case.optimizer in ("AdamW", "Adam"):
         settings["optimizer"] = {"type": case.optimizer, "params": {"lr": 0.03, "torch_adam": True}}
@@ -261,6 +263,13 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) ->
         "moved": sum(report.layers_moved for report in engine.reports),
         "replica": engine.grid.get_data_parallel_id(),
     }
+
+
+def train_many(
+    case: Case, sequences: Sequence[Sequence[Sequence[int]]], steps: int, every: int
+) -> list[dict[str, Any]]:
+    """:func:`train`, an engine after the other."""
+    return [train(case, moves, steps, every) for moves in sequences]
 
 
 # -- tests/distributed/test_engine.py -----------------------------------------------------------------

@@ -16,6 +16,7 @@ from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, layer_file, ra
 from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.engine.checkpoint.together import together
+from ds_dynmo.engine.checkpoint.writing import refuse_slices
 from ds_dynmo.errors import CheckpointError, ConfigError
 
 
@@ -57,6 +58,7 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
     """
+    refuse_slices(engine)
     if engine.load_universal_checkpoint():
         raise ConfigError("checkpoint.load_universal = true: universal checkpoints are not supported with dynmo")
     comm = engine._comm

@@ -57,6 +57,7 @@ def save(
 def _check_supported(engine: Any, tag: str) -> None:
     if os.path.basename(tag) != tag or tag in ("", ".", ".."):
         raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
+    refuse_slices(engine)
     if engine.use_node_local_storage():
         raise ConfigError(
             "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
@@ -66,6 +67,15 @@ def _check_supported(engine: Any, tag: str) -> None:
         raise ConfigError("a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo")
     if engine.has_moe_layers:
         raise ConfigError("checkpoints of layers with deepspeed.moe experts are not supported with dynmo")
+
+
+def refuse_slices(engine: Any) -> None:
+    """Checkpoints are of one tensor-parallel slice so far."""
+    if engine.grid.slice_parallel_size > 1:
+        raise ConfigError(
+            f"topology has {engine.grid.slice_parallel_size} ranks on its 'model' axis: checkpoints of tensor-parallel "
+            "pipelines are not supported with dynmo"
+        )
 
 
 def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:

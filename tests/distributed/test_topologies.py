@@ -1,0 +1,86 @@
+"""Tensor parallelism, and what else DeepSpeed's pipeline engine can do, across a rebalance."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import topology_workloads as work
+from tests.distributed.harness import run
+from tests.distributed.test_bitwise import whole
+from tests.distributed.workloads import Case
+
+MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tied", "clip", "replicas"),
+    [
+        pytest.param("fp32", False, 0.0, 1),
+        pytest.param("fp32", True, 0.05, 1),
+        pytest.param("bf16", True, 0.05, 1),
+        pytest.param("bf16 zero1", False, 0.05, 1),
+        pytest.param("fp32", True, 0.05, 2, marks=pytest.mark.fuzz),
+        pytest.param("bf16 zero1", True, 0.05, 2, marks=pytest.mark.fuzz),
+    ],
+)
+def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int) -> None:
+    """Each (data, model) coordinate moves its own slice."""
+    case = Case(stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, groups="two", blocks=4)
+    still = run(4 * replicas, work.train_sliced, case, [])
+    moved = run(4 * replicas, work.train_sliced, case, [[0, 2, 6], [0, 5, 6], [0, 1, 6]])
+    assert moved[0]["moved"] > 0
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert [r["norm"] for r in moved] == [r["norm"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+@pytest.mark.parametrize(
+    ("settings", "module_options", "lengths"),
+    [
+        pytest.param({}, {"dynamic_shape": True}, True, id="dynamic_shape"),
+        pytest.param({"pipeline": {"activation_checkpoint_interval": 2}}, {}, False, id="checkpoint, reentrant"),
+        pytest.param(
+            {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}, {}, False, id="checkpoint"
+        ),
+        pytest.param({"wall_clock_breakdown": True, "steps_per_print": 1}, {}, False, id="wall_clock_breakdown"),
+        pytest.param({"prescale_gradients": True}, {}, False, id="prescale_gradients"),
+        pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, {}, False, id="data_types"),
+    ],
+)
+def test_features(settings: dict[str, Any], module_options: dict[str, Any], lengths: bool) -> None:
+    still = run(2, work.train_feature, settings, module_options, [], lengths)
+    moved = run(2, work.train_feature, settings, module_options, MOVES, lengths)
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+def test_csv_monitor(tmp_path: Path) -> None:
+    settings = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    run(2, work.train_feature, settings, {}, MOVES)
+    assert {"Train_Samples_train_loss.csv", "Train_Samples_lr.csv"} <= set(os.listdir(tmp_path / "job"))
+
+
+def test_set_train_batch_size() -> None:
+    assert run(2, work.train_other_sizes, []) == run(2, work.train_other_sizes, MOVES)
+
+
+def test_logits() -> None:
+    for found in run(2, work.evaluate_logits, MOVES):
+        assert all(each == found[0] for each in found)
+
+
+def test_data_given_to_initialize() -> None:
+    assert run(2, work.given_data, []) == run(2, work.given_data, MOVES)
+
+
+def test_one_stage() -> None:
+    assert run(1, work.one_stage) == [([0, 8], 2)]
+
+
+def test_no_optimizer() -> None:
+    for before, after in run(2, work.no_optimizer):
+        assert before == after

@@ -1,0 +1,215 @@
+"""Tensor-parallel pipelines and features of DeepSpeed's across a rebalance; every function here runs on a rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+import ds_dynmo
+from tests.distributed.workloads import (
+    VOCABULARY,
+    WIDTH,
+    Case,
+    Embedding,
+    Head,
+    batches,
+    build,
+    config,
+    layers,
+    loss,
+    parameter_groups,
+    project,
+    seeded,
+    state,
+)
+
+
+class _Copy(torch.autograd.Function):
+    """The identity; gradients are summed over the slices."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum over the slices; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, group: Any) -> torch.Tensor:
+        hidden = hidden.clone()
+        dist.all_reduce(hidden, group=group)
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+SLICES: dict[str, Any] = {}  # this rank's group and index; a layer that moves finds its slice's here
+
+
+class SlicedBlock(nn.Module):
+    """A residual layer whose inner width is split over two slices; norm and outer bias are not."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        inner, mine = 4 + 2 * (index % 3), SLICES["index"]
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Parameter(seeded((2, inner, WIDTH), 100 * index)[mine].clone())
+        self.down = nn.Parameter(seeded((2, WIDTH, inner), 100 * index + 1)[mine].clone())
+        self.bias = nn.Parameter(seeded((WIDTH,), 100 * index + 2))
+        self.up.model_parallel = self.down.model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(_Copy.apply(self.norm(hidden), SLICES["group"]) @ self.up.t())
+        return hidden + _Reduce.apply(inner @ self.down.t(), SLICES["group"]) + self.bias
+
+
+def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    topology = PipeModelDataParallelTopology(num_pp=case.stages, num_mp=2, num_dp=case.replicas)
+    for ranks in topology.get_axis_comm_lists("model"):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            SLICES.update(group=group, index=ranks.index(dist.get_rank()))
+    ends: list[Any] = [LayerSpec(Embedding, 1), LayerSpec(Head, 2)]
+    if case.tied:
+        ends = [
+            TiedLayerSpec("embedding", Embedding, 1, tied_weight_attr="weight"),
+            TiedLayerSpec("embedding", Embedding, 1, forward_fn=project, tied_weight_attr="weight"),
+        ]
+    module = PipelineModule(
+        layers=[ends[0], *(LayerSpec(SlicedBlock, index) for index in range(case.blocks)), ends[1]],
+        topology=topology,
+        loss_fn=loss,
+        partition_method="uniform",
+    )
+    engine = ds_dynmo.initialize(
+        model=module, model_parameters=parameter_groups(module, case.groups), config=config(case)
+    )[0]
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(6):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    found = state(engine)
+    place = engine.grid.get_slice_parallel_rank()
+    shards = {f"slice{place}/{key}": value for key, value in found.pop("shards").items()}
+    return {
+        "losses": losses,
+        "state": {"shards": shards, **{f"slice{place}/{key}": value for key, value in found.items()}},
+        "replica": engine.grid.get_data_parallel_id(),
+        "norm": float(engine.get_global_grad_norm() or 0.0),
+        "moved": sum(report.layers_moved for report in engine.reports),
+    }
+
+
+# -- features -----------------------------------------------------------------------------------------
+
+
+def feature_engine(settings: dict[str, Any], case: Case, **module_options: Any) -> Any:
+    torch.manual_seed(0)
+    module = PipelineModule(
+        layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform", **module_options
+    )
+    return ds_dynmo.initialize(
+        model=module, model_parameters=list(module.parameters()), config={**config(case), **settings}
+    )[0]
+
+
+def changing_lengths(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for number in itertools.count():
+        generator = torch.Generator().manual_seed(number)
+        length = (3, 6, 4)[(number // engine.micro_batches) % 3]
+        tokens = torch.randint(0, VOCABULARY, (2, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def train_feature(
+    settings: dict[str, Any], module_options: dict[str, Any], moves: Sequence[Sequence[int]], lengths: bool = False
+) -> dict[str, Any]:
+    case = Case(stages=2, dynmo={"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}})
+    engine = feature_engine(settings, case, **module_options)
+    data, losses, waiting = changing_lengths(engine) if lengths else batches(engine), [], list(moves)
+    for _ in range(5):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return {"losses": losses, "state": state(engine), "replica": 0}
+
+
+def train_other_sizes(moves: Sequence[Sequence[int]]) -> list[float]:
+    """The number of micro-batches changes in between."""
+    engine = build(Case(stages=2))
+    data, losses, waiting = batches(engine), [], list(moves)
+    for micro_batches in (3, 5, 2, 4):
+        engine.set_train_batch_size(2 * micro_batches)
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return losses
+
+
+def evaluate_logits(moves: Sequence[Sequence[int]]) -> list[Any]:
+    engine = build(Case(stages=2))
+    engine.train_batch(batches(engine))
+    found = []
+    for move in [None, *moves]:
+        if move is not None:
+            engine.rebalance(move)
+        value, logits = engine.eval_batch(batches(engine, seed=3), return_logits=True)
+        found.append((value.item(), None if logits is None else [part.tolist() for part in logits]))
+    return found
+
+
+def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+    """Data and a callable scheduler given to initialize; batches without an iterator."""
+    case = Case(stages=2)
+    torch.manual_seed(0)
+    module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
+    tokens = torch.randint(0, VOCABULARY, (60, 5), generator=torch.Generator().manual_seed(1))
+    engine, optimizer, _, _ = ds_dynmo.initialize(
+        model=module,
+        model_parameters=list(module.parameters()),
+        training_data=[(row[:-1], row[1:]) for row in tokens],
+        config=config(case),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    )
+    losses, waiting = [], list(moves)
+    for _ in range(6):
+        losses.append(engine.train_batch().item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return losses, [group["lr"] for group in optimizer.param_groups]
+
+
+def one_stage() -> tuple[list[int], int]:
+    engine = build(Case(stages=1, dynmo={"interval": 2}))
+    data = batches(engine)
+    for _ in range(4):
+        engine.train_batch(data)
+    return engine.partition, len(engine.reports)
+
+
+def no_optimizer() -> tuple[float, float]:
+    case = replace(Case(stages=2), optimizer="none")
+    module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
+    engine = ds_dynmo.initialize(model=module, config=config(case))[0]
+    before = engine.eval_batch(batches(engine)).item()
+    engine.rebalance([0, 2, 8])
+    return before, engine.eval_batch(batches(engine)).item()
