@@ -66,6 +66,38 @@ def check_module(model: Any) -> None:
             )
 
 
+_REFUSED = {
+    "curriculum_learning": "it changes what layers are sent in the middle of a schedule",
+    "data_efficiency": "its random layer-token drop and samplers know the layers of the stage that was built",
+    "flops_profiler": "it hooks the layers that a stage was built with; engine.profile has seconds per layer",
+    "eigenvalue": "it keeps the layers that a stage was built with",
+    "progressive_layer_drop": "it is not made for pipelines",
+    "compression_training": "it replaces the layers that a stage was built with",
+    "hybrid_engine": "it is not made for pipelines",
+    "zenflow": "its layout of the state cannot be moved",
+}
+
+
+def check_features(config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed can do and has not been seen to work across a move."""
+    for key, why in _REFUSED.items():
+        block = config.get(key)
+        inner = block.values() if isinstance(block, Mapping) else ()
+        if _enabled(block) or any(_enabled(part) for part in inner) or (key == "compression_training" and block):
+            raise ConfigError(f"{key}: {why}; switch it off to move layers")
+    if config.get("sparse_gradients"):
+        raise ConfigError("sparse_gradients = true: sparse gradients cannot be clipped by the whole model's norm")
+    compiles = config.get("compile")
+    if isinstance(compiles, Mapping) and compiles.get("deepcompile"):
+        raise ConfigError("compile.deepcompile = true: a compiled stage cannot be rebuilt around other layers")
+    tensor_parallel = config.get("tensor_parallel")
+    if isinstance(tensor_parallel, Mapping) and int(tensor_parallel.get("autotp_size", 0)) > 1:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {tensor_parallel['autotp_size']}: it replaces layers that were built; "
+            "use layers that are tensor parallel themselves and PipeModelDataParallelTopology"
+        )
+
+
 def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
     for key in ("fp16", "amp", "torch_autocast"):

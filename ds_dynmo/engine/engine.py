@@ -58,6 +58,8 @@ class DynMoPipelineEngine(PipelineEngine):
         self.__dict__["_comm"] = None
         self.__dict__["_members"] = []
         self.__dict__["_timers_started"] = set()
+        if dynmo is not None and kwargs.get("has_bool_tensors"):
+            raise ConfigError("has_bool_tensors = True: masks sent between stages cannot be told apart after a move")
         super().__init__(*args, **kwargs)
         self.released = False
         self._layers = StageLayers(self.module)
@@ -162,6 +164,15 @@ class DynMoPipelineEngine(PipelineEngine):
             loss = super().train_batch(data_iter)
         self._batch_done()
         return loss
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's ``compile``; refused where layers can move."""
+        if self.dynmo is not None and self.dynmo.enabled:
+            raise ConfigError(
+                "engine.compile: a compiled stage cannot be rebuilt around other layers; compile layers one by one "
+                "(torch.compile inside them), or set dynmo.enabled = false"
+            )
+        super().compile(*args, **kwargs)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``eval_batch``."""

@@ -49,6 +49,7 @@ def initialize(
     if dynmo is not None:
         checks.check_deepspeed_version()
         checks.check_training(settings, optimizer)
+        checks.check_features(settings)
         checks.check_initial_partition(dynmo, model)
     with _engine_class(dynmo):
         results = deepspeed.initialize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from ds_dynmo import MigrationError
 from ds_dynmo.engine import migration
-from tests.distributed.workloads import Case, batches, build, state
+from tests.distributed.workloads import Case, batches, build, partitions, state
 
 MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # by the rank that receives
 
@@ -95,3 +99,47 @@ def fatal(case: Case, point: str, rank: int) -> str:
         assert not error.harmless
         return str(error)
     return "nothing was raised"
+
+
+# -- a rank is killed ---------------------------------------------------------------------------------
+
+STEPS = 8
+
+
+def train_and_save(case: Case, folder: str, victim: int, calls: int) -> dict[str, Any]:
+    """Rebalance after every batch, save after every second; rank ``victim`` kills itself at its ``calls``-th call."""
+    engine = build(case)
+    if engine.global_rank == victim:
+        _die_at(calls)
+    return _go_on(engine, case, folder)
+
+
+def resume(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case)
+    engine.load_checkpoint(folder)
+    return _go_on(engine, case, folder)
+
+
+def _go_on(engine: Any, case: Case, folder: str) -> dict[str, Any]:
+    data = islice(batches(engine), engine.global_steps * engine.micro_batches, None)
+    losses = {}
+    for step, move in list(enumerate(partitions(case, 1, STEPS)))[engine.global_steps :]:
+        losses[step] = engine.train_batch(data).item()
+        engine.rebalance(move)
+        if step % 2:
+            engine.save_checkpoint(folder)
+    sys.setprofile(None)
+    return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
+
+
+def _die_at(calls: int) -> None:
+    """SIGKILL to this process when it enters its ``calls``-th function from now on."""
+    left = calls
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        left -= event in ("call", "c_call")
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)

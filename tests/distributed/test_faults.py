@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import fault_workloads as workloads
-from tests.distributed.harness import run
+from tests.distributed.harness import RankError, run
 from tests.distributed.test_bitwise import whole
 from tests.distributed.workloads import Case
 
@@ -46,3 +49,28 @@ def test_after_that_every_rank_stops_and_says_where(point: str, rank: int, preci
     assert "the cable is gone" in messages[rank]
     for number, message in enumerate(messages):
         assert f"rank {number} failed " in message and "resume the job from its last checkpoint" in message
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 3 else pytest.mark.fuzz) for s in range(20)])
+def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
+    """SIGKILL at any moment of a run that rebalances after every batch: before, in, and between saves."""
+    chooser = random.Random(seed)
+    case = Case(stages=2, precision=chooser.choice(["fp32", "bf16 zero1"]), groups="two", dropout=True, start=(0, 3, 8))
+    whole_run = run(2, workloads.train_and_save, case, str(tmp_path / "whole"), -1, 0)
+    try:
+        run(
+            2,
+            workloads.train_and_save,
+            case,
+            str(tmp_path / "killed"),
+            chooser.randint(0, 1),
+            chooser.randint(1, 400_000),
+        )
+    except RankError as error:
+        assert "died" in str(error) or "Connection" in str(error)
+    stages = chooser.choice([1, 2])
+    case = replace(case, stages=stages, start=None if stages == 1 else case.start)
+    resumed = run(stages, workloads.resume, case, str(tmp_path / "killed"))
+    expected = whole_run[0]["losses"]
+    assert resumed[0]["losses"] == {step: expected[step] for step in resumed[0]["losses"]}
+    assert whole(resumed) == whole(whole_run)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import topology_workloads as work
-from tests.distributed.harness import run
+from tests.distributed.harness import RankError, run
 from tests.distributed.test_bitwise import whole
 from tests.distributed.workloads import Case
 
@@ -84,3 +84,8 @@ def test_one_stage() -> None:
 def test_no_optimizer() -> None:
     for before, after in run(2, work.no_optimizer):
         assert before == after
+
+
+def test_compile_is_refused() -> None:
+    with pytest.raises(RankError, match=r"engine\.compile"):
+        run(2, work.compile_stage)

@@ -213,3 +213,7 @@ def no_optimizer() -> tuple[float, float]:
     before = engine.eval_batch(batches(engine)).item()
     engine.rebalance([0, 2, 8])
     return before, engine.eval_batch(batches(engine)).item()
+
+
+def compile_stage() -> None:
+    build(Case(stages=2)).compile()

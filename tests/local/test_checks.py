@@ -53,6 +53,28 @@ def test_training_that_can(config: dict[str, Any]) -> None:
     checks.check_training(config, None)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning"),
+        ({"data_efficiency": {"data_sampling": {"enabled": True}}}, "data_efficiency"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.*engine.profile"),
+        ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop"),
+        ({"compression_training": {"weight_quantization": {}}}, "compression_training"),
+        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
+    ],
+)
+def test_features_that_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checks.check_features(config)
+
+
+def test_features_that_are_not() -> None:
+    checks.check_features({"flops_profiler": {"enabled": False}, "compile": {}, "wall_clock_breakdown": True})
+
+
 def test_optimizers() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     checks.check_training({}, torch.optim.Adafactor([parameter]))

@@ -1,0 +1,52 @@
+"""Two nodes: two launches of the `deepspeed` command, which is what a cluster without ssh does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.harness import run
+from tests.distributed.workloads import Case, train
+
+SCRIPT = Path(__file__).with_name("node_script.py")
+
+
+def launch(folder: Path, what: str, moves: list[list[int]]) -> list[Any]:
+    """One rank on each of two nodes, which meet on the loopback interface."""
+    folder.mkdir(exist_ok=True)
+    hosts = folder / "hosts"
+    hosts.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hosts), "--no_ssh"),
+        *("--master_addr", "127.0.0.1", "--master_port", str(port)),
+    ]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node_rank", str(rank), str(SCRIPT), str(folder), what, json.dumps(moves)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    return [json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
+    first = launch(tmp_path, "train", [[0, 2, 8], [0, 6, 8], [0, 3, 8]])
+    second = launch(tmp_path, "resume", [[0, 7, 8]])
+    still = run(2, train, Case(stages=2, precision="bf16 zero1", dropout=True), [], 8, 1)
+    for rank in range(2):
+        assert first[rank] == [still[rank]["losses"][:4], [0, 3, 8]]
+        assert second[rank] == [still[rank]["losses"][4:], [0, 7, 8]]
