@@ -195,6 +195,8 @@ def _let_go(site: Site, index: int, staying: set[int]) -> None:
     if module is None or id(module) in staying:
         return
     site.state.drop(module.parameters())
+    for parameter in module.parameters():  # whoever still holds the parameter does not hold its memory
+        parameter.data = parameter.data.new_empty(0)
     spec = site.layers.spec(index)
     site.layers.detach(index)
     if isinstance(spec, nn.Module):

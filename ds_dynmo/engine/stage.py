@@ -58,6 +58,10 @@ class StageLayers:
         spec = self.spec(index)
         return str(spec.key) if isinstance(spec, TiedLayerSpec) else None
 
+    def tied_keys(self) -> list[str]:
+        """The keys of all tied layers of the model."""
+        return sorted({key for index in range(self.num_layers) if (key := self.key(index)) is not None})
+
     def uses(self, key: str) -> list[int]:
         """The layers, in the whole model, that share the parameters of ``key``."""
         return [index for index in range(self.num_layers) if self.key(index) == key]
@@ -237,8 +241,7 @@ class StageLayers:
         module.tied_comms = {}
         for parameter in module.parameters():
             parameter.ds_pipe_replicated = False
-        keys = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
-        for key in keys:
+        for key in self.tied_keys():
             stages = sorted({stage_of(use, module.parts) for use in self.uses(key)})
             for pipeline in grid.pipe_groups:  # per replica and slice, its ranks by stage
                 ranks = [pipeline[stage] for stage in stages]

@@ -602,3 +602,19 @@ def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
         if "placeholder" in str(content) or 1 in sizes or 2 in sizes:
             found.append(path.name)
     return found
+
+
+def save_for_conversion(case: Case, folder: str) -> dict[str, Any]:
+    """Weights and moments in fp32 by DeepSpeed's names, at a partition that layers were moved to."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    engine = build(case)
+    train_on(engine, 0)
+    engine.rebalance([0, 2, 8])
+    engine.save_checkpoint(folder, tag="now")
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        found[f"{name}/fp32"] = workloads.raw(safe_get_full_fp32_param(parameter))
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}/{kind}"] = workloads.raw(safe_get_full_optimizer_state(parameter, kind))
+    return found

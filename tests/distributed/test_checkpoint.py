@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,20 @@ def test_weights_alone_under_a_wrapper(tmp_path: Path, precision: str) -> None:
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             assert weights.view(dtype).float().numpy().tobytes() == master
         assert result["losses"][1] < result["losses"][0] + 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_deepspeeds_universal_conversion(tmp_path: Path, tied: bool) -> None:
+    case = Case(stages=2, replicas=2, precision="bf16 zero1", tied=tied, groups="two")
+    results = run(4, work.save_for_conversion, case, str(tmp_path))
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+    folders = ["--input_folder", str(tmp_path / "now"), "--output_folder", str(tmp_path / "universal")]
+    done = subprocess.run([*command, *folders, "--num_merge_workers", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for key, value in {key: value for result in results for key, value in result.items()}.items():
+        name, _, kind = key.rpartition("/")
+        converted = torch.load(tmp_path / "universal" / "zero" / name / f"{kind}.pt", weights_only=True)
+        assert workloads.raw(converted["param"]) == value, key
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])

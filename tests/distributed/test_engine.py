@@ -129,6 +129,12 @@ def test_departed_parameters_are_freed(precision: str) -> None:
     assert run(2, workloads.departed_parameters, precision) == [0, 0]
 
 
+def test_layers_stream_and_what_was_sent_is_freed_before_the_next() -> None:
+    middle = run(3, workloads.stream, "fp32")[1]["rounds"]
+    assert [(sends, receives) for sends, receives, _ in middle] == [(True, True), (True, True), (True, False)]
+    assert [len(alive) for _, _, alive in middle] == [3, 2, 1]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_deepspeed_finds_the_full_state_right_after_a_move(precision: str, replicas: int) -> None:

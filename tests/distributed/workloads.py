@@ -515,6 +515,28 @@ def departed_parameters(precision: str) -> int:
     return len(alive)
 
 
+def stream(precision: str) -> dict[str, Any]:
+    """The middle stage gives three layers away and gets two: what is in flight, and what of the departed is alive."""
+    engine = build(Case(stages=3, blocks=6, precision=precision, start=(0, 3, 6, 9)))
+    engine.train_batch(batches(engine))
+    watched = {
+        index: [weakref.ref(parameter) for parameter in module.parameters()]
+        for index, module in engine._layers.modules().items()
+        if 3 <= index < 6
+    }
+    exchange, seen = engine._comm.exchange, []
+
+    def watching(sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        alive = [index for index, refs in watched.items() if any(ref() is not None and ref().numel() for ref in refs)]
+        seen.append((len({id(t) for _, t in sends}) > 0, len(receives) > 0, alive))
+        exchange(sends, receives)
+
+    engine._comm.exchange = watching
+    gc.disable()
+    engine.rebalance([0, 1, 3, 9])
+    return {"rounds": seen, "stage": engine.stage_id}
+
+
 def hooked(parameter: Any) -> bool:
     """Does a wrapper still hold on to a parameter that left?"""
     return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "_hp_mapping")

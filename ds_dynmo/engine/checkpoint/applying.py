@@ -6,11 +6,14 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, install
 from ds_dynmo.engine.checkpoint.layout import Manifest
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_counters, restore_random_states
+from ds_dynmo.engine.checkpoint.universal import universal_info
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ def client_state_of(engine: Any, loaded: Loaded, what: What) -> dict[str, Any]:
     if what.scheduler:
         used.add("lr_scheduler")
     used.add("optimizer")
+    if loaded.common.get(UNIVERSAL_CHECKPOINT_INFO) == universal_info(engine).get(UNIVERSAL_CHECKPOINT_INFO):
+        used.add(UNIVERSAL_CHECKPOINT_INFO)
     client = copy.deepcopy({key: value for key, value in loaded.common.items() if key not in used})
     if what.optimizer and not what.module_only and engine.basic_optimizer is not None:
         client["optimizer"] = engine.basic_optimizer.state_dict()

@@ -16,6 +16,7 @@ from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import counters_of, random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.checkpoint.together import together
+from ds_dynmo.engine.checkpoint.universal import universal_info
 from ds_dynmo.errors import CheckpointError, ConfigError
 
 
@@ -89,6 +90,7 @@ def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude
     layers = engine._layers
     layers.refresh_twins()
     parent, name = os.path.split(folder)
+    client_state = universal_info(engine) | client_state
     engine._save_checkpoint(parent, name, client_state=client_state, exclude_frozen_parameters=exclude_frozen)
     if engine.save_zero_checkpoint:
         engine._save_zero_checkpoint(parent, name)

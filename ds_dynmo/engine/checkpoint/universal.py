@@ -1,0 +1,26 @@
+"""What DeepSpeed's conversion to a universal checkpoint wants to find."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from deepspeed.checkpoint.constants import (
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+
+
+def universal_info(engine: Any) -> dict[str, Any]:
+    """What DeepSpeed's conversion to a universal checkpoint asks the client for: a weight may be on several stages."""
+    if not engine.save_zero_checkpoint:
+        return {}
+    tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in engine._layers.tied_keys()]
+    return {
+        UNIVERSAL_CHECKPOINT_INFO: {
+            UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+            PIPELINE_REPLICATED_PARAMETER_PATTERNS: tied,
+        }
+    }
