@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
@@ -19,25 +18,21 @@ from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import checkpoint, controller, costs, frozen
 from ds_dynmo.engine.checks import type_costs
-from ds_dynmo.engine.clipping import counts, gradient_norm, scale_gradients, sharded_norm
-from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.decentralized import decide_among_neighbours
 from ds_dynmo.engine.flat import FlatState
+from ds_dynmo.engine.mended import MendedPipelineEngine
 from ds_dynmo.engine.migration import Site, migrate
-from ds_dynmo.engine.optimizer_state import OptimizerState, PerParameterState
-from ds_dynmo.engine.parameter_groups import Placeholders, complete_groups, in_order
+from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.randomness import LayerStreams
 from ds_dynmo.engine.reporting import Reporter
-from ds_dynmo.engine.stage import StageLayers
-from ds_dynmo.engine.wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
 Callback = Callable[[], None]
 
 
-class DynMoPipelineEngine(PipelineEngine):
+class DynMoPipelineEngine(MendedPipelineEngine):
     """DeepSpeed's ``PipelineEngine`` with a re-partition step. Built by :func:`ds_dynmo.initialize`.
 
     Attributes:
@@ -46,27 +41,14 @@ class DynMoPipelineEngine(PipelineEngine):
     """
 
     _INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP
-    _comm: Any
     _streams: LayerStreams | None = None
     loss: Any
-    _wrapper: FlatWrapper | None = None
-    _members: list[list[nn.Parameter]]
-    _timers_started: set[str]
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
-        self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
-        self.__dict__["_comm"] = None
-        self.__dict__["_members"] = []
-        self.__dict__["_timers_started"] = set()
-        if dynmo is not None and kwargs.get("has_bool_tensors"):
-            raise ConfigError("has_bool_tensors = True: masks sent between stages cannot be told apart after a move")
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, dynmo=dynmo, **kwargs)
         self.released = False
-        self._layers = StageLayers(self.module)
         if dynmo is None:
             return
-        self._connect()
-        self._state = self._optimizer_state()
         self._controller = controller.Controller(dynmo)
         self._profiler = Profiler(EventClock(get_accelerator()) if _has_events() else CpuClock())
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
@@ -165,15 +147,6 @@ class DynMoPipelineEngine(PipelineEngine):
         self._batch_done()
         return loss
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's ``compile``; refused where layers can move."""
-        if self.dynmo is not None and self.dynmo.enabled:
-            raise ConfigError(
-                "engine.compile: a compiled stage cannot be rebuilt around other layers; compile layers one by one "
-                "(torch.compile inside them), or set dynmo.enabled = false"
-            )
-        super().compile(*args, **kwargs)
-
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``eval_batch``."""
         if self.dynmo is not None:
@@ -225,15 +198,6 @@ class DynMoPipelineEngine(PipelineEngine):
             raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
         return checkpoint.load(self, load_dir, tag, checkpoint.What(*flags))
 
-    def clip_fp32_gradients(self) -> None:
-        """Clip by the norm of the whole model (DeepSpeed's counts the first stage only)."""
-        if self.dynmo is None:
-            super().clip_fp32_gradients()
-            return
-        norm = self._gradient_norm(lambda parameter: parameter.grad)
-        scale_gradients(self.module.parameters(), norm, self.gradient_clipping())
-        self._global_grad_norm = norm
-
     def apply_initial_partition(self) -> None:
         """Go to ``dynmo.initial_partition``. Called once, by :func:`ds_dynmo.initialize`."""
         partition = self.dynmo.initial_partition
@@ -252,97 +216,6 @@ class DynMoPipelineEngine(PipelineEngine):
         if list(new) != self.partition:
             self._comm.enter("initialize")
             self._go_to(new, reason="initial")
-
-    # -- construction ---------------------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        if self._comm is None:
-            self._comm = Communicator(self.mpu, self.device, self.dynmo.timeout_seconds)
-
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        """Build the optimizer as DeepSpeed does, but keep every parameter group on every rank, empty ones too."""
-        if self.dynmo is None:
-            super()._configure_optimizer(client_optimizer, model_parameters)
-            return
-        parameters = model_parameters or [{"params": []}]  # a stage with nothing to train: torch wants a group
-        if isinstance(client_optimizer, torch.optim.Optimizer):
-            optimizer = client_optimizer
-        elif client_optimizer is not None:
-            optimizer = client_optimizer(parameters)
-        else:
-            optimizer = self._configure_basic_optimizer(parameters)
-        if not model_parameters:
-            optimizer.param_groups.clear()
-        self._connect()
-        scheduler = self.client_lr_scheduler
-        self._comm.enter("initialize")
-        complete_groups(optimizer, None if callable(scheduler) else scheduler, self._comm.gather_objects)
-        groups = list(optimizer.param_groups)
-        self._members = [list(group["params"]) for group in groups]
-        if self.zero_optimization() or self.bfloat16_enabled():
-            in_order(optimizer, StageLayers(self.module).parameters())
-            self._placeholders = Placeholders(optimizer, self.param_names, self.get_data_types()[0], self.device)
-        super()._configure_optimizer(optimizer, model_parameters)
-        optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
-
-    def _optimizer_state(self) -> OptimizerState:
-        """What follows the layers when they move; DeepSpeed's wrapper is made to clip by the whole model's norm."""
-        wrapper = flat_wrapper(self.optimizer)
-        if wrapper is None:
-            self._members.clear()
-            return PerParameterState(self.basic_optimizer)
-        if isinstance(wrapper, Bf16Wrapper):
-            wrapper.clip_by(self._norm_of_sums)
-        else:
-            wrapper.clip_by(self._norm_of_shards)
-        self._wrapper = wrapper
-        groups, self._members = self._members, []  # no departed parameter is to live on here
-        state = FlatState(wrapper, self._layers, self._comm, self.grid, groups, self._placeholders.parameters)
-        wrapper.hide(lambda: state.members)
-        return state
-
-    def _get_zero_param_shapes(self) -> list[Any]:
-        """DeepSpeed's (0.19.8) table for checkpoints, without placeholders."""
-        shapes: list[Any] = super()._get_zero_param_shapes()
-        if self._wrapper is None:
-            return shapes
-        return [group for group in shapes if not group.keys() & set(self._placeholders.names.values())]
-
-    def _gradient_norm(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> float:
-        modules, count = self._layers.counted_modules(), self._layers.num_layers
-        slices = self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size
-        return gradient_norm(modules, count, slices, self._comm.sum_over_model, self.device, gradient_of)
-
-    def _norm_of_sums(self) -> float:
-        assert self._wrapper is not None
-        gradients = {id(parameter): gradient for parameter, gradient in self._wrapper.gradients()}
-        return self._gradient_norm(lambda parameter: gradients.get(id(parameter)))
-
-    def _norm_of_shards(self) -> float:
-        assert self._wrapper is not None
-        mine = self.grid.get_slice_parallel_rank()
-        modules = self._layers.counted_modules().values()
-        counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
-        gradients = [gradient for p, gradient in self._wrapper.gradients() if id(p) in counted]
-        return sharded_norm(gradients, self._comm.sum_over_world, self.device)
-
-    def _reentrant_checkpointing(self) -> bool:
-        return self.module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
-
-    # DeepSpeed 0.19.8 with wall_clock_breakdown starts and stops its backward timers twice in a pipeline, once in the
-    # pipeline's instruction and once in a hook, and fails on the second: the outer one counts.
-
-    def _start_timers(self, timer_names: list[str]) -> None:
-        if self.dynmo is not None:
-            timer_names = [name for name in timer_names if not self.timers(name).started_]
-            self._timers_started.update(timer_names)
-        super()._start_timers(timer_names)
-
-    def _stop_timers(self, timer_names: list[str]) -> None:
-        if self.dynmo is not None:
-            timer_names = [name for name in timer_names if name in self._timers_started]
-            self._timers_started.difference_update(timer_names)
-        super()._stop_timers(timer_names)
 
     # -- a batch --------------------------------------------------------------------------------------
 
@@ -539,13 +412,6 @@ class DynMoPipelineEngine(PipelineEngine):
         debug_clear_module_and_param_names()
         debug_extract_module_and_param_names(self.module)
         self._set_instructions()
-
-    def _name_parameters(self) -> None:
-        """In place: DeepSpeed's wrappers hold the same dict."""
-        self.param_names.clear()
-        self.param_names.update({parameter: name for name, parameter in self.module.named_parameters()})
-        if self._wrapper is not None:
-            self.param_names.update(self._placeholders.names)
 
     def _memory_limit_bytes(self) -> int | None:
         """The least of all ranks' limits; what a fraction is a fraction of may differ between them."""
