@@ -20,7 +20,17 @@ from ds_dynmo.errors import CheckpointError
 
 # Beyond what torch allows by itself (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values,
 # which DeepSpeed or its users put into checkpoints. None of them does anything when it is built.
-_ALLOWED = (DynamicLossScaler, LossScaler, ZeroStageEnum, argparse.Namespace, fragment_address, frozenset)
+_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, argparse.Namespace, fragment_address, frozenset)
+
+
+def _member(enum: Any, name: str) -> Any:
+    """Stands in for ``getattr`` in a file, by which some Pythons (3.11.2) pickle a member of an enum."""
+    if enum is not ZeroStageEnum:
+        raise CheckpointError(f"an attribute of {enum!r} is asked for")
+    return ZeroStageEnum[name]
+
+
+_ALLOWED = (*_CLASSES, (_member, "builtins.getattr"))
 
 
 def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = False) -> Any:

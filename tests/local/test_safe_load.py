@@ -1,0 +1,46 @@
+"""What may be in a checkpoint's file, and what may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from ds_dynmo.engine.checkpoint.safe_load import safe_load
+from ds_dynmo.errors import CheckpointError
+
+
+class Reduced:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_what_deepspeed_writes(tmp_path: Path) -> None:
+    torch.save({"stage": ZeroStageEnum.optimizer_states, "scaler": LossScaler(1.0)}, tmp_path / "file")
+    assert safe_load(str(tmp_path / "file"))["stage"] is ZeroStageEnum.optimizer_states
+    torch.save(Reduced(getattr, ZeroStageEnum, "optimizer_states"), tmp_path / "file")  # as Python 3.11.2 writes it
+    assert safe_load(str(tmp_path / "file")) is ZeroStageEnum.optimizer_states
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Reduced(print, "run"),
+        Reduced(getattr, ZeroStageEnum, "__init__"),
+        Reduced(getattr, LossScaler, "__init__"),
+        Reduced(getattr, Path, "unlink"),
+    ],
+)
+def test_what_could_run_code(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "file")
+    with pytest.raises(CheckpointError, match="file"):
+        safe_load(str(tmp_path / "file"))
