@@ -98,6 +98,19 @@ def check_features(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModule) -> None:
+    """Refuse what DeepSpeed 0.19.8 fails or hangs at: splitting only one way's messages over the slices."""
+    block = config.get("pipeline")
+    block = block if isinstance(block, Mapping) else {}
+    pipe, grad = (bool(block.get(key, True)) for key in ("pipe_partitioned", "grad_partitioned"))
+    slices = model.topology().get_dim("model")
+    if pipe != grad and slices > 1:
+        raise ConfigError(
+            f"pipeline.pipe_partitioned = {pipe} and pipeline.grad_partitioned = {grad} with {slices} ranks on the "
+            "'model' axis: DeepSpeed can split both over the slices or neither; set both to the same"
+        )
+
+
 def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
     for key in ("fp16", "amp", "torch_autocast"):

@@ -151,6 +151,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         """DeepSpeed's ``eval_batch``."""
         if self.dynmo is not None:
             self._layers.refresh_twins()
+            self.total_loss = self.total_additional_losses = None  # DeepSpeed would add outputs to an earlier loss
         return super().eval_batch(*args, **kwargs)
 
     def save_checkpoint(

@@ -50,6 +50,7 @@ def initialize(
         checks.check_deepspeed_version()
         checks.check_training(settings, optimizer)
         checks.check_features(settings)
+        checks.check_partitioned_activations(settings, model)
         checks.check_initial_partition(dynmo, model)
     with _engine_class(dynmo):
         results = deepspeed.initialize(

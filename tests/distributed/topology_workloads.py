@@ -173,7 +173,9 @@ def evaluate_logits(moves: Sequence[Sequence[int]]) -> list[Any]:
         if move is not None:
             engine.rebalance(move)
         value, logits = engine.eval_batch(batches(engine, seed=3), return_logits=True)
-        found.append((value.item(), None if logits is None else [part.tolist() for part in logits]))
+        outputs = engine.eval_batch(batches(engine, seed=3), compute_loss=False, reduce_output=None)
+        shapes = None if outputs is None else [list(part.shape) for part in outputs]
+        found.append((value.item(), None if logits is None else [part.tolist() for part in logits], shapes))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import logger
 from torch import nn
 
@@ -73,6 +74,14 @@ def test_features_that_are_refused(config: dict[str, Any], message: str) -> None
 
 def test_features_that_are_not() -> None:
     checks.check_features({"flops_profiler": {"enabled": False}, "compile": {}, "wall_clock_breakdown": True})
+
+
+def test_activations_partitioned_one_way_only() -> None:
+    model: Any = SimpleNamespace(topology=lambda: PipeModelDataParallelTopology(2, 2, 1))
+    checks.check_partitioned_activations({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}, model)
+    checks.check_partitioned_activations({}, model)
+    with pytest.raises(ConfigError, match="grad_partitioned = False with 2 ranks"):
+        checks.check_partitioned_activations({"pipeline": {"grad_partitioned": False}}, model)
 
 
 def test_optimizers() -> None:
