@@ -9,43 +9,21 @@ what stays on a rank, and send the rest directly, one kind of state after the ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_dynmo.engine.comm import Communicator
-from ds_dynmo.engine.flat_layout import Buffer, Container, Member, Run, Unit, runs, shard_size, stage_buffers
+from ds_dynmo.engine.flat_layout import Container, Member, Unit, shard_size
 from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes
 from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.engine.relayout import MASTER, Holdings, Relayout, work_out
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.engine.wrappers import FlatWrapper, unbind
-from ds_dynmo.plan import MigrationPlan, stage_of
+from ds_dynmo.plan import MigrationPlan
 
-MASTER = "master"  # the kind of state that the fp32 weights are
 Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements with the place of their first
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """What one rank tells the others: its parameters, and the kinds of state it keeps for them."""
-
-    stage: int
-    slice: int
-    members: dict[Unit, list[Member]]
-    kinds: dict[Container, dict[str, torch.dtype]]
-    scalars: dict[int, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Relayout:
-    old: dict[int, dict[Container, Buffer]]
-    new: dict[int, dict[Container, Buffer]]
-    runs: list[Run]
-    kinds: dict[str, torch.dtype]
-    held: dict[tuple[int, Container], dict[str, torch.dtype]]
-    scalars: dict[int, dict[str, Any]]
 
 
 class FlatState:
@@ -70,7 +48,8 @@ class FlatState:
         self._group = {id(p): number for number, group in enumerate(groups) for p in group}
         self._parked = {id(p) for group in groups for p in group if not p.requires_grad}
         self._stash: dict[int, dict[str, torch.Tensor]] = {}  # per group, its parked buffer's tensors
-        self._next: _Relayout | None = None
+        self._next: Relayout | None = None
+        self._flats: dict[int, torch.Tensor] = {}  # per group, the weights' next flat buffer while layers move
         self._linked = False
         self._stage, self._shards = grid.get_stage_id(), grid.data_parallel_size
         for number in range(len(self._placeholders)):
@@ -151,7 +130,7 @@ class FlatState:
         if not plan.moves:
             return 0
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
-        self._next = self._relayout(plan, every)
+        self._next = work_out(plan, every, self._layers, self._grid)
         me = self._grid.get_stage_id(), self._grid.data_parallel_id
         width = sum(dtype.itemsize for dtype in self._next.kinds.values())
         return sum(run.numel * width for run in self._next.runs if run.source == me != run.destination)
@@ -169,6 +148,19 @@ class FlatState:
             attributes=[parameter_attributes(parameter) for parameter in parameters],
             group_options={n: options_of(groups[n]) for n in numbers if n is not None},
         )
+
+    def home(self, index: int, position: int) -> torch.Tensor | None:
+        assert self._next is not None, "prepare comes first"
+        key = self._layers.unit(index), position
+        for (group, parked), buffer in self._next.new[self._stage].items():
+            if not parked and key in buffer.offsets:
+                return self._next_flat(group, buffer.shard).narrow(0, buffer.offsets[key], buffer.numel[key])
+        return None
+
+    def _next_flat(self, group: int, shard: int) -> torch.Tensor:
+        if group not in self._flats:
+            self._flats[group] = self._placeholders[group].data.new_empty(shard * self._shards)
+        return self._flats[group]
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -195,7 +187,8 @@ class FlatState:
         self._park(parameters)
         live = self._by_group(parameters, parked=False)
         groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
-        flats = [self._flatten(group) for group in groups]
+        flats = [self._flatten(number, group) for number, group in enumerate(groups)]
+        self._flats.clear()
         self._wrapper.rewrap(groups, flats)
         self._linked = self._wrapper.link_state()
         self._mark_tied()
@@ -209,7 +202,7 @@ class FlatState:
         """Follow what was frozen or unfrozen. Collective."""
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
         if any(m.parked != m.park for h in every for members in h.members.values() for m in members):
-            self._next = self._relayout(MigrationPlan.between(partition, partition), every)
+            self._next = work_out(MigrationPlan.between(partition, partition), every, self._layers, self._grid)
             self.settle(self._layers.parameters(), {})
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -319,8 +312,6 @@ class FlatState:
             found[name] = (max(-first, 0), tensor[max(first, 0) : max(first + parameter.numel(), 0)])
         return found
 
-    # -- working out ----------------------------------------------------------------------------------
-
     def _holdings(self) -> Holdings:
         members: dict[Unit, list[Member]] = {}
         for index, module in self._layers.modules().items():
@@ -340,33 +331,11 @@ class FlatState:
         return Holdings(
             stage=self._stage,
             slice=self._grid.get_slice_parallel_rank(),
+            num_groups=len(self._placeholders),
             members=members,
             kinds={c: {name: tensor.dtype for name, tensor in self._held(c).items()} for c in containers},
             scalars={number: self._scalars(number) for number in numbers},
         )
-
-    def _relayout(self, plan: MigrationPlan, every: list[Holdings]) -> _Relayout:
-        layers, stages = self._layers, range(self._grid.pipe_parallel_size)
-        every = [holdings for holdings in every if holdings.slice == self._grid.get_slice_parallel_rank()]
-        members = {unit: list(found) for holdings in every for unit, found in holdings.members.items()}
-        held = {(h.stage, container): kinds for h in every for container, kinds in h.kinds.items()}
-        kinds = {name: dtype for of_container in held.values() for name, dtype in of_container.items()}
-        before = {stage: layers.units(plan.old, stage) for stage in stages}
-        after = {stage: layers.units(plan.new, stage) for stage in stages}
-        count = len(self._placeholders)
-        old = {s: stage_buffers(list(before[s]), members, count, self._shards, after=False) for s in stages}
-        new = {s: stage_buffers(list(after[s]), members, count, self._shards, after=True) for s in stages}
-        source_of = {
-            (stage, unit): stage if unit in before[stage] else stage_of(owner, plan.old)
-            for stage in stages
-            for unit, owner in after[stage].items()
-        }
-        scalars: dict[int, dict[str, Any]] = {}
-        for holdings in every:
-            for number, values in holdings.scalars.items():
-                scalars.setdefault(number, {}).update(values)
-        order = dict(sorted(kinds.items(), key=lambda item: (item[0] != MASTER, item[0])))
-        return _Relayout(old, new, list(runs(old, new, source_of, self._shards)), order, held, scalars)
 
     # -- carrying out ---------------------------------------------------------------------------------
 
@@ -378,7 +347,7 @@ class FlatState:
                 for content in arrived.values():
                     group.update(content.group_options.get(number, {}))
 
-    def _exchange(self, plan: _Relayout) -> None:
+    def _exchange(self, plan: Relayout) -> None:
         """Fill new shards, one kind of state of one buffer after the other, and give the old ones back."""
         me = self._grid.get_stage_id(), self._grid.data_parallel_id
         old = {container: dict(self._held(container)) for container in plan.old[self._stage]}
@@ -408,7 +377,7 @@ class FlatState:
                 tensors.pop(name, None)
             self._replace(name, fresh, plan)
 
-    def _replace(self, name: str, fresh: dict[Container, dict[str, torch.Tensor]], plan: _Relayout) -> None:
+    def _replace(self, name: str, fresh: dict[Container, dict[str, torch.Tensor]], plan: Relayout) -> None:
         state = self._wrapper.inner.state
         for (number, parked), tensors in fresh.items():
             if parked:
@@ -443,14 +412,14 @@ class FlatState:
                 self._parked.add(id(parameter))
                 parameter.data = parameter.data.clone()  # no longer a part of the flat weights
 
-    def _flatten(self, group: list[nn.Parameter]) -> torch.Tensor:
-        """The weights of a group in one buffer, of which the parameters become views."""
-        total = sum(parameter.numel() for parameter in group)
-        flat = group[0].data.new_empty(shard_size(total, self._shards) * self._shards)
+    def _flatten(self, number: int, group: list[nn.Parameter]) -> torch.Tensor:
+        """The weights of a group in one buffer, of which the parameters become views; some lie there already."""
+        flat = self._next_flat(number, shard_size(sum(parameter.numel() for parameter in group), self._shards))
         offset = 0
         for parameter in group:
             view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
-            view.copy_(parameter.data)
+            if view.data_ptr() != parameter.data_ptr():
+                view.copy_(parameter.data)
             parameter.data = view
             offset += parameter.numel()
         flat[offset:].zero_()

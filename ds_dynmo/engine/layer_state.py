@@ -14,7 +14,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,11 @@ class TensorMeta:
     dtype: torch.dtype
     strides: tuple[int, ...] | None  # None: a sparse CSR tensor, which travels as its three parts
     parts: tuple[TensorMeta, ...] = ()
+    position: int | None = None  # among the layer's parameters, if it is one of them
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,11 @@ def pack(content: LayerContent) -> PackedLayer:
     except (pickle.PicklingError, AttributeError, TypeError):
         content = LayerContent(**{**vars(content), "module": _dismantle(content.module)})
         shell, tensors = _pickled(content)
+    position = {id(parameter): number for number, parameter in enumerate(content.parameters)}
     metas, flat = [], []
     for tensor in tensors:
         meta, parts = _describe(tensor)
-        metas.append(meta)
+        metas.append(replace(meta, position=position.get(id(tensor))))
         flat.extend(parts)
     return PackedLayer(shell, tuple(metas), tuple(flat))
 
@@ -192,16 +198,26 @@ class ArrivingLayer:
         self._tensors: list[Callable[[], torch.Tensor]] = []
         self.landing: list[torch.Tensor] = []
 
-    def furnish(self, device: torch.device) -> None:
-        """Allocate the layer's tensors."""
-        self._tensors = [self._room(meta, device) for meta in self._metas]
+    def furnish(self, device: torch.device, home: Callable[[int], torch.Tensor | None]) -> None:
+        """Make room for the layer's tensors.
 
-    def _room(self, meta: TensorMeta, device: torch.device) -> Callable[[], torch.Tensor]:
+        Args:
+            home: by position, the flat memory in which a parameter is to lie; None: memory of its own.
+        """
+        self._tensors = [self._room(meta, device, home) for meta in self._metas]
+
+    def _room(
+        self, meta: TensorMeta, device: torch.device, home: Callable[[int], torch.Tensor | None]
+    ) -> Callable[[], torch.Tensor]:
         place = torch.device("cpu") if meta.on_cpu else device
         if meta.strides is None:
-            crow, col, values = (self._room(part, device) for part in meta.parts)
+            crow, col, values = (self._room(part, device, home) for part in meta.parts)
             return lambda: _as(meta, torch.sparse_csr_tensor(crow(), col(), values(), meta.shape, dtype=meta.dtype))
-        data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=place)
+        given = home(meta.position) if meta.position is not None and meta.is_contiguous else None
+        if given is not None:
+            data = given.view(meta.shape)
+        else:
+            data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=place)
         if data.numel():
             self.landing.append(_bytes_of(data))
         return lambda: _as(meta, data)

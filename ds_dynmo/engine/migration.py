@@ -148,7 +148,7 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
                 sends += [(rank, flat) for flat in packed[move.layer].tensors]
             if move.destination == site.stage:
                 room = rooms[move.layer]
-                room.furnish(site.device)
+                room.furnish(site.device, partial(site.state.home, move.layer))
                 rank = site.grid.stage_to_global(move.source)
                 receives += [(rank, flat) for flat in room.landing]
         site.comm.exchange(sends, receives)

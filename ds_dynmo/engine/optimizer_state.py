@@ -33,6 +33,10 @@ class OptimizerState(Protocol):
         """A layer with all of the optimizer's that travels inside it."""
         ...
 
+    def home(self, index: int, position: int) -> torch.Tensor | None:
+        """Where to receive a parameter of layer ``index``, which arrives: flat memory, or None for its own."""
+        ...
+
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """These parameters were sent away: let go of what is held for them."""
         ...
@@ -99,6 +103,9 @@ class PerParameterState:
             attributes=[parameter_attributes(parameter) for parameter in parameters],
             group_options={n: options_of(self._groups[n]) for n in numbers if n is not None},
         )
+
+    def home(self, index: int, position: int) -> torch.Tensor | None:
+        return None
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         gone = {id(parameter) for parameter in parameters}

@@ -42,9 +42,17 @@ class Unpicklable(Layer):
         self.activation: Callable[[float], float] = lambda x: x
 
 
-def send(packed: PackedLayer, build: Callable[[], nn.Module]) -> LayerContent:
+def own_memory(position: int) -> None:
+    """No parameter has a place prepared for it."""
+
+
+def send(
+    packed: PackedLayer,
+    build: Callable[[], nn.Module],
+    home: Callable[[int], torch.Tensor | None] = own_memory,
+) -> LayerContent:
     room = ArrivingLayer(packed.header)
-    room.furnish(torch.device("cpu"))
+    room.furnish(torch.device("cpu"), home)
     assert len(room.landing) == len(packed.tensors)
     for there, here in zip(room.landing, packed.tensors):
         there.copy_(here)
@@ -155,3 +163,20 @@ def test_no_random_number_is_drawn(layer: Layer) -> None:
 def test_bytes_are_counted() -> None:
     module = nn.Linear(3, 4)
     assert pack(PerParameterState(None).content(module)).num_bytes == (12 + 4) * 4
+
+
+def test_a_parameter_lands_where_the_optimizer_wants_it(layer: Layer) -> None:
+    flat = torch.zeros(12 + 4)
+    homes = {0: flat[4:], 1: flat[:4]}
+    arrived = send(pack(PerParameterState(None).content(layer)), type(layer), homes.get).module
+    assert torch.equal(flat, torch.cat([layer.linear.bias, layer.linear.weight.flatten()]))
+    assert arrived.linear.weight.data_ptr() == flat[4:].data_ptr()
+
+
+def test_a_parameter_with_its_axes_permuted_keeps_its_memory_order() -> None:
+    layer = nn.Linear(3, 4, bias=False)
+    layer.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    flat = torch.zeros(12)
+    arrived = send(pack(PerParameterState(None).content(layer)), nn.Identity, lambda position: flat).module
+    assert torch.equal(arrived.weight, layer.weight) and arrived.weight.stride() == layer.weight.stride()
+    assert not flat.any()

@@ -15,9 +15,10 @@ import torch
 
 from ds_dynmo.engine.checkpoint.layout import FLAT, FOLDER, Key, Slot, StageLayout, fragments, stage_file
 from ds_dynmo.engine.checkpoint.optimizer_files import Named, Saved
-from ds_dynmo.engine.flat import MASTER, FlatState, Pieces
+from ds_dynmo.engine.flat import FlatState, Pieces
 from ds_dynmo.engine.flat_layout import shard_size
 from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.engine.relayout import MASTER
 from ds_dynmo.errors import CheckpointError
 
 
