@@ -15,7 +15,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch._dynamo", "deepspeed", "ds_dynmo.engine", "tests.distributed.workloads"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # what ZeRO imports in its constructor: torch's compiler, seconds
+    "ds_dynmo.engine",
+    "tests.distributed.workloads",
+]
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
