@@ -18,6 +18,8 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig, parse_type_partition
+from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.plan import check_partition
 
@@ -153,7 +155,6 @@ _ELEMENTWISE = (
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
-    torch.optim.Rprop,
     torch.optim.SGD,
 )
 
@@ -213,6 +214,18 @@ def type_costs(specs: list[Any], text: str) -> list[float]:
     return [
         next((weight for pattern, weight in rules if re.search(pattern, name, re.IGNORECASE)), 0.0) for name in names
     ]
+
+
+def check_sharing(layers: StageLayers, comm: Communicator) -> None:
+    """Refuse layers that share a parameter without being tied: it could not be on two stages. Collective."""
+    here = layers.sharing()
+    flags = torch.tensor([float(index in here) for index in range(layers.num_layers)])
+    shared = comm.max_over_world(flags).nonzero().flatten().tolist()
+    if shared:
+        raise ConfigError(
+            f"layers {shared} share parameters with one another: they could not be on different stages; make them "
+            "TiedLayerSpecs of one key"
+        )
 
 
 def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:

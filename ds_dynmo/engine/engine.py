@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,10 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
-from torch import nn
 
-from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine import checkpoint, controller, costs, frozen
-from ds_dynmo.engine.checks import type_costs
+from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
+from ds_dynmo.engine.checks import check_sharing
 from ds_dynmo.engine.decentralized import decide_among_neighbours
 from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.mended import MendedPipelineEngine
@@ -25,7 +24,7 @@ from ds_dynmo.engine.migration import Site, migrate
 from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.randomness import LayerStreams
-from ds_dynmo.engine.reporting import Reporter
+from ds_dynmo.engine.reporting import Reporter, rebalance_report
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
@@ -60,6 +59,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         self._trainable: list[bool] = []
         if self._reentrant_checkpointing():
             self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
+        check_sharing(self._layers, self._comm)
         self._layers.split_uses()
         if dynmo.randomness.per_layer:
             seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
@@ -199,24 +199,10 @@ class DynMoPipelineEngine(MendedPipelineEngine):
             raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
         return checkpoint.load(self, load_dir, tag, checkpoint.What(*flags))
 
-    def apply_initial_partition(self) -> None:
-        """Go to ``dynmo.initial_partition``. Called once, by :func:`ds_dynmo.initialize`."""
-        partition = self.dynmo.initial_partition
-        if not self.dynmo.enabled or partition in (None, "profile"):
-            return
-        if partition == "uniform":
-            target: Sequence[int] = partitioners.uniform(self._layers.num_layers, self.num_stages)
-        elif partition == "parameters":
-            counts = self._comm.max_over_world(costs.per_layer(self._layers, costs.trainable_parameters))
-            target = partitioners.balanced(counts.tolist(), self.num_stages)
-        elif isinstance(partition, str):
-            target = partitioners.balanced(type_costs(self.module._layer_specs, partition), self.num_stages)
-        else:
-            target = partition
-        new = check_partition(target, self._layers.num_layers, self.num_stages)
-        if list(new) != self.partition:
-            self._comm.enter("initialize")
-            self._go_to(new, reason="initial")
+    def start_at(self, partition: Sequence[int]) -> None:
+        """Go to the partition that training begins at. Called once, by :func:`ds_dynmo.initialize`. Collective."""
+        self._comm.enter("initialize")
+        self._go_to(check_partition(partition, self._layers.num_layers, self.num_stages), reason="initial")
 
     # -- a batch --------------------------------------------------------------------------------------
 
@@ -231,28 +217,12 @@ class DynMoPipelineEngine(MendedPipelineEngine):
 
     def _profiled_batch(self, data_iter: Any) -> torch.Tensor:
         bare = self._INSTRUCTION_MAP
-        self._INSTRUCTION_MAP = self._with_marks(bare)
+        self._INSTRUCTION_MAP = instructions.marked(bare, backward=self._prefix < self._layers.stop)
         try:
             with self._profiler.batch(self.module, self._layers.start, self.is_last_stage()):
                 return super().train_batch(data_iter)
         finally:
             self._INSTRUCTION_MAP = bare
-
-    def _with_marks(self, bare: dict[type, Any]) -> dict[type, Any]:
-        forward, backward = bare[schedule.ForwardPass], bare[schedule.BackwardPass]
-
-        def forward_pass(engine: Any, buffer_id: int) -> None:
-            with engine._profiler.one_pass(backward=False):
-                forward(engine, buffer_id)
-
-        def backward_pass(engine: Any, buffer_id: int) -> None:
-            with engine._profiler.one_pass(backward=True):
-                backward(engine, buffer_id)
-
-        marked = {**bare, schedule.ForwardPass: forward_pass}
-        if self._prefix < self._layers.stop:
-            marked[schedule.BackwardPass] = backward_pass
-        return marked
 
     def _batch_done(self) -> None:
         if isinstance(self._state, FlatState):
@@ -330,8 +300,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         assert self._profile is not None
         began = time.perf_counter()
         self._comm.enter("rebalance")
-        latest = self._profile
-        profile = Profile(latest.step, tuple(self.partition), latest.layers, latest.micro_batches, latest.batch_seconds)
+        profile = replace(self._profile, partition=tuple(self.partition))
         limit = self._memory_limit_bytes()
         try:
             decision = self._decide(profile, limit)
@@ -369,13 +338,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
     ) -> RebalanceReport:
         plan = MigrationPlan.between(self.partition, new)
         if decision is None and self._profile is not None:
-            here = Profile(
-                self._profile.step,
-                plan.old,
-                self._profile.layers,
-                self._profile.micro_batches,
-                self._profile.batch_seconds,
-            )
+            here = replace(self._profile, partition=plan.old)
             decision = controller.predict(here, new)
         began = time.perf_counter()
         site = Site(self.stage_id, self._layers, self._state, self.grid, self.device, self._comm, self._name_parameters)
@@ -383,20 +346,13 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         if plan.moves:
             self._layers_moved()
         self._controller.decided(bool(plan.moves))
-        report = RebalanceReport(
+        report = rebalance_report(
+            plan,
+            decision,
             step=self.global_steps,
             reason=reason,
-            old_partition=plan.old,
-            new_partition=plan.new,
-            bottleneck_seconds_before=decision.bottleneck_seconds_before if decision else None,
-            bottleneck_seconds_after=decision.bottleneck_seconds_after if decision else None,
-            imbalance_before=decision.imbalance_before if decision else None,
-            imbalance_after=decision.imbalance_after if decision else None,
-            layers_moved=len(plan.moves),
             bytes_moved=moved_bytes,
-            profile_seconds=profile_seconds,
-            decide_seconds=decide_seconds,
-            migrate_seconds=time.perf_counter() - began,
+            seconds=(profile_seconds, decide_seconds, time.perf_counter() - began),
             load_signals=tuple(layer.load_signal for layer in self._profile.layers) if self._profile else (),
         )
         self._reporter.rebalanced(report, self.global_samples)
@@ -427,16 +383,11 @@ class DynMoPipelineEngine(MendedPipelineEngine):
     def _agree_on_trainable(self, what: str) -> None:
         """Every rank learns which layers of the model have something to train."""
         self._comm.enter(what)
-        flags = self._comm.max_over_world(costs.per_layer(self._layers, lambda m: float(_trains(m)))).tolist()
-        for key in {key for index in range(len(flags)) if (key := self._layers.key(index)) is not None}:
-            uses = self._layers.uses(key)
-            if len({flags[use] for use in uses}) > 1:
-                raise ConfigError(
-                    f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if flags[u]]} have "
-                    "something to train: freeze all of them, or untie them"
-                )
+        flags = self._comm.max_over_world(costs.per_layer(self._layers, lambda module: float(frozen.trains(module))))
+        trainable = flags.bool().tolist()
+        frozen.check_ties(self._layers, trainable)
         self._refit_optimizer()
-        self._trainable = [bool(flag) for flag in flags]
+        self._trainable = trainable
         self._prefix = frozen.frozen_prefix(self._trainable)
         self._set_instructions()
 
@@ -453,27 +404,16 @@ class DynMoPipelineEngine(MendedPipelineEngine):
                 "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
                 "that the optimizer stops or starts to update them"
             )
-        for index, module in self._layers.modules().items():
-            if _trains(module) != self._trainable[index]:
-                change = "frozen" if self._trainable[index] else "unfrozen"
-                raise ConfigError(
-                    f"layer {index} was {change}: call engine.model_changed(reason) on every rank after layers are "
-                    "frozen or unfrozen"
-                )
+        frozen.check_unchanged(self._layers, self._trainable)
 
     def _set_instructions(self) -> None:
-        """DeepSpeed's own instructions, but for what a frozen prefix, twins, callbacks or random streams need."""
-        changed: dict[type, Any] = frozen.instructions(self._layers.start, self._layers.stop, self._prefix)
-        if self._layers.has_twins:
-            changed[schedule.ReduceTiedGrads] = _reduce_tied_gradients
-            if self.using_bf16_optimizer and self._prefix < self._layers.stop:
-                changed[schedule.BackwardPass] = _backward_and_accumulate_twins
-        if self._step_callbacks:
-            changed[schedule.OptimizerStep] = _call_back_and_step
-        stock = PipelineEngine._INSTRUCTION_MAP
-        if self._streams is not None:
-            changed.update(self._streams.instructions({**stock, **changed}))
-        self._INSTRUCTION_MAP = {**stock, **changed} if changed else stock
+        self._INSTRUCTION_MAP = instructions.instructions(
+            self._layers,
+            self._prefix,
+            accumulates=self.using_bf16_optimizer,
+            calls_back=bool(self._step_callbacks),
+            streams=self._streams,
+        )
 
     # -- misuse ---------------------------------------------------------------------------------------
 
@@ -487,28 +427,5 @@ class DynMoPipelineEngine(MendedPipelineEngine):
             raise ConfigError(f"dynmo.enabled = false: engine.{what} would move layers; set it to true")
 
 
-def _trains(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
 def _has_events() -> bool:
     return get_accelerator().device_name() != "cpu"
-
-
-def _backward_and_accumulate_twins(engine: Any, buffer_id: int) -> None:
-    PipelineEngine._exec_backward_pass(engine, buffer_id)
-    engine._layers.accumulate_twin_gradients(engine.optimizer.grad_acc_dtype)
-
-
-def _reduce_tied_gradients(engine: Any) -> None:
-    if engine.using_bf16_optimizer:
-        engine._layers.fold_twin_sums()
-    else:
-        engine._layers.fold_twin_gradients()
-    PipelineEngine._exec_reduce_tied_grads(engine)
-
-
-def _call_back_and_step(engine: Any) -> None:
-    for callback in engine._step_callbacks:
-        callback()
-    PipelineEngine._exec_optimizer_step(engine)

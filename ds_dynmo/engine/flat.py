@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.flat_layout import Container, Member, Unit, shard_size
-from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes
+from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.parameter_groups import options_of
 from ds_dynmo.engine.relayout import MASTER, Holdings, Relayout, work_out
 from ds_dynmo.engine.stage import StageLayers
@@ -146,10 +146,11 @@ class FlatState:
             optimizer_state=[None] * len(parameters),
             gradients=[None] * len(parameters),
             attributes=[parameter_attributes(parameter) for parameter in parameters],
+            hooks=[parameter_hooks(parameter) for parameter in parameters],
             group_options={n: options_of(groups[n]) for n in numbers if n is not None},
         )
 
-    def home(self, index: int, position: int) -> torch.Tensor | None:
+    def landing_place(self, index: int, position: int) -> torch.Tensor | None:
         assert self._next is not None, "prepare comes first"
         key = self._layers.unit(index), position
         for (group, parked), buffer in self._next.new[self._stage].items():
@@ -373,6 +374,8 @@ class FlatState:
                 elif here is not None:
                     receives.append((self._rank(run.source), here))
             self._comm.exchange(sends, receives)
+            sends.clear()
+            there = None  # the last holders of what was sent
             for tensors in old.values():
                 tensors.pop(name, None)
             self._replace(name, fresh, plan)
@@ -426,7 +429,7 @@ class FlatState:
         return flat
 
     def _mark_tied(self) -> None:
-        self._wrapper.mark_tied([p for p in self._layers.tied_parameters() if id(p) not in self._parked])
+        self._wrapper.mark_tied(self._layers.tied_parameters())
 
 
 def _own(value: Any) -> Any:

@@ -16,8 +16,43 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.errors import ConfigError
 
 Instruction = Callable[..., None]
+
+
+def trains(module: nn.Module) -> bool:
+    """Has it anything to train?"""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
+    """Refuse a tie of which some uses are frozen and others not.
+
+    Raises:
+        ConfigError: on every rank, as all know ``trainable``, a flag per layer of the model.
+    """
+    for key in layers.tied_keys():
+        uses = layers.uses(key)
+        if len({trainable[use] for use in uses}) > 1:
+            raise ConfigError(
+                f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if trainable[u]]} have "
+                "something to train: freeze all of them, or untie them"
+            )
+
+
+def check_unchanged(layers: StageLayers, trainable: Sequence[bool]) -> None:
+    """Refuse to train where layers were frozen or unfrozen and the engine was not told."""
+    for index, module in layers.modules().items():
+        if trains(module) != trainable[index]:
+            change = "frozen" if trainable[index] else "unfrozen"
+            raise ConfigError(
+                f"layer {index} was {change}: call engine.model_changed(reason) on every rank after layers are "
+                "frozen or unfrozen"
+            )
 
 
 def frozen_prefix(trainable: Sequence[bool]) -> int:

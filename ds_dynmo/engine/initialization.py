@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import deepspeed
 
+from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
-from ds_dynmo.engine import checks
+from ds_dynmo.engine import checks, costs
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 
 
@@ -70,8 +71,26 @@ def initialize(
         )
     engine = results[0]
     if dynmo is not None:
-        engine.apply_initial_partition()
+        first = _first_partition(engine, dynmo)
+        if list(first) != engine.partition:
+            engine.start_at(first)
     return engine, results[1], results[2], results[3]
+
+
+def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
+    """Where training begins, as ``dynmo.initial_partition`` says. Collective."""
+    first, layers = dynmo.initial_partition, engine._layers
+    if not dynmo.enabled or first in (None, "profile"):
+        return engine.partition
+    if first == "uniform":
+        return partitioners.uniform(layers.num_layers, engine.num_stages)
+    if first == "parameters":
+        counts = engine._comm.max_over_world(costs.per_layer(layers, costs.trainable_parameters))
+        return partitioners.balanced(counts.tolist(), engine.num_stages)
+    if isinstance(first, str):
+        return partitioners.balanced(checks.type_costs(engine.module._layer_specs, first), engine.num_stages)
+    assert first is not None
+    return first
 
 
 @contextmanager

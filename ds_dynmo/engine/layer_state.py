@@ -2,28 +2,36 @@
 
 The layer's module is pickled with its tensors taken out, so that attributes, masks, extra state, buffers
 (non-persistent ones too) and parameters of any present shape arrive as they left, nothing is initialised and
-no random number drawn. Optimizer state, gradients and parameter groups go the same way, in the same pickle.
-A module that cannot be pickled (a lambda in an attribute, a hook that is a closure) is taken apart instead
-and put into a shell that the receiver builds from the layer's spec.
+no random number drawn. Optimizer state, gradients, hooks and parameter groups go the same way, in the same pickle.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from ds_dynmo.engine.pickling import (
+    NOT_PICKLABLE,
+    Dismantled,
+    assemble,
+    can_be_pickled,
+    dismantle,
+    dump,
+    load,
+    missing_in,
+    random_state_kept,
+)
 from ds_dynmo.engine.wrappers import bound_by_wrapper
 
-_MODULE_MACHINERY = frozenset(vars(nn.Module()))
+_HOOKS = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}  # torch's methods, and where it keeps what they register (private, read in torch 2.13.0)
 
 
 @dataclass
@@ -37,6 +45,7 @@ class LayerContent:
         optimizer_state: per parameter, the optimizer's state for it; None if it has none.
         gradients: per parameter, a gradient that is held; usually None at a batch boundary.
         attributes: per parameter, what was set on it (``ds_pipe_replicated``, a user's own marks).
+        hooks: per parameter, the user's hooks on it, by the method that registers them.
         group_options: options of the groups above, as they are now.
     """
 
@@ -46,33 +55,30 @@ class LayerContent:
     optimizer_state: list[dict[Any, Any] | None]
     gradients: list[torch.Tensor | None]
     attributes: list[dict[str, Any]]
+    hooks: list[dict[str, list[Any]]]
     group_options: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass
-class Dismantled:
-    """A module that cannot be pickled: per submodule path, its parameters, buffers and those attributes that can."""
-
-    parameters: dict[str, dict[str, nn.Parameter | None]]
-    buffers: dict[str, dict[str, torch.Tensor | None]]
-    non_persistent: dict[str, set[str]]
-    attributes: dict[str, dict[str, bytes]]
-    training: dict[str, bool]
-    extra_state: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """How to make room for a tensor that arrives, and what it is."""
+    """How to make room for a tensor that arrives, and what it is.
+
+    Attributes:
+        strides: None for a sparse CSR tensor, which travels as its three ``parts``.
+        position: among the layer's parameters, if it is one of them.
+        base, offset: the number of the tensor in whose memory it lies, and where, in elements: it does not travel.
+    """
 
     is_parameter: bool
     requires_grad: bool
     on_cpu: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    strides: tuple[int, ...] | None  # None: a sparse CSR tensor, which travels as its three parts
+    strides: tuple[int, ...] | None
     parts: tuple[TensorMeta, ...] = ()
-    position: int | None = None  # among the layer's parameters, if it is one of them
+    position: int | None = None
+    base: int | None = None
+    offset: int = 0
 
     @property
     def is_contiguous(self) -> bool:
@@ -100,61 +106,90 @@ class PackedLayer:
 # -- packing ------------------------------------------------------------------------------------------
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles anything; tensors are collected, each object once."""
+def pack(content: LayerContent, build: Callable[[], nn.Module]) -> PackedLayer:
+    """``content`` as a header and tensors; the tensors are views of the layer's own memory where they can be.
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self._number: dict[int, int] = {}
+    Args:
+        build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
 
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        if id(obj) not in self._number:
-            self._number[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._number[id(obj)]
-
-
-def pack(content: LayerContent) -> PackedLayer:
-    """``content`` as a header and tensors; the tensors are views of the layer's own memory where they can be."""
+    Raises:
+        TypeError: a part of the layer can neither be pickled nor be built by the receiver.
+    """
     try:
-        shell, tensors = _pickled(content)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        content = LayerContent(**{**vars(content), "module": _dismantle(content.module)})
-        shell, tensors = _pickled(content)
+        shell, tensors = dump(content)
+    except NOT_PICKLABLE:
+        parts = dismantle(content.module)
+        with random_state_kept():
+            missing = missing_in(build(), parts)
+        if missing:
+            raise TypeError(
+                f"{type(content.module).__name__} has submodules {missing} that cannot be pickled and that its spec "
+                "does not build"
+            ) from None
+        shell, tensors = dump(replace(content, module=parts))
     position = {id(parameter): number for number, parameter in enumerate(content.parameters)}
+    bases = _bases(tensors)
     metas, flat = [], []
-    for tensor in tensors:
-        meta, parts = _describe(tensor)
+    for number, tensor in enumerate(tensors):
+        if number in bases:
+            base = bases[number]
+            offset = (tensor.data_ptr() - tensors[base].data_ptr()) // tensor.element_size()
+            meta = replace(_meta(tensor), base=base, offset=offset)
+        else:
+            meta, tensors_of_it = _describe(tensor)
+            flat.extend(tensors_of_it)
         metas.append(replace(meta, position=position.get(id(tensor))))
-        flat.extend(parts)
     return PackedLayer(shell, tuple(metas), tuple(flat))
 
 
-def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    return file.getvalue(), pickler.tensors
-
-
 def _describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
-    is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad and tensor.is_leaf
-    data, on_cpu = tensor.detach(), tensor.device.type == "cpu"
-    shape = tuple(data.shape)
+    data = tensor.detach()
     if data.layout == torch.sparse_csr:
         parts = [_describe(part) for part in (data.crow_indices(), data.col_indices(), data.values())]
-        metas = tuple(meta for meta, _ in parts)
-        meta = TensorMeta(is_parameter, requires_grad, on_cpu, shape, data.dtype, None, metas)
+        meta = replace(_meta(tensor), parts=tuple(meta for meta, _ in parts))
         return meta, [flat for _, flats in parts for flat in flats]
     if data.layout != torch.strided:
         raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
     if not _is_dense(data):
         data = data.contiguous()
-    meta = TensorMeta(is_parameter, requires_grad, on_cpu, shape, data.dtype, data.stride())
-    return meta, ([_bytes_of(data)] if data.numel() else [])
+    return replace(_meta(tensor), strides=data.stride()), ([_bytes_of(data)] if data.numel() else [])
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(
+        is_parameter=isinstance(tensor, nn.Parameter),
+        requires_grad=tensor.requires_grad and tensor.is_leaf,
+        on_cpu=tensor.device.type == "cpu",
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        strides=tensor.stride() if tensor.layout == torch.strided else None,
+    )
+
+
+def _bases(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """By number, the tensor in whose memory each lies that lies in another's: a view stays one."""
+    found: dict[int, int] = {}
+    strided = [n for n, tensor in enumerate(tensors) if tensor.layout == torch.strided and tensor.numel()]
+    order = sorted(strided, key=lambda n: (str(tensors[n].device), tensors[n].data_ptr(), -_span(tensors[n]), n))
+    base: int | None = None
+    for number in order:
+        tensor = tensors[number]
+        if base is not None and _lies_in(tensor, tensors[base]):
+            found[number] = base
+        elif _is_dense(tensor):
+            base = number
+    return found
+
+
+def _lies_in(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    end = base.data_ptr() + _span(base)
+    inside = base.data_ptr() <= tensor.data_ptr() and tensor.data_ptr() + _span(tensor) <= end
+    return inside and tensor.device == base.device and tensor.dtype == base.dtype
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the last."""
+    return (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -168,26 +203,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
-def _dismantle(module: nn.Module) -> Dismantled:
-    parts = Dismantled({}, {}, {}, {}, {}, {})
-    for path, sub in module.named_modules():
-        parts.parameters[path] = dict(sub._parameters)
-        parts.buffers[path] = dict(sub._buffers)
-        parts.non_persistent[path] = set(sub._non_persistent_buffers_set)
-        parts.training[path] = sub.training
-        parts.attributes[path] = {}
-        for name, value in vars(sub).items():
-            if name not in _MODULE_MACHINERY:
-                try:
-                    parts.attributes[path][name] = pickle.dumps(value)
-                except (pickle.PicklingError, AttributeError, TypeError):
-                    continue  # the shell built from the spec keeps its own
-        if type(sub).get_extra_state is not nn.Module.get_extra_state:
-            parts.extra_state[path] = sub.get_extra_state()
-    return parts
-
-
 # -- unpacking ----------------------------------------------------------------------------------------
+
+LandingPlace = Callable[[int], torch.Tensor | None]
 
 
 class ArrivingLayer:
@@ -195,56 +213,60 @@ class ArrivingLayer:
 
     def __init__(self, header: bytes) -> None:
         self._shell, self._metas = pickle.loads(header)
-        self._tensors: list[Callable[[], torch.Tensor]] = []
+        self._makers: list[Callable[[], torch.Tensor]] = []
+        self._data: dict[int, torch.Tensor] = {}
         self.landing: list[torch.Tensor] = []
 
-    def furnish(self, device: torch.device, home: Callable[[int], torch.Tensor | None]) -> None:
+    def furnish(self, device: torch.device, place: LandingPlace) -> None:
         """Make room for the layer's tensors.
 
         Args:
-            home: by position, the flat memory in which a parameter is to lie; None: memory of its own.
+            place: by position, the flat memory in which a parameter is to lie; None: memory of its own.
         """
-        self._tensors = [self._room(meta, device, home) for meta in self._metas]
+        self._makers = [self._maker(number, meta, device, place) for number, meta in enumerate(self._metas)]
 
-    def _room(
-        self, meta: TensorMeta, device: torch.device, home: Callable[[int], torch.Tensor | None]
+    def _maker(
+        self, number: int, meta: TensorMeta, device: torch.device, place: LandingPlace
     ) -> Callable[[], torch.Tensor]:
-        place = torch.device("cpu") if meta.on_cpu else device
+        if meta.base is not None:
+            return lambda: _as(meta, self._view(meta))
         if meta.strides is None:
-            crow, col, values = (self._room(part, device, home) for part in meta.parts)
-            return lambda: _as(meta, torch.sparse_csr_tensor(crow(), col(), values(), meta.shape, dtype=meta.dtype))
-        given = home(meta.position) if meta.position is not None and meta.is_contiguous else None
-        if given is not None:
-            data = given.view(meta.shape)
-        else:
-            data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=place)
-        if data.numel():
-            self.landing.append(_bytes_of(data))
+            crow, col, values = (self._room(part, device, place) for part in meta.parts)
+            return lambda: _as(meta, torch.sparse_csr_tensor(crow, col, values, meta.shape, dtype=meta.dtype))
+        data = self._data[number] = self._room(meta, device, place)
         return lambda: _as(meta, data)
 
-    def open(self, shell: Callable[[], nn.Module]) -> LayerContent:
-        """The layer, once :attr:`landing` is filled. ``shell`` builds an unpicklable layer's module from its spec."""
-        unpickler = _Unpickler(io.BytesIO(self._shell), [make() for make in self._tensors])
-        content: LayerContent = unpickler.load()
+    def _room(self, meta: TensorMeta, device: torch.device, place: LandingPlace) -> torch.Tensor:
+        given = place(meta.position) if meta.position is not None and meta.is_contiguous else None
+        if given is not None and given.dtype == meta.dtype:
+            data = given.view(meta.shape)
+        else:
+            assert meta.strides is not None, "sparse tensors come in parts"
+            where = torch.device("cpu") if meta.on_cpu else device
+            data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=where)
+        if data.numel():
+            self.landing.append(_bytes_of(data))
+        return data
+
+    def _view(self, meta: TensorMeta) -> torch.Tensor:
+        assert meta.base is not None and meta.strides is not None
+        base = self._data[meta.base]
+        return base.as_strided(meta.shape, meta.strides, base.storage_offset() + meta.offset)
+
+    def open(self, build: Callable[[], nn.Module]) -> LayerContent:
+        """The layer, once :attr:`landing` is filled. ``build`` makes an unpicklable layer's module from its spec."""
+        content: LayerContent = load(self._shell, [make() for make in self._makers])
         if isinstance(content.module, Dismantled):
             with random_state_kept():
-                module = shell()
-            content.module = _assemble(module, content.module)
-        for parameter, gradient, attributes in zip(content.parameters, content.gradients, content.attributes):
+                shell = build()
+            content.module = assemble(shell, content.module)
+        for parameter, gradient, attributes, hooks in zip(
+            content.parameters, content.gradients, content.attributes, content.hooks
+        ):
             parameter.grad = gradient
             vars(parameter).update(attributes)
+            _register(parameter, hooks)
         return content
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads what :class:`_Pickler` wrote on another rank of the same job."""
-
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
 
 
 def _as(meta: TensorMeta, data: torch.Tensor) -> torch.Tensor:
@@ -253,42 +275,43 @@ def _as(meta: TensorMeta, data: torch.Tensor) -> torch.Tensor:
     return data.requires_grad_() if meta.requires_grad else data
 
 
-def _assemble(module: nn.Module, parts: Dismantled) -> nn.Module:
-    for path, sub in module.named_modules():
-        if path not in parts.parameters:
-            continue
-        for name, value in parts.attributes[path].items():
-            setattr(sub, name, pickle.loads(value))
-        sub._parameters.clear()
-        sub._parameters.update(parts.parameters[path])
-        sub._buffers.clear()
-        sub._buffers.update(parts.buffers[path])
-        sub._non_persistent_buffers_set = parts.non_persistent[path]
-        sub.training = parts.training[path]
-        if path in parts.extra_state:
-            sub.set_extra_state(parts.extra_state[path])
-    return module
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Whatever is drawn inside leaves every random number generator as it was."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+# -- what belongs to a parameter ----------------------------------------------------------------------
 
 
 def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """What was set on a parameter and can travel (bound methods and hooks stay behind)."""
-    attributes = {}
-    for name, value in vars(parameter).items():
-        if bound_by_wrapper(name):
-            continue
-        try:
-            pickle.dumps(value)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            continue
-        attributes[name] = value
-    return attributes
+    """What was set on a parameter and can travel."""
+    return {
+        name: value for name, value in vars(parameter).items() if not bound_by_wrapper(name) and can_be_pickled(value)
+    }
+
+
+def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
+    """The user's hooks on a parameter, by the method that registers them; DeepSpeed makes its own anew.
+
+    Raises:
+        TypeError: a hook cannot be pickled: it would be lost.
+    """
+    found = {
+        method: [hook for hook in (getattr(parameter, held) or {}).values() if not _is_deepspeeds(hook)]
+        for method, held in _HOOKS.items()
+    }
+    for hook in (hook for hooks in found.values() for hook in hooks):
+        if not can_be_pickled(hook):
+            raise TypeError(
+                f"a parameter of shape {list(parameter.shape)} has the hook {hook!r}, which cannot be pickled and "
+                "would be lost: use a function of a Python module, or a method of the layer"
+            )
+    return found
+
+
+def _is_deepspeeds(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
+
+
+def _register(parameter: nn.Parameter, hooks: dict[str, list[Any]]) -> None:
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook on a frozen one, but keeps those that were there
+    for method, functions in hooks.items():
+        for function in functions:
+            getattr(parameter, method)(function)
+    parameter.requires_grad_(trains)

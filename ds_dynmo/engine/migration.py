@@ -129,7 +129,8 @@ def _pack_departing(plan: MigrationPlan, site: Site) -> dict[int, PackedLayer]:
         if move.source == site.stage and _travels(move.layer, plan, site.layers):
             module = site.layers.local_module(move.layer)
             assert module is not None
-            packed[move.layer] = pack(site.state.content(module))
+            build = partial(site.layers.build, move.layer, site.device)
+            packed[move.layer] = pack(site.state.content(module), build)
     return packed
 
 
@@ -148,7 +149,7 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
                 sends += [(rank, flat) for flat in packed[move.layer].tensors]
             if move.destination == site.stage:
                 room = rooms[move.layer]
-                room.furnish(site.device, partial(site.state.home, move.layer))
+                room.furnish(site.device, partial(site.state.landing_place, move.layer))
                 rank = site.grid.stage_to_global(move.source)
                 receives += [(rank, flat) for flat in room.landing]
         site.comm.exchange(sends, receives)

@@ -13,7 +13,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
-from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes
+from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.parameter_groups import options_of
 from ds_dynmo.plan import MigrationPlan
 
@@ -33,7 +33,7 @@ class OptimizerState(Protocol):
         """A layer with all of the optimizer's that travels inside it."""
         ...
 
-    def home(self, index: int, position: int) -> torch.Tensor | None:
+    def landing_place(self, index: int, position: int) -> torch.Tensor | None:
         """Where to receive a parameter of layer ``index``, which arrives: flat memory, or None for its own."""
         ...
 
@@ -101,10 +101,11 @@ class PerParameterState:
             optimizer_state=[self._state.get(parameter) for parameter in parameters],
             gradients=[parameter.grad for parameter in parameters],
             attributes=[parameter_attributes(parameter) for parameter in parameters],
+            hooks=[parameter_hooks(parameter) for parameter in parameters],
             group_options={n: options_of(self._groups[n]) for n in numbers if n is not None},
         )
 
-    def home(self, index: int, position: int) -> torch.Tensor | None:
+    def landing_place(self, index: int, position: int) -> torch.Tensor | None:
         return None
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:

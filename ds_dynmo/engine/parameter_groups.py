@@ -8,13 +8,13 @@ schedulers drive all of them everywhere.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_dynmo.engine.pickling import can_be_pickled
 from ds_dynmo.errors import ConfigError
 
 Options = dict[str, Any]
@@ -132,29 +132,25 @@ def _complete_scheduler(
 ) -> None:
     """Reorder and fill the scheduler's lists that hold one entry per group."""
     lists = {name: value for name, value in vars(scheduler).items() if _is_per_group(value, len(mine))}
-    sendable: dict[str, dict[str, Any]] = {}
-    for attribute, value in lists.items():
-        try:
-            pickle.dumps(value)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            continue
-        sendable[attribute] = dict(zip(mine, value))
-    every = gather((complete, sendable))
-    if all(rank_complete for rank_complete, _ in every):
+    sendable = {name: dict(zip(mine, value)) for name, value in lists.items() if can_be_pickled(value)}
+    every = gather((complete, mine, list(lists), sendable))
+    if all(rank_complete for rank_complete, *_ in every):
         return
     known: dict[str, dict[str, Any]] = {}
-    for _, rank_lists in reversed(every):
+    for *_, rank_lists in reversed(every):
         for attribute, entries in rank_lists.items():
             known.setdefault(attribute, {}).update(entries)
+    for rank, (_, has, attributes, _) in enumerate(every):  # of every rank, so that all raise
+        for attribute in attributes:
+            missing = [name for name in order if name not in has and name not in known.get(attribute, {})]
+            if missing:
+                raise ConfigError(
+                    f"the LR scheduler {type(scheduler).__name__} has one entry of {attribute!r} per parameter group, "
+                    f"but rank {rank} lacks group {missing[0]} and its entry cannot be sent there; give every rank "
+                    "every parameter group (empty ones are kept), or pass the scheduler as a callable"
+                )
     for attribute, value in lists.items():
         entries = {**known.get(attribute, {}), **dict(zip(mine, value))}
-        missing = [name for name in order if name not in entries]
-        if missing:
-            raise ConfigError(
-                f"the LR scheduler {type(scheduler).__name__} has one entry of {attribute!r} per parameter group, but "
-                f"a rank lacks group {missing[0]} and its entry cannot be sent there; give every rank every "
-                "parameter group (empty ones are kept), or pass the scheduler as a callable"
-            )
         setattr(scheduler, attribute, [entries[name] for name in order])
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from deepspeed.utils.logging import LoggerFactory
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.plan import MeasuredReport, RebalanceReport
+from ds_dynmo.engine.controller import Decision
+from ds_dynmo.plan import MeasuredReport, MigrationPlan, RebalanceReport
 
 # DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
 logger = LoggerFactory.create_logger(name="DynMo", level=logging.INFO)
@@ -77,6 +78,40 @@ class Reporter:
             self._monitor.write_events(
                 [(f"DynMo/{name}", value, samples) for name, value in numbers.items() if value is not None]
             )
+
+
+def rebalance_report(
+    plan: MigrationPlan,
+    decision: Decision | None,
+    *,
+    step: int,
+    reason: str,
+    bytes_moved: int,
+    seconds: tuple[float, float, float],
+    load_signals: tuple[float | None, ...],
+) -> RebalanceReport:
+    """What was decided and carried out.
+
+    Args:
+        decision: None where there was no profile to predict from.
+        seconds: of profile, decide and migrate.
+    """
+    return RebalanceReport(
+        step=step,
+        reason=reason,
+        old_partition=plan.old,
+        new_partition=plan.new,
+        bottleneck_seconds_before=decision.bottleneck_seconds_before if decision else None,
+        bottleneck_seconds_after=decision.bottleneck_seconds_after if decision else None,
+        imbalance_before=decision.imbalance_before if decision else None,
+        imbalance_after=decision.imbalance_after if decision else None,
+        layers_moved=len(plan.moves),
+        bytes_moved=bytes_moved,
+        profile_seconds=seconds[0],
+        decide_seconds=seconds[1],
+        migrate_seconds=seconds[2],
+        load_signals=load_signals,
+    )
 
 
 def rebalance_line(report: RebalanceReport) -> str:

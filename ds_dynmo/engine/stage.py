@@ -126,6 +126,14 @@ class StageLayers:
         """The parameters of this stage's tied layers."""
         return [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]
 
+    def sharing(self) -> set[int]:
+        """Layers that share a parameter with another layer here, though they are not tied."""
+        users: dict[int, list[int]] = {}
+        for index, module in self.modules().items():
+            for parameter in module.parameters():
+                users.setdefault(id(parameter), []).append(index)
+        return {index for found in users.values() if len(found) > 1 for index in found}
+
     def counted_modules(self) -> dict[int, nn.Module]:
         """Like :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
         return {

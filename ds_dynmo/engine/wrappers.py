@@ -93,7 +93,7 @@ class FlatWrapper(ABC):
         self._wrapper.state_dict = state_dict
 
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
-        """Trainable parameters of tied layers: let DeepSpeed find the gradients that it sums over their stages."""
+        """Parameters of tied layers: let DeepSpeed find the gradients that it sums over their stages."""
 
     def link_state(self) -> bool:
         """Let ``safe_get_full_optimizer_state`` and its kin find the optimizer's state; False if there is none yet.
@@ -193,7 +193,7 @@ class Bf16Wrapper(FlatWrapper):
             for parameter, gradient in zip(group, gradients)
         }
         for parameter in parameters:
-            parameter._hp_grad = buffers.get(id(parameter))  # type: ignore[attr-defined]
+            parameter._hp_grad = buffers.get(id(parameter))  # type: ignore[attr-defined]  # None where it is frozen
 
 
 class ZeroWrapper(FlatWrapper):

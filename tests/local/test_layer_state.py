@@ -49,10 +49,10 @@ def own_memory(position: int) -> None:
 def send(
     packed: PackedLayer,
     build: Callable[[], nn.Module],
-    home: Callable[[int], torch.Tensor | None] = own_memory,
+    place: Callable[[int], torch.Tensor | None] = own_memory,
 ) -> LayerContent:
     room = ArrivingLayer(packed.header)
-    room.furnish(torch.device("cpu"), home)
+    room.furnish(torch.device("cpu"), place)
     assert len(room.landing) == len(packed.tensors)
     for there, here in zip(room.landing, packed.tensors):
         there.copy_(here)
@@ -60,7 +60,7 @@ def send(
 
 
 def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerContent:
-    return send(pack(PerParameterState(optimizer).content(module)), type(module))
+    return send(pack(PerParameterState(optimizer).content(module), type(module)), type(module))
 
 
 @pytest.fixture(params=[Layer, Unpicklable])
@@ -162,13 +162,13 @@ def test_no_random_number_is_drawn(layer: Layer) -> None:
 
 def test_bytes_are_counted() -> None:
     module = nn.Linear(3, 4)
-    assert pack(PerParameterState(None).content(module)).num_bytes == (12 + 4) * 4
+    assert pack(PerParameterState(None).content(module), nn.Identity).num_bytes == (12 + 4) * 4
 
 
 def test_a_parameter_lands_where_the_optimizer_wants_it(layer: Layer) -> None:
     flat = torch.zeros(12 + 4)
     homes = {0: flat[4:], 1: flat[:4]}
-    arrived = send(pack(PerParameterState(None).content(layer)), type(layer), homes.get).module
+    arrived = send(pack(PerParameterState(None).content(layer), type(layer)), type(layer), homes.get).module
     assert torch.equal(flat, torch.cat([layer.linear.bias, layer.linear.weight.flatten()]))
     assert arrived.linear.weight.data_ptr() == flat[4:].data_ptr()
 
@@ -177,6 +177,73 @@ def test_a_parameter_with_its_axes_permuted_keeps_its_memory_order() -> None:
     layer = nn.Linear(3, 4, bias=False)
     layer.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     flat = torch.zeros(12)
-    arrived = send(pack(PerParameterState(None).content(layer)), nn.Identity, lambda position: flat).module
+    arrived = send(pack(PerParameterState(None).content(layer), nn.Identity), nn.Identity, lambda position: flat).module
     assert torch.equal(arrived.weight, layer.weight) and arrived.weight.stride() == layer.weight.stride()
     assert not flat.any()
+
+
+def test_a_view_of_a_parameter_stays_one(layer: Layer) -> None:
+    layer.top = layer.linear.weight.detach()[1:3]  # type: ignore[assignment]
+    layer.column = layer.linear.weight.detach()[:, 1]  # type: ignore[assignment]
+    packed = pack(PerParameterState(None).content(layer), type(layer))
+    module = send(packed, type(layer)).module
+    with torch.no_grad():
+        module.linear.weight.fill_(7.0)
+    assert module.top.tolist() == [[7.0] * 3] * 2 and module.column.tolist() == [7.0] * 4
+    assert packed.num_bytes == (12 + 4) * 4 + 4 + 8
+
+
+def test_pieces_of_a_tensor_that_is_gone() -> None:
+    layer = Layer()
+    layer.left, layer.right = torch.arange(12.0).view(3, 4).chunk(2, dim=1)  # type: ignore[assignment]
+    module = travel(layer).module
+    assert torch.equal(module.left, layer.left) and torch.equal(module.right, layer.right)
+
+
+def test_submodules_added_and_taken_away(layer: Layer) -> None:
+    layer.added = nn.Linear(2, 2)
+    layer.linear = nn.Sequential(layer.linear, nn.Linear(4, 2))  # type: ignore[assignment]
+    content = travel(layer)
+    module = content.module
+    assert [name for name, _ in module.named_modules()] == [name for name, _ in layer.named_modules()]
+    assert {id(p) for p in content.parameters} == {id(p) for p in module.parameters()}
+    assert torch.equal(module.added.weight, layer.added.weight)
+
+
+def test_a_list_of_its_own_parameters(layer: Layer) -> None:
+    layer.all = [layer.linear.weight]  # type: ignore[assignment]
+    module = travel(layer).module
+    assert module.all[0] is module.linear.weight
+
+
+def test_an_unpicklable_submodule_that_the_spec_does_not_build(layer: Layer) -> None:
+    layer.added = Unpicklable()
+    with pytest.raises(TypeError, match=r"submodules \['added'\]"):
+        travel(layer)
+
+
+def halve(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / 2
+
+
+def scale_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 10
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_hooks_on_a_parameter(layer: Layer, frozen: bool) -> None:
+    layer.linear.weight.register_hook(halve)
+    layer.linear.bias.register_post_accumulate_grad_hook(scale_gradient)
+    layer.requires_grad_(not frozen)
+    module = travel(layer).module
+    assert module.linear.weight.requires_grad == (not frozen)
+    module.requires_grad_(True)
+    module.linear(torch.ones(1, 3)).sum().backward()
+    assert module.linear.weight.grad.eq(0.5).all() and module.linear.bias.grad.eq(10.0).all()
+
+
+def test_a_hook_that_cannot_travel_is_refused(layer: Layer) -> None:
+    layer.linear.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(TypeError, match=r"shape \[4, 3\] has the hook .*lambda"):
+        travel(layer)
