@@ -182,6 +182,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """DeepSpeed's ``load_checkpoint``, of any partition, number of stages and of replicas. Collective.
 
+        The tensor-parallel degree has to be the one that was saved: each slice reads its own files.
         With as many stages as saved, layers go where they were saved; otherwise they stay where they are. No code in
         a file is run.
 

@@ -79,10 +79,14 @@ def load_and_go_on(
 # -- stock DeepSpeed ----------------------------------------------------------------------------------
 
 
-def stock_engine(case: Case) -> Any:
+def stock_engine(case: Case, make_layers: Make = workloads.layers) -> Any:
     torch.manual_seed(0)
     module = PipelineModule(
-        layers=workloads.layers(case), num_stages=case.stages, loss_fn=workloads.loss, partition_method="uniform"
+        layers=make_layers(case),
+        num_stages=case.stages,
+        topology=case.topology,
+        loss_fn=workloads.loss,
+        partition_method="uniform",
     )
     return deepspeed.initialize(
         model=module,
@@ -103,29 +107,33 @@ def stock_state(engine: Any) -> dict[str, bytes]:
     return found
 
 
-def pipeline(which: str, case: Case) -> Any:
-    return stock_engine(case) if which == "stock" else build(case)
+def pipeline(which: str, case: Case, make_layers: Make) -> Any:
+    return stock_engine(case, make_layers) if which == "stock" else build(case, make_layers)
 
 
-def save_as(which: str, case: Case, folder: str) -> tuple[list[float], dict[str, bytes]]:
-    engine = pipeline(which, case)
+def save_as(
+    which: str, case: Case, folder: str, make_layers: Make = workloads.layers
+) -> tuple[list[float], dict[str, bytes]]:
+    engine = pipeline(which, case, make_layers)
     train_on(engine, 0)
     if which == "moved and back":
         at_first = engine.partition
-        engine.rebalance([0, 1, 8])
+        engine.rebalance([0, 1, at_first[-1]])
         engine.rebalance(at_first)
     engine.save_checkpoint(folder, client_state={"epoch": 4})
     return train_on(engine, STEPS), stock_state(engine)
 
 
-def load_as(which: str, case: Case, folder: str) -> tuple[list[float], dict[str, bytes], int, int]:
-    engine = pipeline(which, case)
+def load_as(
+    which: str, case: Case, folder: str, make_layers: Make = workloads.layers
+) -> tuple[list[float], dict[str, bytes], int, int]:
+    engine = pipeline(which, case, make_layers)
     _, client = engine.load_checkpoint(folder)
     return train_on(engine, STEPS), stock_state(engine), engine.global_steps, client["epoch"]
 
 
-def load_stock_weights(case: Case, folder: str) -> list[float]:
-    engine = build(case)
+def load_stock_weights(case: Case, folder: str, make_layers: Make = workloads.layers) -> list[float]:
+    engine = build(case, make_layers)
     engine.load_checkpoint(folder, load_module_only=True)
     return [engine.eval_batch(batches(engine, seed=7)).item()]
 
@@ -334,29 +342,36 @@ def damaged(path: Path, how: str) -> None:
         shutil.copy(how, path)
 
 
-def refuse(case: Case, folder: str, copies: str, hurts: list[tuple[str, str]]) -> list[tuple[str, bool]]:
+def refuse(
+    case: Case, folder: str, copies: str, hurts: list[tuple[str, str]], make_layers: Make = workloads.layers
+) -> list[tuple[str, bool]]:
     """For each (file, damage) the message of the error, and whether the engine is what it was; then train on."""
-    engine = build(case)
+    engine = build(case, make_layers)
     train_on(engine, 0, 2)
     found = []
-    before = (state(engine), engine.partition, engine.global_steps, kept(engine))
     for number, (file, how) in enumerate(hurts):
         copy = Path(copies, str(number))
         if engine.global_rank == 0:
             shutil.copytree(folder, copy)
             damaged(copy / file, how)
         engine._comm.gather_objects(None)
-        message = ""
-        try:
-            engine.load_checkpoint(str(copies), tag=str(number))
-        except ds_dynmo.CheckpointError as error:
-            message = str(error)
-        found.append((message, before == (state(engine), engine.partition, engine.global_steps, kept(engine))))
+        found.append(attempt(engine, copies, tag=str(number)))
     return [*found, (str(train_on(engine, 2)), True)]
 
 
-def train_undisturbed(case: Case) -> str:
-    engine = build(case)
+def attempt(engine: Any, folder: str, **flags: Any) -> tuple[str, bool]:
+    """The message of the error that loading raises, and whether the engine is what it was."""
+    before = (state(engine), engine.partition, engine.global_steps, kept(engine))
+    message = ""
+    try:
+        engine.load_checkpoint(folder, **flags)
+    except ds_dynmo.CheckpointError as error:
+        message = str(error)
+    return message, before == (state(engine), engine.partition, engine.global_steps, kept(engine))
+
+
+def train_undisturbed(case: Case, make_layers: Make = workloads.layers) -> str:
+    engine = build(case, make_layers)
     train_on(engine, 0, 2)
     return str(train_on(engine, 2))
 
@@ -488,10 +503,10 @@ def save_fails(case: Case, folder: str) -> tuple[str, dict[str, Any]]:
 # -- the rest -----------------------------------------------------------------------------------------
 
 
-def what_is_read(case: Case, folder: str) -> list[str]:
+def what_is_read(case: Case, folder: str, make_layers: Make = workloads.layers) -> list[str]:
     from ds_dynmo.engine.checkpoint import reading
 
-    engine, read = build(case), []
+    engine, read = build(case, make_layers), []
     original = reading.safe_load
 
     def watch(path: str, **kwargs: Any) -> Any:
@@ -540,8 +555,10 @@ def misuse(case: Case, folder: str) -> list[str]:
 # -- wrapped optimizers -------------------------------------------------------------------------------
 
 
-def save_then_thaw(case: Case, folder: str, prefix: int, move: Sequence[int]) -> dict[str, Any]:
-    engine = build(case)
+def save_then_thaw(
+    case: Case, folder: str, prefix: int, move: Sequence[int], make_layers: Make = workloads.layers
+) -> dict[str, Any]:
+    engine = build(case, make_layers)
     train_on(engine, 0)
     workloads.freeze(engine, prefix)
     engine.model_changed("frozen")
@@ -552,8 +569,8 @@ def save_then_thaw(case: Case, folder: str, prefix: int, move: Sequence[int]) ->
     return thaw_and_go_on(engine)
 
 
-def load_frozen(case: Case, folder: str) -> dict[str, Any]:
-    engine = build(case)
+def load_frozen(case: Case, folder: str, make_layers: Make = workloads.layers) -> dict[str, Any]:
+    engine = build(case, make_layers)
     engine.load_checkpoint(folder)
     return thaw_and_go_on(engine)
 

@@ -288,8 +288,8 @@ def test_damage_is_named_and_changes_nothing(tmp_path: Path) -> None:
         run(2, work.save_and_go_on, replace(case, blocks=5 + seed), str(tmp_path / name), None)
     run(2, work.save_and_go_on, replace(case, clip=0.01), str(tmp_path / "same"), None)
     good, other, same = (str(tmp_path / name / f"global_step{STEPS}") for name in ("good", "other", "same"))
-    files = ["layer_03-model_states.pt", "mp_rank_01_model_states.pt", "dynmo/layer_05-data_00.pt"]
-    files += ["dynmo/rank-pipe_01-data_00.pt", "dynmo/manifest.json"]
+    files = ["layer_03-model_states.pt", "mp_rank_01_model_states.pt", "dynmo/layer_05-data_00-model_00.pt"]
+    files += ["dynmo/rank-pipe_01-data_00-model_00.pt", "dynmo/manifest.json"]
     hurts = [(file, how) for file in files for how in ("missing", "truncated", "garbage")]
     hurts += [("mp_rank_00_model_states.pt", "evil")]
     hurts += [(file, f"{where}/{file}") for file in files[:2] for where in (other, same)]

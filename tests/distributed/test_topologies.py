@@ -29,9 +29,11 @@ MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
 )
 def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int) -> None:
     """Each (data, model) coordinate moves its own slice."""
-    case = Case(stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, groups="two", blocks=4)
-    still = run(4 * replicas, work.train_sliced, case, [])
-    moved = run(4 * replicas, work.train_sliced, case, [[0, 2, 6], [0, 5, 6], [0, 1, 6]])
+    case = Case(
+        stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, slices=2, groups="two", blocks=4
+    )
+    still = run(case.ranks, work.train_sliced, case, [])
+    moved = run(case.ranks, work.train_sliced, case, [[0, 2, 6], [0, 5, 6], [0, 1, 6]])
     assert moved[0]["moved"] > 0
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert [r["norm"] for r in moved] == [r["norm"] for r in still]

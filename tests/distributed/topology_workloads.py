@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_dynmo
@@ -25,7 +24,6 @@ from tests.distributed.workloads import (
     config,
     layers,
     loss,
-    parameter_groups,
     project,
     seeded,
     state,
@@ -65,14 +63,15 @@ SLICES: dict[str, Any] = {}  # this rank's group and index; a layer that moves f
 
 
 class SlicedBlock(nn.Module):
-    """A residual layer whose inner width is split over two slices; norm and outer bias are not."""
+    """A residual layer whose inner width is split over the slices, unevenly; norm and outer bias are not."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        inner, mine = 4 + 2 * (index % 3), SLICES["index"]
+        mine = SLICES["index"]
+        inner = 4 + 2 * (index % 3) + mine
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Parameter(seeded((2, inner, WIDTH), 100 * index)[mine].clone())
-        self.down = nn.Parameter(seeded((2, WIDTH, inner), 100 * index + 1)[mine].clone())
+        self.up = nn.Parameter(seeded((inner, WIDTH), 100 * index + 10 * mine))
+        self.down = nn.Parameter(seeded((WIDTH, inner), 100 * index + 10 * mine + 1))
         self.bias = nn.Parameter(seeded((WIDTH,), 100 * index + 2))
         self.up.model_parallel = self.down.model_parallel = True  # type: ignore[attr-defined]
 
@@ -81,9 +80,9 @@ class SlicedBlock(nn.Module):
         return hidden + _Reduce.apply(inner @ self.down.t(), SLICES["group"]) + self.bias
 
 
-def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
-    topology = PipeModelDataParallelTopology(num_pp=case.stages, num_mp=2, num_dp=case.replicas)
-    for ranks in topology.get_axis_comm_lists("model"):
+def sliced_layers(case: Case) -> list[Any]:
+    """An embedding and a head around sliced blocks. Collective: it makes the slices' groups."""
+    for ranks in case.topology.get_axis_comm_lists("model"):
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
             SLICES.update(group=group, index=ranks.index(dist.get_rank()))
@@ -93,26 +92,19 @@ def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
             TiedLayerSpec("embedding", Embedding, 1, tied_weight_attr="weight"),
             TiedLayerSpec("embedding", Embedding, 1, forward_fn=project, tied_weight_attr="weight"),
         ]
-    module = PipelineModule(
-        layers=[ends[0], *(LayerSpec(SlicedBlock, index) for index in range(case.blocks)), ends[1]],
-        topology=topology,
-        loss_fn=loss,
-        partition_method="uniform",
-    )
-    engine = ds_dynmo.initialize(
-        model=module, model_parameters=parameter_groups(module, case.groups), config=config(case)
-    )[0]
+    return [ends[0], *(LayerSpec(SlicedBlock, index) for index in range(case.blocks)), ends[1]]
+
+
+def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    engine = build(case, sliced_layers)
     data, losses, waiting = batches(engine), [], list(moves)
     for _ in range(6):
         losses.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
-    found = state(engine)
-    place = engine.grid.get_slice_parallel_rank()
-    shards = {f"slice{place}/{key}": value for key, value in found.pop("shards").items()}
     return {
         "losses": losses,
-        "state": {"shards": shards, **{f"slice{place}/{key}": value for key, value in found.items()}},
+        "state": state(engine),
         "replica": engine.grid.get_data_parallel_id(),
         "norm": float(engine.get_global_grad_norm() or 0.0),
         "moved": sum(report.layers_moved for report in engine.reports),

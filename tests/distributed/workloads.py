@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_dynmo
@@ -100,6 +101,7 @@ class Case:
     reentrant: bool = True
     micro_batches: int = 3
     replicas: int = 1
+    slices: int | None = None  # tensor-parallel; None: a topology without that axis
     scheduler: bool = False
     groups: str = "one"  # one, two, or sparse: a rank without members leaves a group out
     precision: str = "fp32"  # see PRECISIONS
@@ -113,7 +115,14 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.stages * self.replicas
+        return self.stages * self.replicas * (self.slices or 1)
+
+    @property
+    def topology(self) -> Any:
+        """None: DeepSpeed's own for so many stages."""
+        if self.slices is None:
+            return None
+        return PipeModelDataParallelTopology(num_pp=self.stages, num_mp=self.slices, num_dp=self.replicas)
 
 
 def layers(case: Case) -> list[Any]:
@@ -184,6 +193,7 @@ def build(case: Case, make_layers: Callable[[Case], list[Any]] = layers) -> Any:
     module = PipelineModule(
         layers=make_layers(case),
         num_stages=case.stages,
+        topology=case.topology,
         loss_fn=loss,
         partition_method="uniform",
         activation_checkpoint_interval=case.checkpoint_interval,
@@ -220,12 +230,13 @@ def partitions(case: Case, seed: int, count: int) -> list[list[int]]:
 def state(engine: Any) -> dict[str, Any]:
     """Weights and optimizer state of this rank's layers, by layer and name; shards as (first element, bytes)."""
     found: dict[str, Any] = {"shards": {}}
+    place = f"slice {engine.grid.get_slice_parallel_rank()}: " if engine.grid.slice_parallel_size > 1 else ""
     optimizer = engine.basic_optimizer
     if engine._wrapper is None:
         engine._state.count_steps_per_parameter(engine._comm.gather_objects)
     for index, module in engine._layers.counted_modules().items():
         for name, parameter in module.named_parameters():
-            key = f"{index}.{name}"
+            key = f"{place}{index}.{name}"
             found[key] = raw(parameter)
             for what, value in engine._state.state_of(parameter).items():
                 if isinstance(value, tuple):

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ds_dynmo.engine.checkpoint import layout
-from ds_dynmo.engine.checkpoint.layout import Manifest, SavedFile, Slot, StageLayout, fragments
+from ds_dynmo.engine.checkpoint.layout import Manifest, SavedFile, SliceLayout, Slot, StageLayout, fragments, join
 
 
 def test_doctests() -> None:
@@ -44,9 +44,14 @@ def manifest() -> Manifest:
         replicas=2,
         optimizer="flat",
         optimizer_class="AdamW",
-        stages=(StageLayout((slots[0],), (2,)), StageLayout((slots[1], slots[0]), (3,))),
-        shapes={0: {"w": [2, 2]}, 1: {"w": [2]}},
-        weights={0: "layer_00-model_states.pt", 1: "layer_01-model_states.pt"},
+        slices=(
+            SliceLayout(
+                stages=(StageLayout((slots[0],), (2,)), StageLayout((slots[1], slots[0]), (3,))),
+                numbers=(0, 1),
+                shapes={0: {"w": [2, 2]}, 1: {"w": [2]}},
+                weights={0: "layer_00-model_states.pt", 1: "layer_01-model_states.pt"},
+            ),
+        ),
         frozen_excluded=False,
         files={"a": SavedFile(3, "f")},
         state={"micro_steps": 4},
@@ -58,7 +63,22 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
 
 
 def test_a_tied_parameter_is_read_from_the_stage_at_hand_else_the_first() -> None:
-    assert [manifest().slots(prefer=stage)[0, "w"][0] for stage in (0, 1, 2)] == [0, 1, 0]
+    assert [manifest().slices[0].slots(prefer=stage)[0, "w"][0] for stage in (0, 1, 2)] == [0, 1, 0]
+
+
+def test_slices_are_joined_from_what_ranks_tell() -> None:
+    def told(slice_index: int, stage: int) -> tuple[int, int, SliceLayout]:
+        number = 2 * stage + slice_index
+        slots = (Slot(stage, "w", 0, 0, 0, 1 + slice_index),)
+        layers = {stage: {"w": [1 + slice_index]}}
+        return slice_index, stage, SliceLayout((StageLayout(slots),), (number,), layers, {stage: f"file {number}"})
+
+    every = [told(slice_index, stage) for stage in (1, 0) for slice_index in (1, 0)]
+    first, second = join([*every, *every])  # two replicas
+    assert (first.numbers, second.numbers) == ((0, 2), (1, 3))
+    assert first.shapes == {0: {"w": [1]}, 1: {"w": [1]}} and second.shapes == {0: {"w": [2]}, 1: {"w": [2]}}
+    assert second.weights == {0: "file 1", 1: "file 3"}
+    assert [stage.slots[0].layer for stage in second.stages] == [0, 1]
 
 
 @pytest.mark.parametrize("change", ["{", "[]", '{"format": 1}', '{"format": 2}', "null"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.checkpoint.layout import FLAT, FOLDER, Key, Slot, StageLayout, fragments, stage_file
+from ds_dynmo.engine.checkpoint.layout import FLAT, Key, Slot, StageLayout, flat_file, fragments, stage_file
 from ds_dynmo.engine.checkpoint.optimizer_files import Named, Saved
 from ds_dynmo.engine.flat import FlatState, Pieces
 from ds_dynmo.engine.flat_layout import shard_size
@@ -64,15 +64,15 @@ class FlatFiles:
         shards, parked_shards = self._state.shard_numels
         return StageLayout(tuple(slots), shards, parked_shards)
 
-    def extra_file(self, stage: int, replica: int) -> tuple[str, Any]:
-        """The name and content of this rank's file of ours."""
-        return _extra_file(stage, replica), self._state.extras()
+    def extras(self) -> dict[str, Any]:
+        """The content of this rank's file of ours."""
+        return self._state.extras()
 
     # -- reading --------------------------------------------------------------------------------------
 
     def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> LoadedFlat:
         loaded = LoadedFlat()
-        places = saved.manifest.slots(prefer=stage)
+        places = saved.layout.slots(prefer=stage)
         for key in wanted:
             if key not in places:
                 continue
@@ -95,22 +95,23 @@ class FlatFiles:
         return loaded
 
     def _shard_numel(self, saved: Saved, stage: int, slot: Slot) -> int:
-        layout = saved.manifest.stages[stage]
+        layout = saved.layout.stages[stage]
         if slot.parked:
             return layout.parked_numels[slot.group]
         if not saved.manifest.stock:
             return layout.shard_numels[slot.group]
         total = sum(other.numel for other in layout.slots if other.group == slot.group and not other.parked)
-        return shard_size(total, int(saved.read(stage_file(stage))["dp_world_size"]))
+        return shard_size(total, int(saved.read(stage_file(saved.layout.numbers[stage]))["dp_world_size"]))
 
     def _tensors(self, saved: Saved, stage: int, shard: int, slot: Slot) -> dict[str, torch.Tensor]:
         """One rank's shards of the group of ``slot``."""
         if slot.parked:
-            tensors: dict[str, torch.Tensor] = saved.read(_extra_file(stage, shard))["parked"][slot.group]
+            parked = saved.read(flat_file(stage, shard, saved.slice_index))["parked"]
+            tensors: dict[str, torch.Tensor] = parked[slot.group]
             return tensors
         masters, base = _state_dict(saved, stage, shard)
         if saved.manifest.stock:
-            expected = len({other.group for other in saved.manifest.stages[stage].slots if not other.parked})
+            expected = len({other.group for other in saved.layout.stages[stage].slots if not other.parked})
             if len(masters) != expected:
                 raise CheckpointError(
                     f"{saved.path(_rank_file(saved, stage, shard))}: has {len(masters)} parameter groups, expected "
@@ -122,12 +123,12 @@ class FlatFiles:
     def _groups(self, saved: Saved, stage: int) -> Iterator[tuple[int, dict[str, Any], dict[str, Any], set[str]]]:
         """Per parameter group: its number, what is counted for it, its options, kinds of state."""
         if not saved.manifest.stock:
-            extras = saved.read(_extra_file(stage, 0))
+            extras = saved.read(flat_file(stage, 0, saved.slice_index))
             for number, scalars in extras["scalars"].items():
                 yield number, dict(scalars), dict(extras["options"][number]), set(extras["kinds"])
             return
         seen: set[int] = set()
-        for source, layout in enumerate(saved.manifest.stages):
+        for source, layout in enumerate(saved.layout.stages):
             for slot in layout.slots:
                 if slot.parked or slot.group in seen:
                     continue
@@ -169,12 +170,9 @@ def _state_dict(saved: Saved, stage: int, shard: int) -> tuple[Any, Any]:
 
 def _rank_file(saved: Saved, stage: int, shard: int) -> str:
     """DeepSpeed's file of a rank: its name begins with bf16_ where weights are."""
-    names = [f"{prefix}zero_pp_rank_{shard}_mp_rank_{stage:02d}_optim_states.pt" for prefix in ("bf16_", "")]
+    number = saved.layout.numbers[stage]
+    names = [f"{prefix}zero_pp_rank_{shard}_mp_rank_{number:02d}_optim_states.pt" for prefix in ("bf16_", "")]
     return names[0] if os.path.isfile(saved.path(names[0])) else names[1]
-
-
-def _extra_file(stage: int, replica: int) -> str:
-    return f"{FOLDER}/flat-pipe_{stage:02d}-data_{replica:02d}.pt"
 
 
 def _is_row(value: Any) -> bool:

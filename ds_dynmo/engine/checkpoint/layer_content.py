@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ds_dynmo.engine.checkpoint.origin import LayerOrigin, digest, plain_attributes
@@ -39,6 +40,7 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool) -> Extra
                 "dtype": parameter.dtype,
                 "requires_grad": parameter.requires_grad,
                 "changed": origin.trainable.get(name) != parameter.requires_grad,
+                "split": is_model_parallel_parameter(parameter),  # over slices: clipping counts them all
             }
             for name, parameter in named.items()
         },
@@ -150,6 +152,8 @@ def _install_parameter(subs: dict[str, nn.Module], name: str, about: dict[str, A
         parameter.requires_grad_(about.get("requires_grad", True) if present is None else present.requires_grad)
         if present is not None:
             vars(parameter).update(vars(present))
+        if about.get("split"):
+            parameter.model_parallel = True  # type: ignore[attr-defined]
         _assign(subs, name, parameter)
     assert parameter is not None
     if "requires_grad" in about and (about["changed"] or parameter.requires_grad != built):

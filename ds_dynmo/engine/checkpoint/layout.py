@@ -7,11 +7,11 @@ their position only: a :class:`Slot` says which position that is, and a :class:`
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "dynmo"
 MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
@@ -92,6 +92,68 @@ Fragment(shard=2, start=0, stop=1, destination=5)]
 
 
 @dataclass(frozen=True)
+class SliceLayout:
+    """What the files of one tensor-parallel slice hold.
+
+    Attributes:
+        stages: per saved stage, what its optimizer files hold.
+        numbers: per saved stage, DeepSpeed's number of this slice of it in file names ("mp_rank").
+        shapes: per layer with a module, the shapes of its parameters at construction, by name.
+        weights: per layer with a module, the file that holds its weights.
+    """
+
+    stages: tuple[StageLayout, ...]
+    numbers: tuple[int, ...]
+    shapes: dict[int, dict[str, list[int]]]
+    weights: dict[int, str]
+
+    def slots(self, *, prefer: int) -> dict[Key, tuple[int, Slot]]:
+        """Per parameter a stage that holds it, and where: stage ``prefer`` if it does, else the first."""
+        found: dict[Key, tuple[int, Slot]] = {}
+        for stage in sorted(range(len(self.stages)), key=lambda stage: (stage != prefer, stage)):
+            for slot in self.stages[stage].slots:
+                found.setdefault(slot.key, (stage, slot))
+        return found
+
+    @classmethod
+    def from_parsed(cls, read: dict[str, Any]) -> SliceLayout:
+        """The layout that JSON was made of."""
+        stages = tuple(
+            StageLayout(
+                tuple(Slot(**slot) for slot in stage["slots"]),
+                tuple(stage["shard_numels"]),
+                tuple(stage["parked_numels"]),
+            )
+            for stage in read["stages"]
+        )
+        return cls(
+            stages=stages,
+            numbers=tuple(int(number) for number in read["numbers"]),
+            shapes={int(layer): shapes for layer, shapes in read["shapes"].items()},
+            weights={int(layer): path for layer, path in read["weights"].items()},
+        )
+
+
+def join(every: Iterable[tuple[int, int, SliceLayout]]) -> tuple[SliceLayout, ...]:
+    """All slices, from every rank's slice, stage and layout of that stage and its layers alone."""
+    table: dict[int, dict[int, SliceLayout]] = {}
+    for slice_index, stage, layout in every:
+        table.setdefault(slice_index, {})[stage] = layout
+    joined = []
+    for _, by_stage in sorted(table.items()):
+        parts = [layout for _, layout in sorted(by_stage.items())]
+        joined.append(
+            SliceLayout(
+                stages=tuple(stage for part in parts for stage in part.stages),
+                numbers=tuple(number for part in parts for number in part.numbers),
+                shapes={layer: shapes for part in parts for layer, shapes in part.shapes.items()},
+                weights={layer: path for part in parts for layer, path in part.weights.items()},
+            )
+        )
+    return tuple(joined)
+
+
+@dataclass(frozen=True)
 class SavedFile:
     """A file as it was when it was written."""
 
@@ -108,9 +170,7 @@ class Manifest:
         replicas: data-parallel size.
         optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or :data:`FLAT`.
         optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
-        stages: per saved stage, what its optimizer files hold.
-        shapes: per layer with a module, the shapes of its parameters at construction, by name.
-        weights: per layer with a module, the file that holds its weights.
+        slices: per tensor-parallel slice, what its files hold.
         frozen_excluded: weights of frozen parameters were left out on request.
         files: every file but this one, by its path in the checkpoint's folder.
         state: counters and what the engine itself keeps: plain JSON.
@@ -120,9 +180,7 @@ class Manifest:
     replicas: int
     optimizer: str
     optimizer_class: str
-    stages: tuple[StageLayout, ...]
-    shapes: dict[int, dict[str, list[int]]]
-    weights: dict[int, str]
+    slices: tuple[SliceLayout, ...]
     frozen_excluded: bool
     files: dict[str, SavedFile]
     state: dict[str, Any]
@@ -135,14 +193,6 @@ class Manifest:
     def stock(self) -> bool:
         """Written by DeepSpeed alone: there was no manifest, this one says what is expected."""
         return not self.files
-
-    def slots(self, *, prefer: int) -> dict[Key, tuple[int, Slot]]:
-        """Per parameter a stage that holds it, and where: stage ``prefer`` if it does, else the first."""
-        found: dict[Key, tuple[int, Slot]] = {}
-        for stage in sorted(range(len(self.stages)), key=lambda stage: (stage != prefer, stage)):
-            for slot in self.stages[stage].slots:
-                found.setdefault(slot.key, (stage, slot))
-        return found
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
@@ -158,39 +208,35 @@ class Manifest:
             read = json.loads(text)
             if read.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            stages = tuple(
-                StageLayout(
-                    tuple(Slot(**slot) for slot in stage["slots"]),
-                    tuple(stage["shard_numels"]),
-                    tuple(stage["parked_numels"]),
-                )
-                for stage in read.pop("stages")
-            )
             manifest = cls(
                 partition=tuple(int(bound) for bound in read.pop("partition")),
-                stages=stages,
-                shapes={int(layer): shapes for layer, shapes in read.pop("shapes").items()},
-                weights={int(layer): path for layer, path in read.pop("weights").items()},
+                slices=tuple(map(SliceLayout.from_parsed, read.pop("slices"))),
                 files={path: SavedFile(**file) for path, file in read.pop("files").items()},
                 **read,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no manifest: {error}") from error
-        if len(manifest.stages) != manifest.num_stages:
-            raise ValueError(f"it has {len(manifest.stages)} stages but the partition {list(manifest.partition)}")
+        for layout in manifest.slices:
+            if not len(layout.stages) == len(layout.numbers) == manifest.num_stages:
+                raise ValueError(f"it has {len(layout.stages)} stages but the partition {list(manifest.partition)}")
         return manifest
 
 
-def layer_file(layer: int, replica: int) -> str:
-    """What DeepSpeed's file of a layer lacks, one per data-parallel replica."""
-    return f"{FOLDER}/layer_{layer:02d}-data_{replica:02d}.pt"
+def layer_file(layer: int, replica: int, slice_index: int) -> str:
+    """What DeepSpeed's file of a layer lacks, one per data-parallel replica and tensor-parallel slice."""
+    return f"{FOLDER}/layer_{layer:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
-def rank_file(stage: int, replica: int) -> str:
+def rank_file(stage: int, replica: int, slice_index: int) -> str:
     """What belongs to a rank: the states of its random number generators."""
-    return f"{FOLDER}/rank-pipe_{stage:02d}-data_{replica:02d}.pt"
+    return f"{FOLDER}/rank-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
-def stage_file(stage: int) -> str:
-    """DeepSpeed's file of a stage: optimizer, scheduler, counters, client state."""
-    return f"mp_rank_{stage:02d}_model_states.pt"
+def flat_file(stage: int, replica: int, slice_index: int) -> str:
+    """What DeepSpeed's file of a rank lacks where optimizer state is in flat shards."""
+    return f"{FOLDER}/flat-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
+
+
+def stage_file(number: int) -> str:
+    """DeepSpeed's file of one slice of a stage: optimizer, scheduler, counters, client state."""
+    return f"mp_rank_{number:02d}_model_states.pt"

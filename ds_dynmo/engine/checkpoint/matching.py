@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from typing import Any
 
 from ds_dynmo.engine.checkpoint.applying import What
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
-from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, stage_file
+from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, stage_file
 from ds_dynmo.errors import CheckpointError
 
 
 def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
     """Was it written by an engine like this one?"""
+    _check_slices(engine, len(manifest.slices), path)
     num_layers = engine._layers.num_layers
     if manifest.partition[-1] != num_layers:
         raise CheckpointError(f"{path}: a model of {manifest.partition[-1]} layers, expected {num_layers}")
     for index, origin in engine._origin.layers.items():
-        found = manifest.shapes.get(index)
+        found = manifest.slices[engine.grid.get_slice_parallel_rank()].shapes.get(index)
         if found is None:
             raise CheckpointError(f"{path}: layer {index} has no parameters there, expected {origin.shapes}")
         differ = {
@@ -44,12 +46,23 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
         )
 
 
-def stock_manifest(engine: Any, folder: str, layouts: tuple[Any, ...], what: What) -> Manifest:
+def _check_slices(engine: Any, found: int, path: str) -> None:
+    expected = engine.grid.slice_parallel_size
+    if found != expected:
+        raise CheckpointError(
+            f"{path}: written with {found} tensor-parallel slices, expected {expected}, the ranks on the topology's "
+            "'model' axis: layers are not cut into slices anew"
+        )
+
+
+def stock_manifest(engine: Any, folder: str, slices: tuple[SliceLayout, ...], what: What) -> Manifest:
     """What the manifest of a checkpoint would be that stock DeepSpeed wrote of this engine's pipeline."""
-    layers, origin = engine._layers, engine._origin
+    names = glob.glob(os.path.join(glob.escape(folder), "layer_*-model_states.pt"))
+    cut = {found.group() for name in names if (found := re.search(r"-model_\d+-", os.path.basename(name)))}
+    _check_slices(engine, len(cut) or 1, folder)
     pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
     stages = sorted(map(os.path.basename, glob.glob(pattern)))
-    expected = [stage_file(stage) for stage in range(engine.num_stages)]
+    expected = sorted(stage_file(number) for layout in slices for number in layout.numbers)
     if what.module_only and stages:
         expected = stages
     if stages != expected:
@@ -57,18 +70,12 @@ def stock_manifest(engine: Any, folder: str, layouts: tuple[Any, ...], what: Wha
             f"{folder}: written by stock DeepSpeed with the stage files {stages}, expected {expected}: without a "
             f"{MANIFEST} optimizer state loads at the same number of stages only; load_module_only=True loads weights"
         )
-    weights = {}
-    for index in origin.layers:
-        use = layers.stored_use(index)
-        weights[index] = layers.file_name(index if use is None else use)
     return Manifest(
-        partition=origin.partition,
+        partition=engine._origin.partition,
         replicas=0,
         optimizer=optimizer_files(engine).kind,
         optimizer_class="",
-        stages=layouts,
-        shapes={index: layer.shapes for index, layer in origin.layers.items()},
-        weights=weights,
+        slices=slices,
         frozen_excluded=False,
         files={},
         state={},

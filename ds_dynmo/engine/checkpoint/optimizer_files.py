@@ -13,7 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_dynmo.engine.checkpoint.layout import PER_PARAMETER, Key, Manifest, Slot, StageLayout, stage_file
+from ds_dynmo.engine.checkpoint.layout import (
+    PER_PARAMETER,
+    Key,
+    Manifest,
+    SliceLayout,
+    Slot,
+    StageLayout,
+    stage_file,
+)
 from ds_dynmo.engine.parameter_groups import options_of
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import CheckpointError
@@ -25,6 +33,11 @@ class Saved(Protocol):
     """What an implementation may read of a checkpoint. Every file is checked first, and read once."""
 
     manifest: Manifest
+    slice_index: int
+
+    @property
+    def layout(self) -> SliceLayout:
+        """What the files of this rank's tensor-parallel slice hold."""
 
     def read(self, name: str) -> Any:
         """What a file holds, by its path in the folder; tensors are on the CPU, still in the file."""
@@ -105,7 +118,7 @@ class PerParameter:
         if self._optimizer is None:
             return LoadedState()
         loaded = LoadedState(options=self._options(saved, stage))
-        places = saved.manifest.slots(prefer=stage)
+        places = saved.layout.slots(prefer=stage)
         for key in wanted:
             if key not in places:
                 continue
@@ -113,7 +126,7 @@ class PerParameter:
             loaded.groups[key] = slot.group
             state = _file(saved, source)["state"].get(slot.index)
             if state is not None:
-                _check_shapes(state, saved.manifest.shapes[slot.layer].get(slot.name), saved, source, slot)
+                _check_shapes(state, saved.layout.shapes[slot.layer].get(slot.name), saved, source, slot)
                 on_cpu = not any(loaded.options.get(slot.group, {}).get(how) for how in ("capturable", "fused"))
                 loaded.state[key] = {
                     name: self._own(value, on_cpu=on_cpu and name == "step") for name, value in state.items()
@@ -127,8 +140,8 @@ class PerParameter:
         return value
 
     def _options(self, saved: Saved, stage: int) -> dict[int, dict[str, Any]]:
-        path, groups = saved.path(stage_file(stage)), _file(saved, stage)["param_groups"]
-        slots = saved.manifest.stages[stage].slots
+        path, groups = saved.path(_name(saved, stage)), _file(saved, stage)["param_groups"]
+        slots = saved.layout.stages[stage].slots
         numbers = list(range(len(self._groups)))
         if saved.manifest.stock and len(groups) != len(numbers):
             numbers = sorted({slot.group for slot in slots})  # DeepSpeed drops empty groups
@@ -172,11 +185,15 @@ class PerParameter:
                     state[after[key]] = values
 
 
+def _name(saved: Saved, stage: int) -> str:
+    return stage_file(saved.layout.numbers[stage])
+
+
 def _file(saved: Saved, stage: int) -> dict[str, Any]:
-    optimizer = saved.read(stage_file(stage)).get("optimizer")
+    optimizer = saved.read(_name(saved, stage)).get("optimizer")
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         raise CheckpointError(
-            f"{saved.path(stage_file(stage))}: holds no state of a torch optimizer; load_optimizer_states=False or "
+            f"{saved.path(_name(saved, stage))}: holds no state of a torch optimizer; load_optimizer_states=False or "
             "load_module_only=True loads the rest"
         )
     return optimizer
@@ -190,7 +207,7 @@ def _check_shapes(state: Any, shape: list[int] | None, saved: Saved, stage: int,
         comparable = isinstance(value, torch.Tensor) and value.dim() == len(shape)
         if comparable and any(size not in (1, expected) for size, expected in zip(value.shape, shape)):
             raise CheckpointError(
-                f"{saved.path(stage_file(stage))}: {what} of parameter {slot.index} has shape {list(value.shape)}, "
+                f"{saved.path(_name(saved, stage))}: {what} of parameter {slot.index} has shape {list(value.shape)}, "
                 f"expected {shape}: layer {slot.layer}'s {slot.name} under the partition "
                 f"{list(saved.manifest.partition)}"
             )

@@ -61,7 +61,7 @@ class Origin:
 
     Attributes:
         partition: boundaries that its PipelineModule was constructed with.
-        layers: every layer with a module, a tied one under its first use.
+        layers: every layer with a module, a tied one under its first use: this rank's slice of it.
         layout: what DeepSpeed would write of this rank's stage at that partition.
     """
 
@@ -72,11 +72,12 @@ class Origin:
     @classmethod
     def of(cls, engine: Any) -> Origin:
         """Collective: every rank describes its layers."""
-        layers = engine._layers
+        layers, mine = engine._layers, engine.grid.get_slice_parallel_rank()
         engine._comm.enter("initialize")
-        mine = {index: LayerOrigin.of(module) for index, module in layers.counted_modules().items()}
-        every = engine._comm.gather_objects(mine)
-        whole = {index: origin for described in every for index, origin in described.items()}
+        described = {index: LayerOrigin.of(module) for index, module in layers.counted_modules().items()}
+        every = engine._comm.gather_objects((mine, described))
+        of_slice = [found for slice_index, found in every if slice_index == mine]
+        whole = {index: origin for found in of_slice for index, origin in found.items()}
         layout = optimizer_files(engine).layout(named_parameters(layers))
         return cls(tuple(engine.partition), dict(sorted(whole.items())), layout)
 

@@ -12,21 +12,34 @@ from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.engine.checkpoint.applying import Loaded, What, apply, client_state_of
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, check_state
-from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, layer_file, rank_file, stage_file
+from ds_dynmo.engine.checkpoint.layout import (
+    MANIFEST,
+    Manifest,
+    SliceLayout,
+    join,
+    layer_file,
+    rank_file,
+    stage_file,
+)
 from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
+from ds_dynmo.engine.checkpoint.own_layout import own_layout
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.engine.checkpoint.together import together
-from ds_dynmo.engine.checkpoint.writing import refuse_slices
 from ds_dynmo.errors import CheckpointError, ConfigError
 
 
 class SavedCheckpoint:
-    """The files of a checkpoint. Each is checked against the manifest before it is read."""
+    """The files of a checkpoint, seen from one tensor-parallel slice. Each is checked before it is read."""
 
-    def __init__(self, folder: str, manifest: Manifest) -> None:
+    def __init__(self, folder: str, manifest: Manifest, slice_index: int) -> None:
         self._folder = folder
         self.manifest = manifest
+        self.slice_index = slice_index
         self._read: dict[str, Any] = {}
+
+    @property
+    def layout(self) -> SliceLayout:
+        return self.manifest.slices[self.slice_index]
 
     def path(self, name: str) -> str:
         return os.path.join(self._folder, name)
@@ -58,7 +71,6 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
     """
-    refuse_slices(engine)
     if engine.load_universal_checkpoint():
         raise ConfigError("checkpoint.load_universal = true: universal checkpoints are not supported with dynmo")
     comm = engine._comm
@@ -108,11 +120,12 @@ def _open(engine: Any, load_dir: str, tag: str, what: What) -> SavedCheckpoint:
     digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
     if len(set(digests)) > 1:
         raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks see different ones")
-    layouts = {stage: layout for stage, layout in comm.gather_objects((engine.stage_id, engine._origin.layout))}
+    slice_index = engine.grid.get_slice_parallel_rank()
+    slices = join(comm.gather_objects((slice_index, engine.stage_id, own_layout(engine, engine._origin.layout))))
 
     def parse() -> Manifest:
         if text is None:
-            return stock_manifest(engine, folder, tuple(layouts[stage] for stage in sorted(layouts)), what)
+            return stock_manifest(engine, folder, slices, what)
         try:
             read = Manifest.from_json(text)
         except ValueError as error:
@@ -120,7 +133,7 @@ def _open(engine: Any, load_dir: str, tag: str, what: What) -> SavedCheckpoint:
         check_model(engine, read, os.path.join(folder, MANIFEST), what)
         return read
 
-    return SavedCheckpoint(folder, together(comm, parse))
+    return SavedCheckpoint(folder, together(comm, parse), slice_index)
 
 
 def _target(engine: Any, manifest: Manifest, what: What) -> tuple[int, ...]:
@@ -135,11 +148,11 @@ def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: Wh
     """Everything that this rank needs under the partition ``target``. Nothing changes."""
     manifest, stage = saved.manifest, engine.stage_id
     layers, origins = engine._layers, engine._origin.layers
-    replica = engine.grid.get_data_parallel_id()
+    replica, slice_index = engine.grid.get_data_parallel_id(), saved.slice_index
     same_ranks = manifest.num_stages == engine.num_stages
     same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
     source = stage if same_ranks and not (manifest.stock and what.module_only) else 0
-    first = stage_file(source)
+    first = stage_file(saved.layout.numbers[source])
     common = saved.read(first)
     lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - common.keys()
     if lacking:
@@ -151,10 +164,10 @@ def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: Wh
             continue
         extras = None
         if not manifest.stock:
-            extras = saved.read_to(engine.device, layer_file(name, replica if same_replicas else 0))
-        path = manifest.weights[name]
+            extras = saved.read_to(engine.device, layer_file(name, replica if same_replicas else 0, slice_index))
+        path = saved.layout.weights[name]
         state = saved.read(path)
-        if path == layer_file(name, 0):
+        if path == layer_file(name, 0, slice_index):
             state = state["weights"]
         found[index] = LoadedLayer(state, extras)
         check_state(
@@ -178,5 +191,5 @@ def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: Wh
         )
     random = None
     if not manifest.stock and same_ranks and same_replicas and not what.module_only:
-        random = saved.read_to(engine.device, rank_file(stage, replica))
+        random = saved.read_to(engine.device, rank_file(stage, replica, slice_index))
     return Loaded(saved.path(first), found, optimizer, common, random)

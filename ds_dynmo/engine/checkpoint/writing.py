@@ -11,8 +11,18 @@ from ds_dynmo.engine.checkpoint.flat_files import FlatFiles
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import extras_of
-from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SavedFile, StageLayout, layer_file, rank_file
+from ds_dynmo.engine.checkpoint.layout import (
+    MANIFEST,
+    Manifest,
+    SavedFile,
+    SliceLayout,
+    flat_file,
+    join,
+    layer_file,
+    rank_file,
+)
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
+from ds_dynmo.engine.checkpoint.own_layout import own_layout
 from ds_dynmo.engine.checkpoint.progress import counters_of, random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.checkpoint.together import together
@@ -46,7 +56,8 @@ def save(
     try:
         together(comm, lambda: folder.begin() if leads else None)
         together(comm, lambda: _write_files(engine, folder.temporary, client_state, exclude_frozen_parameters))
-        share = together(comm, lambda: (engine.stage_id, _layout(engine), _check_files(engine, folder.temporary)))
+        place = engine.grid.get_slice_parallel_rank(), engine.stage_id
+        share = together(comm, lambda: (*place, _layout(engine), _check_files(engine, folder.temporary)))
         manifest = _manifest(engine, comm.gather_objects(share), exclude_frozen_parameters)
         together(comm, lambda: _finish(folder, manifest, save_latest) if leads else None)
     except CheckpointError:
@@ -58,7 +69,6 @@ def save(
 def _check_supported(engine: Any, tag: str) -> None:
     if os.path.basename(tag) != tag or tag in ("", ".", ".."):
         raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
-    refuse_slices(engine)
     if engine.use_node_local_storage():
         raise ConfigError(
             "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
@@ -68,15 +78,6 @@ def _check_supported(engine: Any, tag: str) -> None:
         raise ConfigError("a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo")
     if engine.has_moe_layers:
         raise ConfigError("checkpoints of layers with deepspeed.moe experts are not supported with dynmo")
-
-
-def refuse_slices(engine: Any) -> None:
-    """Checkpoints are of one tensor-parallel slice so far."""
-    if engine.grid.slice_parallel_size > 1:
-        raise ConfigError(
-            f"topology has {engine.grid.slice_parallel_size} ranks on its 'model' axis: checkpoints of tensor-parallel "
-            "pipelines are not supported with dynmo"
-        )
 
 
 def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
@@ -94,16 +95,15 @@ def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude
     engine._save_checkpoint(parent, name, client_state=client_state, exclude_frozen_parameters=exclude_frozen)
     if engine.save_zero_checkpoint:
         engine._save_zero_checkpoint(parent, name)
-    replica = engine.grid.get_data_parallel_id()
+    replica, slice_index = engine.grid.get_data_parallel_id(), engine.grid.get_slice_parallel_rank()
     for index, module in layers.counted_modules().items():
         weights = replica == 0 and layers.stored_use(index) is None
         extras = extras_of(module, engine._origin.layers[index], weights=weights)
-        torch.save(extras, os.path.join(folder, layer_file(index, replica)))
+        torch.save(extras, os.path.join(folder, layer_file(index, replica, slice_index)))
     files = optimizer_files(engine)
     if isinstance(files, FlatFiles):
-        name, content = files.extra_file(engine.stage_id, replica)
-        torch.save(content, os.path.join(folder, name))
-    torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica)))
+        torch.save(files.extras(), os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
+    torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica, slice_index)))
 
 
 def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
@@ -120,30 +120,23 @@ def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
     return found
 
 
-def _layout(engine: Any) -> StageLayout:
-    return optimizer_files(engine).layout(named_parameters(engine._layers))
+def _layout(engine: Any) -> SliceLayout:
+    return own_layout(engine, optimizer_files(engine).layout(named_parameters(engine._layers)))
 
 
 def _manifest(
-    engine: Any, every: list[tuple[int, StageLayout, dict[str, SavedFile]]], exclude_frozen: bool
+    engine: Any, every: list[tuple[int, int, SliceLayout, dict[str, SavedFile]]], exclude_frozen: bool
 ) -> Manifest:
-    """``every``: per rank its stage, the stage's layout, and the files that it checked."""
-    layers, optimizer = engine._layers, engine.basic_optimizer
-    stages = {stage: layout for stage, layout, _ in every}
-    weights = {}
-    for index in engine._origin.layers:
-        use = layers.stored_use(index)
-        weights[index] = layer_file(index, 0) if use is None else layers.file_name(use)
+    """``every``: per rank its slice, its stage, what it wrote of that, and the files that it checked."""
+    optimizer = engine.basic_optimizer
     return Manifest(
         partition=tuple(engine.partition),
         replicas=engine.grid.get_data_parallel_world_size(),
         optimizer=optimizer_files(engine).kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
-        stages=tuple(stages[stage] for stage in sorted(stages)),
-        shapes={index: origin.shapes for index, origin in engine._origin.layers.items()},
-        weights=weights,
+        slices=join((slice_index, stage, layout) for slice_index, stage, layout, _ in every),
         frozen_excluded=exclude_frozen,
-        files={name: file for _, _, found in every for name, file in found.items()},
+        files={name: file for *_, found in every for name, file in found.items()},
         state=counters_of(engine),
     )
 
