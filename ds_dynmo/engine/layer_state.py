@@ -70,7 +70,9 @@ class TensorMeta:
     on_cpu: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    strides: tuple[int, ...] | None  # None: a sparse CSR tensor, which travels as its three parts
+    strides: tuple[int, ...] | None  # None: a sparse tensor, which travels as its parts
+    layout: torch.layout = torch.strided
+    is_coalesced: bool = False
     parts: tuple[TensorMeta, ...] = ()
 
 
@@ -138,17 +140,33 @@ def _describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
     is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad and tensor.is_leaf
     data, on_cpu = tensor.detach(), tensor.device.type == "cpu"
     shape = tuple(data.shape)
-    if data.layout == torch.sparse_csr:
-        parts = [_describe(part) for part in (data.crow_indices(), data.col_indices(), data.values())]
-        metas = tuple(meta for meta, _ in parts)
-        meta = TensorMeta(is_parameter, requires_grad, on_cpu, shape, data.dtype, None, metas)
-        return meta, [flat for _, flats in parts for flat in flats]
     if data.layout != torch.strided:
-        raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
+        parts = [_describe(part) for part in dense_parts(data)]
+        metas = tuple(meta for meta, _ in parts)
+        coalesced = data.layout == torch.sparse_coo and data.is_coalesced()
+        meta = TensorMeta(is_parameter, requires_grad, on_cpu, shape, data.dtype, None, data.layout, coalesced, metas)
+        return meta, [flat for _, flats in parts for flat in flats]
     if not _is_dense(data):
         data = data.contiguous()
     meta = TensorMeta(is_parameter, requires_grad, on_cpu, shape, data.dtype, data.stride())
     return meta, ([_bytes_of(data)] if data.numel() else [])
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that hold what a tensor holds: itself, or the parts of a sparse CSR or COO tensor."""
+    data = tensor.detach()
+    if data.layout == torch.strided:
+        return (data,)
+    if data.layout == torch.sparse_csr:
+        return data.crow_indices(), data.col_indices(), data.values()
+    if data.layout == torch.sparse_coo:
+        return data._indices(), data._values()  # as they are: coalescing would change the order of later sums
+    raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's memory (torch's ``nbytes`` knows no sparse one)."""
+    return sum(part.nbytes for part in dense_parts(tensor))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -199,8 +217,8 @@ class ArrivingLayer:
     def _room(self, meta: TensorMeta, device: torch.device) -> Callable[[], torch.Tensor]:
         place = torch.device("cpu") if meta.on_cpu else device
         if meta.strides is None:
-            crow, col, values = (self._room(part, device) for part in meta.parts)
-            return lambda: _as(meta, torch.sparse_csr_tensor(crow(), col(), values(), meta.shape, dtype=meta.dtype))
+            rooms = [self._room(part, device) for part in meta.parts]
+            return lambda: _as(meta, _sparse(meta, [room() for room in rooms]))
         data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=place)
         if data.numel():
             self.landing.append(_bytes_of(data))
@@ -235,6 +253,14 @@ def _as(meta: TensorMeta, data: torch.Tensor) -> torch.Tensor:
     if meta.is_parameter:
         return nn.Parameter(data, requires_grad=meta.requires_grad)
     return data.requires_grad_() if meta.requires_grad else data
+
+
+def _sparse(meta: TensorMeta, parts: list[torch.Tensor]) -> torch.Tensor:
+    if meta.layout == torch.sparse_csr:
+        crow, col, values = parts
+        return torch.sparse_csr_tensor(crow, col, values, meta.shape, dtype=meta.dtype)
+    indices, values = parts
+    return torch.sparse_coo_tensor(indices, values, meta.shape, is_coalesced=meta.is_coalesced)
 
 
 def _assemble(module: nn.Module, parts: Dismantled) -> nn.Module:
