@@ -66,8 +66,6 @@ def _check_supported(engine: Any, tag: str) -> None:
         )
     if engine.checkpoint_engine.is_decoupled():
         raise ConfigError("a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo")
-    if engine.has_moe_layers:
-        raise ConfigError("checkpoints of layers with deepspeed.moe experts are not supported with dynmo")
 
 
 def refuse_slices(engine: Any) -> None:
