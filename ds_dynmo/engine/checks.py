@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import LayerSpec
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -68,27 +70,38 @@ def check_module(model: Any) -> None:
             )
 
 
+# DeepSpeed 0.19.8 itself refuses, by name, the blocks that it no longer knows (runtime/config.py:81): amp, eigenvalue,
+# curriculum_learning, compression_training, progressive_layer_drop, sparse_gradients, elasticity, ...
 _REFUSED = {
-    "curriculum_learning": "it changes what layers are sent in the middle of a schedule",
-    "data_efficiency": "its random layer-token drop and samplers know the layers of the stage that was built",
-    "flops_profiler": "it hooks the layers that a stage was built with; engine.profile has seconds per layer",
-    "eigenvalue": "it keeps the layers that a stage was built with",
-    "progressive_layer_drop": "it is not made for pipelines",
-    "compression_training": "it replaces the layers that a stage was built with",
-    "hybrid_engine": "it is not made for pipelines",
-    "zenflow": "its layout of the state cannot be moved",
+    # Both work in forward passes, which a pipeline has, and end in DeepSpeedEngine.step (runtime/engine.py:3643).
+    "flops_profiler": "a pipeline never comes to where DeepSpeed prints it; engine.profile has seconds per layer",
+    "autotuning": "a pipeline never comes to where DeepSpeed ends its experiments and writes what it measured",
+    "hybrid_engine": "DeepSpeed makes no hybrid engine of a pipeline and would not say so",
+    "expert_parallel": "it replaces layers by others, whose experts differ from rank to rank",
+}
+# Both are switched on by these flags alone, whatever the blocks around them say (runtime/data_pipeline/config.py).
+_REFUSED_DATA_EFFICIENCY = {
+    ("data_sampling", "curriculum_learning"): (
+        "its sampler broadcasts from rank 0 in groups of one stage, and all but the first stage's fail; "
+        "let a sampler of your own choose the samples (dynamic_shape lets their length change)"
+    ),
+    ("data_routing", "random_ltd"): (
+        "it counts its layers on each stage alone, and a layer keeps the schedule of the stage that it was built on"
+    ),
 }
 
 
 def check_features(config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed can do and has not been seen to work across a move."""
+    """Refuse what DeepSpeed can do, and neither refuses itself nor does in a pipeline whose layers move."""
     for key, why in _REFUSED.items():
-        block = config.get(key)
-        inner = block.values() if isinstance(block, Mapping) else ()
-        if _enabled(block) or any(_enabled(part) for part in inner) or (key == "compression_training" and block):
-            raise ConfigError(f"{key}: {why}; switch it off to move layers")
-    if config.get("sparse_gradients"):
-        raise ConfigError("sparse_gradients = true: sparse gradients cannot be clipped by the whole model's norm")
+        if _enabled(config.get(key)):
+            raise ConfigError(f"{key}.enabled = true: {why}; switch it off")
+    for (kind, feature), why in _REFUSED_DATA_EFFICIENCY.items():
+        block = config.get("data_efficiency")
+        for key in (kind, feature):
+            block = block.get(key) if isinstance(block, Mapping) else None
+        if _enabled(block):
+            raise ConfigError(f"data_efficiency.{kind}.{feature}.enabled = true: {why}; switch it off")
     compiles = config.get("compile")
     if isinstance(compiles, Mapping) and compiles.get("deepcompile"):
         raise ConfigError("compile.deepcompile = true: a compiled stage cannot be rebuilt around other layers")
@@ -113,11 +126,58 @@ def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModu
         )
 
 
+def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
+    """What in the layers of this stage keeps the whole model from being moved, in words; None: nothing.
+
+    Args:
+        flat: gradients are kept in flat buffers (bf16, ZeRO-1).
+    """
+    if any(isinstance(module, MoE | Experts) for module in model.modules()):
+        return (
+            "layers with experts of deepspeed.moe cannot be moved: they keep process groups, and every data-parallel "
+            "rank holds other experts, whose gradients are not those of its replicas"
+        )
+    sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
+    if sparse and flat:
+        return "nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed's flat buffers take no sparse gradients"
+    for key, module in model.tied_modules.items():
+        functions = {spec.forward_fn for spec in model._layer_specs if _is_use(spec, key)}
+        if len(functions) > 1 and any(id(part) in sparse for part in module.modules()):
+            return (
+                f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ: DeepSpeed hangs "
+                "at the sum of a sparse and a dense gradient"
+            )
+    return None
+
+
+def _has_sparse_gradients(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+
+
+def _is_use(spec: Any, key: str) -> bool:
+    return isinstance(spec, TiedLayerSpec) and str(spec.key) == str(key)
+
+
+def check_layers(found: Iterable[str | None]) -> None:
+    """Refuse what :func:`unsupported_layers` found on any rank; the same error on all."""
+    for problem in found:
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+_BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
+
+
 def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
-    for key in ("fp16", "amp", "torch_autocast"):
-        if _enabled(config.get(key)):
-            raise ConfigError(f"{key}.enabled = true: layers can be moved in fp32 and bf16 training only")
+    if _enabled(config.get("fp16")):
+        raise ConfigError("fp16.enabled = true: layers can be moved in fp32 and bf16 training only")
+    autocast = config.get("torch_autocast")
+    if isinstance(autocast, Mapping) and _enabled(autocast) and autocast.get("dtype") not in _BF16_NAMES:
+        raise ConfigError(
+            f"torch_autocast.dtype = {autocast.get('dtype')!r}: layers can be moved in fp32 and bf16 training only (in "
+            f"fp16 every stage scales its loss by itself); allowed are {', '.join(_BF16_NAMES)}"
+        )
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     stage = zero.get("stage", 0)
@@ -128,7 +188,12 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":
             raise ConfigError(f"zero_optimization.{key}: offloaded state cannot be moved; remove it")
-    for key in ("round_robin_gradients", "parameter_alignment", "zenflow", "elastic_checkpoint"):
+    if zero.get("elastic_checkpoint"):
+        raise ConfigError(
+            "zero_optimization.elastic_checkpoint = true: its files hold other shards than those that are read for any "
+            "partition here, which load with any number of replicas as well; remove it"
+        )
+    for key in ("round_robin_gradients", "parameter_alignment", "zenflow"):
         if zero.get(key):
             raise ConfigError(
                 f"zero_optimization.{key} = {zero[key]!r}: its layout of the state cannot be moved; remove it"

@@ -34,11 +34,16 @@ def gradient_norm(
     squares = torch.zeros(num_layers, slices[1], dtype=torch.float64, device=device)
     for index, layer in layers.items():
         counted = [p for p in layer.parameters() if counts(p, slices[0])]
-        gradients = [gradient.float() for p in counted if (gradient := gradient_of(p)) is not None]
+        gradients = [_elements(gradient).float() for p in counted if (gradient := gradient_of(p)) is not None]
         if gradients:
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
             squares[index, slices[0]] = norms.square().sum()
     return float(sum_over_model(squares).sum().sqrt())
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient holds; a sparse one (``nn.Embedding(sparse=True)``) may hold a row in several terms."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def counts(parameter: nn.Parameter, slice_index: int) -> bool:

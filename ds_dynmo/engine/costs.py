@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ds_dynmo.engine.layer_state import num_bytes
 from ds_dynmo.engine.optimizer_state import OptimizerState
 from ds_dynmo.engine.profiler import Samples
 from ds_dynmo.engine.stage import StageLayers
@@ -92,12 +93,5 @@ def trainable_parameters(module: nn.Module) -> int:
 
 def static_bytes(module: nn.Module, state: OptimizerState) -> int:
     """Weights, buffers, gradients and optimizer state of a layer."""
-    total = sum(_nbytes(buffer) for buffer in module.buffers())
-    return total + sum(_nbytes(p) + state.static_bytes(p) for p in module.parameters())
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    if tensor.layout == torch.sparse_csr:
-        tensor = tensor.detach()
-        return sum(part.nbytes for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
-    return tensor.nbytes
+    total = sum(num_bytes(buffer) for buffer in module.buffers())
+    return total + sum(num_bytes(p) + state.static_bytes(p) for p in module.parameters())

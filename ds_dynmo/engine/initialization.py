@@ -41,7 +41,8 @@ def initialize(
         ``engine, optimizer, training_dataloader, lr_scheduler``.
 
     Raises:
-        ConfigError: a wrong block, module, precision or optimizer; nothing has been created or touched.
+        ConfigError: a wrong block, module, precision, optimizer or feature; nothing has been created or touched. Or
+            a layer that cannot be moved, on every rank, whichever stage holds it; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
     """
     settings = checks.load_config(args, config, config_params)

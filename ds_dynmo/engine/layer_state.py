@@ -64,7 +64,7 @@ class TensorMeta:
     """How to make room for a tensor that arrives, and what it is.
 
     Attributes:
-        strides: None for a sparse CSR tensor, which travels as its three ``parts``.
+        strides: None for a sparse tensor, which travels as its dense ``parts``.
         position: among the layer's parameters, if it is one of them.
         base, offset: the number of the tensor in whose memory it lies, and where, in elements: it does not travel.
     """
@@ -75,6 +75,8 @@ class TensorMeta:
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None
+    layout: torch.layout = torch.strided
+    is_coalesced: bool = False
     parts: tuple[TensorMeta, ...] = ()
     position: int | None = None
     base: int | None = None
@@ -144,12 +146,10 @@ def pack(content: LayerContent, build: Callable[[], nn.Module]) -> PackedLayer:
 
 def _describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
     data = tensor.detach()
-    if data.layout == torch.sparse_csr:
-        parts = [_describe(part) for part in (data.crow_indices(), data.col_indices(), data.values())]
+    if data.layout != torch.strided:
+        parts = [_describe(part) for part in dense_parts(data)]
         meta = replace(_meta(tensor), parts=tuple(meta for meta, _ in parts))
         return meta, [flat for _, flats in parts for flat in flats]
-    if data.layout != torch.strided:
-        raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
     if not _is_dense(data):
         data = data.contiguous()
     return replace(_meta(tensor), strides=data.stride()), ([_bytes_of(data)] if data.numel() else [])
@@ -163,6 +163,8 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         strides=tensor.stride() if tensor.layout == torch.strided else None,
+        layout=tensor.layout,
+        is_coalesced=tensor.layout == torch.sparse_coo and tensor.is_coalesced(),
     )
 
 
@@ -190,6 +192,23 @@ def _lies_in(tensor: torch.Tensor, base: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the last."""
     return (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that hold what a tensor holds: itself, or the parts of a sparse CSR or COO tensor."""
+    data = tensor.detach()
+    if data.layout == torch.strided:
+        return (data,)
+    if data.layout == torch.sparse_csr:
+        return data.crow_indices(), data.col_indices(), data.values()
+    if data.layout == torch.sparse_coo:
+        return data._indices(), data._values()  # as they are: coalescing would change the order of later sums
+    raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's memory (torch's ``nbytes`` knows no sparse one)."""
+    return sum(part.nbytes for part in dense_parts(tensor))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -231,8 +250,8 @@ class ArrivingLayer:
         if meta.base is not None:
             return lambda: _as(meta, self._view(meta))
         if meta.strides is None:
-            crow, col, values = (self._room(part, device, place) for part in meta.parts)
-            return lambda: _as(meta, torch.sparse_csr_tensor(crow, col, values, meta.shape, dtype=meta.dtype))
+            rooms = [self._room(part, device, place) for part in meta.parts]
+            return lambda: _as(meta, _sparse(meta, rooms))
         data = self._data[number] = self._room(meta, device, place)
         return lambda: _as(meta, data)
 
@@ -273,6 +292,14 @@ def _as(meta: TensorMeta, data: torch.Tensor) -> torch.Tensor:
     if meta.is_parameter:
         return nn.Parameter(data, requires_grad=meta.requires_grad)
     return data.requires_grad_() if meta.requires_grad else data
+
+
+def _sparse(meta: TensorMeta, parts: list[torch.Tensor]) -> torch.Tensor:
+    if meta.layout == torch.sparse_csr:
+        crow, col, values = parts
+        return torch.sparse_csr_tensor(crow, col, values, meta.shape, dtype=meta.dtype)
+    indices, values = parts
+    return torch.sparse_coo_tensor(indices, values, meta.shape, is_coalesced=meta.is_coalesced)
 
 
 # -- what belongs to a parameter ----------------------------------------------------------------------

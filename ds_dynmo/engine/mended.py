@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine import checks
 from ds_dynmo.engine.clipping import counts, gradient_norm, scale_gradients, sharded_norm
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.flat import FlatState
@@ -38,8 +39,6 @@ class MendedPipelineEngine(PipelineEngine):
         self.__dict__["_comm"] = None
         self.__dict__["_members"] = []
         self.__dict__["_timers_started"] = set()
-        if dynmo is not None and kwargs.get("has_bool_tensors"):
-            raise ConfigError("has_bool_tensors = True: masks sent between stages cannot be told apart after a move")
         super().__init__(*args, **kwargs)
         self._layers = StageLayers(self.module)
         if dynmo is not None:
@@ -50,10 +49,21 @@ class MendedPipelineEngine(PipelineEngine):
         """DeepSpeed's ``compile``; refused where layers can move."""
         if self.dynmo is not None and self.dynmo.enabled:
             raise ConfigError(
-                "engine.compile: a compiled stage cannot be rebuilt around other layers; compile layers one by one "
-                "(torch.compile inside them), or set dynmo.enabled = false"
+                "engine.compile: it compiles the layers of a stage where they are, and those that move would arrive "
+                "uncompiled; compile inside the layers (torch.compile), or set dynmo.enabled = false"
             )
         super().compile(*args, **kwargs)
+
+    # -- layers ---------------------------------------------------------------------------------------
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """As DeepSpeed does, once no stage holds a layer that cannot be moved: every rank has to say no, or none."""
+        if self.dynmo is not None:
+            self._connect()
+            self._comm.enter("initialize")
+            flat = self.zero_optimization() or self.bfloat16_enabled()
+            checks.check_layers(self._comm.gather_objects(checks.unsupported_layers(model, flat=flat)))
+        super()._configure_distributed_model(model)
 
     # -- optimizer ------------------------------------------------------------------------------------
 

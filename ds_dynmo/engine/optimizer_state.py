@@ -13,7 +13,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
-from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
+from ds_dynmo.engine.layer_state import LayerContent, num_bytes, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.parameter_groups import options_of
 from ds_dynmo.plan import MigrationPlan
 
@@ -133,8 +133,8 @@ class PerParameterState:
             group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
-        gradients = parameter.nbytes if parameter.requires_grad else 0
-        return gradients + sum(tensor.nbytes for tensor in _tensors_in(self._state.get(parameter)))
+        gradients = num_bytes(parameter) if parameter.requires_grad else 0
+        return gradients + sum(num_bytes(tensor) for tensor in _tensors_in(self._state.get(parameter)))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return dict(self._state.get(parameter, {}))

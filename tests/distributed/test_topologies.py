@@ -50,6 +50,13 @@ def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int)
         ),
         pytest.param({"wall_clock_breakdown": True, "steps_per_print": 1}, {}, False, id="wall_clock_breakdown"),
         pytest.param({"prescale_gradients": True}, {}, False, id="prescale_gradients"),
+        pytest.param({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, False, id="torch_autocast"),
+        pytest.param(
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
+            {},
+            False,
+            id="torch_autocast, zero1",
+        ),
         pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, {}, False, id="data_types"),
     ],
 )
@@ -58,6 +65,40 @@ def test_features(settings: dict[str, Any], module_options: dict[str, Any], leng
     moved = run(2, work.train_feature, settings, module_options, MOVES, lengths)
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert whole(moved) == whole(still)
+
+
+PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}
+
+
+def test_sparse_gradients() -> None:
+    """nn.Embedding(sparse=True) in layers that move, with momentum that is sparse too, clipped."""
+    case = Case(stages=2, replicas=2, optimizer="SGD", clip=0.05, dynmo=PROFILED)
+    check_both(run(4, work.train_both, case, work.sparse_layers, False, MOVES), sparse=2)
+
+
+def test_masks_between_stages() -> None:
+    """engine.has_bool_tensors: the last tensor of what stages send is a mask."""
+    check_both(run(2, work.train_both, Case(dynmo=PROFILED), work.mask_layers, True, MOVES), sparse=0)
+
+
+def check_both(results: list[list[dict[str, Any]]], sparse: int) -> None:
+    still, moved = ([rank[number] for rank in results] for number in range(2))
+    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
+    for run_ in (still, moved):
+        assert sum(r["sparse"] for r in run_ if r["replica"] == 0) == sparse
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert [r["norm"] for r in moved] == [r["norm"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+def test_layers_that_are_refused() -> None:
+    """On every rank, also where no such layer is, and before DeepSpeed makes groups for experts."""
+    found = run(2, work.refused_layers)
+    assert found[0] == found[1]
+    (moe, bf16, zero1, tied), groups, _ = found[0]
+    assert "deepspeed.moe" in moe and groups == []
+    assert "sparse=True" in bf16 and bf16 == zero1
+    assert "'places' whose forward_fn differ" in tied
 
 
 def test_csv_monitor(tmp_path: Path) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups
 from torch import nn
 
 import ds_dynmo
 from tests.distributed.workloads import (
+    SEQUENCE,
     VOCABULARY,
     WIDTH,
+    Block,
     Case,
     Embedding,
     Head,
@@ -143,6 +147,105 @@ def train_feature(
         if waiting:
             engine.rebalance(waiting.pop(0))
     return {"losses": losses, "state": state(engine), "replica": 0}
+
+
+class Places(nn.Embedding):
+    """Adds a vector to every place of the sequence, with sparse gradients; a layer that can be in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__(SEQUENCE, WIDTH, sparse=True)
+        self.weight.data.copy_(seeded((SEQUENCE, WIDTH), 5))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + super().forward(torch.arange(hidden.size(1)))
+
+
+def sparse_layers(case: Case) -> list[Any]:
+    specs = layers(case)
+    specs[2:4] = [LayerSpec(Places), LayerSpec(Places)]
+    return specs
+
+
+def mask_layers(case: Case) -> list[Any]:
+    return [
+        LayerSpec(MaskingEmbedding, 1),
+        *(LayerSpec(MaskedBlock, index) for index in range(case.num_layers - 2)),
+        LayerSpec(UnmaskingHead, 2),
+    ]
+
+
+class MaskingEmbedding(Embedding):
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(tokens), tokens > VOCABULARY // 3
+
+
+class MaskedBlock(Block):
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        hidden, mask = inputs
+        assert mask.dtype == torch.bool
+        return torch.where(mask.unsqueeze(-1), super().forward(hidden), hidden), mask
+
+
+class UnmaskingHead(Head):
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(inputs[0])
+
+
+def train_both(
+    case: Case, make_layers: Callable[[Case], list[Any]], bool_tensors: bool, moves: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """The run that stays and the run that moves; each is profiled once."""
+    found = []
+    for waiting in ([], list(moves)):
+        engine = build(case, make_layers)
+        engine.has_bool_tensors = bool_tensors
+        data, losses = batches(engine), []
+        for _ in range(5):
+            losses.append(engine.train_batch(data).item())
+            if waiting:
+                engine.rebalance(waiting.pop(0))
+        held = [engine._state.state_of(parameter) for parameter in engine.module.parameters()]
+        found.append(
+            {
+                "losses": losses,
+                "norm": engine.get_global_grad_norm(),
+                "state": state(engine),
+                "replica": engine.grid.get_data_parallel_id(),
+                "moved": sum(report.layers_moved for report in engine.reports),
+                "sparse": sum(value.is_sparse for each in held for value in each.values() if torch.is_tensor(value)),
+            }
+        )
+    return found
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.experts(hidden)[0]  # type: ignore[no-any-return]
+
+
+def add_places(places: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + places.weight[: hidden.size(1)]
+
+
+def refused_layers() -> tuple[list[str], list[str], float]:
+    """What initialize says of layers that only the second stage holds; then expert groups, and a loss without them."""
+    experts, places = layers(Case()), layers(Case())
+    experts[6], places[6] = LayerSpec(WithExperts), LayerSpec(Places)
+    tied = layers(Case())
+    tied[1] = TiedLayerSpec("places", Places, forward_fn=add_places, tied_weight_attr="weight")
+    tied[6] = TiedLayerSpec("places", Places, tied_weight_attr="weight")
+    said = []
+    for specs, precision in ((experts, "fp32"), (places, "bf16"), (places, "fp32 zero1"), (tied, "fp32")):
+        try:
+            build(Case(optimizer="SGD", precision=precision), lambda _, specs=specs: specs)
+        except ds_dynmo.ConfigError as error:
+            said.append(str(error))
+    engine = build(Case())
+    return said, list(groups._get_expert_parallel_group_dict()), engine.train_batch(batches(engine)).item()
 
 
 def train_other_sizes(moves: Sequence[Sequence[int]]) -> list[float]:

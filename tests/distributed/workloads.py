@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo.engine.layer_state import dense_parts
 
 WIDTH = 8
 VOCABULARY = 11
@@ -251,7 +252,8 @@ def state(engine: Any) -> dict[str, Any]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    parts = [part.contiguous().view(-1).view(torch.uint8) for part in dense_parts(tensor)]
+    return b"".join(part.numpy().tobytes() for part in parts)
 
 
 def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import logger
 from torch import nn
@@ -24,10 +25,12 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
     ("config", "message"),
     [
         ({"fp16": {"enabled": True}}, "fp16.enabled"),
-        ({"amp": {"enabled": True}}, "amp.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype = 'float16'.*bfloat16"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = None"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3.*pipeline"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients"),
+        ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, "elastic_checkpoint.*files"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
         ({"optimizer": {"type": "LBFGS"}}, "LBFGS"),
@@ -48,21 +51,26 @@ def test_training_that_cannot_be_moved(config: dict[str, Any], message: str) -> 
         {"optimizer": {"type": "Adam"}, "bf16": {"enabled": True}},
         {"optimizer": {"type": "RMSprop"}, "zero_optimization": {"stage": 1}},
         {"optimizer": {"type": "Adafactor"}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
     ],
 )
 def test_training_that_can(config: dict[str, Any]) -> None:
     checks.check_training(config, None)
 
 
+def data_efficiency(kind: str, feature: str) -> dict[str, Any]:
+    return {"data_efficiency": {"enabled": False, kind: {"enabled": False, feature: {"enabled": True}}}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning"),
-        ({"data_efficiency": {"data_sampling": {"enabled": True}}}, "data_efficiency"),
+        (data_efficiency("data_sampling", "curriculum_learning"), "data_sampling.curriculum_learning.*sampler"),
+        (data_efficiency("data_routing", "random_ltd"), "data_routing.random_ltd"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler.*engine.profile"),
-        ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop"),
-        ({"compression_training": {"weight_quantization": {}}}, "compression_training"),
-        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"autotuning": {"enabled": True}}, "autotuning"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
     ],
@@ -72,8 +80,32 @@ def test_features_that_are_refused(config: dict[str, Any], message: str) -> None
         checks.check_features(config)
 
 
-def test_features_that_are_not() -> None:
-    checks.check_features({"flops_profiler": {"enabled": False}, "compile": {}, "wall_clock_breakdown": True})
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"flops_profiler": {"enabled": False}, "compile": {}, "wall_clock_breakdown": True},
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "num_workers": 2}}},
+    ],
+)
+def test_features_that_are_not(config: dict[str, Any]) -> None:
+    checks.check_features(config)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "progressive_layer_drop",
+        "sparse_gradients",
+    ],
+)
+def test_features_that_deepspeed_refuses_itself(key: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match="removed"):
+        DeepSpeedConfig({"train_batch_size": 1, key: {"enabled": False}})
 
 
 def test_activations_partitioned_one_way_only() -> None:

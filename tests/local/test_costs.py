@@ -34,3 +34,9 @@ def test_static_bytes() -> None:
     sparse = nn.Module()
     sparse.weight = nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
     assert costs.static_bytes(sparse, PerParameterState(None)) == 5 * 8 + 4 * 8 + 4 * 4
+    embedding = nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+    embedding(torch.tensor([3, 3, 5])).sum().backward()
+    optimizer.step()
+    rows = 3 * (8 + 2 * 4)  # one term per lookup in the sparse momentum: its index and two floats
+    assert costs.static_bytes(embedding, PerParameterState(optimizer)) == 2 * 8 * 2 * 4 + rows

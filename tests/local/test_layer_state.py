@@ -111,6 +111,19 @@ def test_sparse_csr() -> None:
     assert isinstance(module.linear.weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_coo(coalesced: bool) -> None:
+    """The gradient of an nn.Embedding(sparse=True), with its terms in the order in which they came."""
+    layer = Layer()
+    layer.sparse = torch.sparse_coo_tensor([[2, 0, 2]], torch.arange(6.0).reshape(3, 2), (4, 2))
+    if coalesced:
+        layer.sparse = layer.sparse.coalesce()
+    there = travel(layer).module.sparse
+    assert there.layout == torch.sparse_coo and there.is_coalesced() == coalesced and there.shape == (4, 2)
+    assert torch.equal(there._indices(), layer.sparse._indices())
+    assert torch.equal(there._values(), layer.sparse._values())
+
+
 def test_empty_and_scalar_tensors(layer: Layer) -> None:
     layer.register_buffer("nothing", torch.empty(0, 3))
     layer.register_buffer("scalar", torch.tensor(2.5))

@@ -76,8 +76,6 @@ def _check_supported(engine: Any, tag: str) -> None:
         )
     if engine.checkpoint_engine.is_decoupled():
         raise ConfigError("a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo")
-    if engine.has_moe_layers:
-        raise ConfigError("checkpoints of layers with deepspeed.moe experts are not supported with dynmo")
 
 
 def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
