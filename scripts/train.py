@@ -35,13 +35,13 @@ from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import (
     Batches,
     ByteText,
-    FreezingController,
+    DynamicCase,
     ModelConfig,
-    gpt_layers,
+    dynamic_cases,
     language_model_loss,
     load_text,
+    model_layers,
     read_model_config,
-    set_frozen_prefix,
 )
 from ds_dynmo.plan import Profile, RebalanceReport
 
@@ -131,7 +131,7 @@ def prepare(arguments: list[str]) -> Run:
         if not 0 <= args.seed < 2**32:
             raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
         model = model.model_copy(update={"seed": args.seed})
-    stages = check_stages(args.stages, int(os.environ["WORLD_SIZE"]), len(gpt_layers(model)))
+    stages = check_stages(args.stages, int(os.environ["WORLD_SIZE"]), len(model_layers(model)))
     text = load_text(args.data)
     text.check_length(model.sequence_length)
     settings = dict(settings)
@@ -182,7 +182,7 @@ def read_resume_file(folder: Path, model: ModelConfig, steps: int) -> dict[str, 
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder")
     resumed = load_json(folder / RESUME_FILE)
-    missing = {"step", "partition", "model", "freezing"} - resumed.keys()
+    missing = {"step", "partition", "model", "cases"} - resumed.keys()
     if missing:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
     saved_model = read_model_config(resumed)
@@ -227,7 +227,7 @@ def refuse(error: Exception) -> int:
 def build_engine(run: Run) -> Any:
     """The model in uniform stages, and the engine around it."""
     module = PipelineModule(
-        layers=gpt_layers(run.model), num_stages=run.stages, loss_fn=language_model_loss, partition_method="uniform"
+        layers=model_layers(run.model), num_stages=run.stages, loss_fn=language_model_loss, partition_method="uniform"
     )
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
@@ -248,11 +248,15 @@ def build_engine(run: Run) -> Any:
 def train(run: Run, engine: Any) -> History:
     """Trains to the last step, on every rank alike."""
     history = History()
-    freezing = Freezing(run, engine)
+    cases = dynamic_cases(run.model, engine, total_steps=run.steps)
+    if run.resumed is not None:
+        for case in cases:
+            case.load_state_dict(run.resumed["cases"][case.name])
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
     for step in range(engine.global_steps, run.steps):
-        freezing.before_batch(step)
+        for case in cases:
+            case.before_batch(step)
         began = time.perf_counter()
         loss = engine.train_batch(training.iterate(step * engine.micro_batches))
         if engine.released:
@@ -260,14 +264,15 @@ def train(run: Run, engine: Any) -> History:
         history.losses.append(float(loss))
         history.step_seconds.append(time.perf_counter() - began)
         history.decisions_seen(engine)
-        freezing.after_batch(step + 1)
+        for case in cases:
+            case.after_batch(step + 1)
         progress.step(step + 1, history)
         if (step + 1) * VALIDATIONS // run.steps > step * VALIDATIONS // run.steps:
             history.validation_losses.append((step + 1, validate(run, engine)))
             progress.say(f"step {step + 1}: validation loss {history.validation_losses[-1][1]:.3f}")
     progress.close()
     if run.save is not None and not engine.released:
-        save(run, engine, freezing)
+        save(run, engine, cases)
     return history
 
 
@@ -286,50 +291,16 @@ def validate(run: Run, engine: Any) -> float:
     return float(engine.eval_batch(batches(run, engine, "validation").iterate()))
 
 
-class Freezing:
-    """Connects the model's freezing, if it has any, to the engine."""
-
-    def __init__(self, run: Run, engine: Any) -> None:
-        self._engine = engine
-        self._frozen = 0
-        self._controller: FreezingController | None = None
-        if run.model.freezing is None:
-            return
-        controller = FreezingController(run.model.freezing, num_blocks=run.model.layers, total_steps=run.steps)
-        if run.resumed is not None:
-            controller.load_state_dict(run.resumed["freezing"], engine.module)
-        if controller.automatic:
-            engine.before_step(lambda: controller.add_gradients(engine.module))
-        self._controller = controller
-
-    def before_batch(self, step: int) -> None:
-        """Freezes what the controller says, and tells the engine if that changed."""
-        if self._controller is None:
-            return
-        frozen = self._controller.frozen_prefix(step)
-        if frozen != self._frozen:
-            set_frozen_prefix(self._engine.module, frozen)
-            self._engine.model_changed(f"freezing: first {frozen} layers")
-            self._frozen = frozen
-
-    def after_batch(self, steps_done: int) -> None:
-        if self._controller is not None:
-            self._controller.evaluate(steps_done, self._engine.sum_over_stages)
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return None if self._controller is None else self._controller.state_dict(self._engine.sum_over_stages)
-
-
-def save(run: Run, engine: Any, freezing: Freezing) -> None:
+def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
     """A checkpoint, and beside it what :func:`read_resume_file` reads."""
     engine.save_checkpoint(str(run.save))
-    state = freezing.state_dict()
+    states = {case.name: case.state_dict() for case in cases}
     if engine.global_rank == 0:
         resume = {
             "step": engine.global_steps,
             "partition": engine.partition,
             "model": run.model.model_dump(mode="json"),
-            "freezing": state,
+            "cases": states,
         }
         assert run.save is not None
         (run.save / RESUME_FILE).write_text(json.dumps(resume, indent=2) + "\n")

@@ -1,7 +1,9 @@
 """A GPT, its training text, and the ways in which it changes while it trains."""
 
+from ds_dynmo.models.assembly import dynamic_cases, model_layers
+from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig, read_model_config
-from ds_dynmo.models.freezing import FreezingConfig, FreezingController, set_frozen_prefix
+from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.text import Batches, ByteText, load_text
@@ -9,14 +11,18 @@ from ds_dynmo.models.text import Batches, ByteText, load_text
 __all__ = [
     "Batches",
     "ByteText",
+    "DynamicCase",
+    "Freezing",
     "FreezingConfig",
     "FreezingController",
     "GPTConfig",
     "ModelConfig",
+    "dynamic_cases",
     "gpt_layers",
     "language_model_loss",
     "load_text",
     "local_layers",
+    "model_layers",
     "read_model_config",
     "set_frozen_prefix",
 ]

@@ -17,10 +17,12 @@ import torch
 from deepspeed.pipe import PipelineModule
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.local_layers import local_layers, tie_of
 
 __all__ = [
     "AutoFreezeConfig",
+    "Freezing",
     "FreezingConfig",
     "FreezingController",
     "auto_freeze",
@@ -213,3 +215,36 @@ class FreezingController:
         self._previous = state["previous"]
         for layer_number, _ in local_layers(module):
             self._sums[layer_number] = state["sums"][layer_number]
+
+
+class Freezing(DynamicCase):
+    """Connects a :class:`FreezingController` to the engine."""
+
+    name = "freezing"
+
+    def __init__(self, config: FreezingConfig, engine: Any, *, num_blocks: int, total_steps: int) -> None:
+        super().__init__(engine)
+        self._frozen = 0
+        self._controller = FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
+        if self._controller.automatic:
+            engine.before_step(lambda: self._controller.add_gradients(engine.module))
+
+    def before_batch(self, step: int) -> None:
+        """Freezes what the controller says, and tells the engine if that changed."""
+        frozen = self._controller.frozen_prefix(step)
+        if frozen != self._frozen:
+            set_frozen_prefix(self.engine.module, frozen)
+            self.engine.model_changed(f"freezing: first {frozen} layers")
+            self._frozen = frozen
+
+    def after_batch(self, steps_done: int) -> None:
+        """Lets the controller decide."""
+        self._controller.evaluate(steps_done, self.engine.sum_over_stages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's."""
+        return self._controller.state_dict(self.engine.sum_over_stages)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The controller's."""
+        self._controller.load_state_dict(state, self.engine.module)

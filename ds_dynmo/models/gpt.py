@@ -1,12 +1,16 @@
 """A decoder-only GPT as a list of pipeline layers: embedding, pre-norm blocks, final norm, output head.
 
-Between layers there is one float tensor ``[batch, sequence, hidden]``. Every layer draws its initial weights from a
+Between layers there is one float tensor ``[batch, sequence, hidden]``, or a :class:`~ds_dynmo.models.stream.Stream`
+of more. Every layer draws its initial weights from a
 generator of its own, so that they are the same under every partition of the list.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +20,7 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.stream import Activations, Stream
 
 __all__ = [
     "Block",
@@ -27,7 +32,10 @@ __all__ = [
     "TokenEmbedding",
     "apply_rotary",
     "gpt_layers",
+    "init_linear",
+    "init_normal",
     "language_model_loss",
+    "residual_std",
 ]
 
 INIT_STD = 0.02  # GPT-2
@@ -49,6 +57,11 @@ class GPTConfig(BaseModel):
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
     seed: int = Field(default=0, ge=0, lt=2**32, description="what the initial weights are drawn from")
 
+    @property
+    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
+        """What travels between layers: hidden states, auxiliary losses too, or also which tokens have left."""
+        return "hidden"
+
     @field_validator("heads")
     @classmethod
     def _even_head_width(cls, heads: int, info: ValidationInfo) -> int:
@@ -69,37 +82,75 @@ class _Layer(nn.Module):
         """The paper's ``1 - f_i`` (section 2, layer freezing): 0.0 if no parameter of this layer trains, else 1.0.
 
         The paper counts a frozen layer as no load. It still runs forward, which a measured time includes
-        and this number does not.
+        and this number does not. A part that does less than its dense work says so by a ``load_signal`` of its own.
         """
-        return float(any(parameter.requires_grad for parameter in self.parameters()))
+        signal = float(any(parameter.requires_grad for parameter in self.parameters()))
+        for part in self.children():
+            share = getattr(part, "load_signal", None)
+            signal *= share() if share is not None else 1.0
+        return signal
 
 
 class TokenEmbedding(_Layer):
-    """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``."""
+    """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``, and what travels beside that."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
+        self.carries = config.carries
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        _fill(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
+        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.weight)
+    def forward(self, tokens: torch.Tensor) -> Activations:
+        hidden = F.embedding(tokens, self.weight)
+        auxiliary = torch.zeros(1, device=tokens.device) if self.carries != "hidden" else None
+        if self.carries == "exits":
+            return Stream(hidden, auxiliary, tokens, torch.zeros_like(tokens)).pack()
+        return Stream(hidden, auxiliary).pack()
 
 
 class Block(_Layer):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
-    def __init__(self, config: GPTConfig, layer: int) -> None:
+    Args:
+        layer: its number in the model.
+        attention: makes the attention from (config, generator of its weights); called with normalised hidden states
+            ``[batch, sequence, hidden]`` and positions, int64 ``[sequence]`` or ``[batch, sequence]``.
+        mlp: makes the feed-forward part likewise; it gives hidden states, or them and an auxiliary loss, fp32 ``[1]``.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        layer: int,
+        attention: Callable[[Any, torch.Generator], nn.Module] | None = None,
+        mlp: Callable[[Any, torch.Generator], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         generator = generator_for("layer", config.seed, layer)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = CausalSelfAttention(config, generator)
+        self.attention = (attention or CausalSelfAttention)(config, generator)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = FeedForward(config, generator)
+        self.mlp = (mlp or FeedForward)(config, generator)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden))
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def forward(self, activations: Activations) -> Activations:
+        stream = Stream.unpack(activations)
+        positions = torch.arange(stream.hidden.shape[1], device=stream.hidden.device)
+        hidden, auxiliary = self.transform(stream.hidden, positions)
+        if auxiliary is not None and stream.auxiliary is not None:
+            auxiliary = stream.auxiliary + auxiliary
+        return replace(stream, hidden=hidden, auxiliary=stream.auxiliary if auxiliary is None else auxiliary).pack()
+
+    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The block on hidden states alone, and its auxiliary loss if it has one.
+
+        Args:
+            hidden: ``[batch, sequence, hidden]``, tokens in the order of their positions.
+            positions: int64 ``[sequence]`` or ``[batch, sequence]``.
+        """
+        hidden = hidden + self.attention(self.attention_norm(hidden), positions)
+        change = self.mlp(self.mlp_norm(hidden))
+        change, auxiliary = change if isinstance(change, tuple) else (change, None)
+        return hidden + change, auxiliary
 
 
 class FinalNorm(_Layer):
@@ -109,20 +160,21 @@ class FinalNorm(_Layer):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.norm(hidden)
+    def forward(self, activations: Activations) -> Activations:
+        stream = Stream.unpack(activations)
+        return replace(stream, hidden=self.norm(stream.hidden)).pack()
 
 
 class OutputHead(_Layer):
-    """``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``."""
+    """``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``, and the auxiliary losses if any."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        _fill(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
+        init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight)
+    def forward(self, activations: Activations) -> Activations:
+        return _logits(self.weight, activations)
 
 
 class CausalSelfAttention(nn.Module):
@@ -132,14 +184,14 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.rope_base = config.rope_base
-        self.query_key_value = _linear(config.hidden_size, 3 * config.hidden_size, INIT_STD, generator)
-        self.output = _linear(config.hidden_size, config.hidden_size, _residual_std(config), generator)
+        self.query_key_value = init_linear(config.hidden_size, 3 * config.hidden_size, INIT_STD, generator)
+        self.output = init_linear(config.hidden_size, config.hidden_size, residual_std(config), generator)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         batch, sequence, width = hidden.shape
         projected = self.query_key_value(hidden).view(batch, sequence, 3, self.heads, width // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
-        positions = torch.arange(sequence, device=hidden.device)
+        positions = positions.unsqueeze(-2)  # alike for all heads
         query = apply_rotary(query, positions, self.rope_base)
         key = apply_rotary(key, positions, self.rope_base)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -152,8 +204,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
         super().__init__()
         width = config.mlp_ratio * config.hidden_size
-        self.expand = _linear(config.hidden_size, width, INIT_STD, generator)
-        self.contract = _linear(width, config.hidden_size, _residual_std(config), generator)
+        self.expand = init_linear(config.hidden_size, width, INIT_STD, generator)
+        self.contract = init_linear(width, config.hidden_size, residual_std(config), generator)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.contract(F.gelu(self.expand(hidden)))
@@ -178,12 +230,16 @@ def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> 
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(states.dtype)
 
 
-def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
+def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> list[LayerSpec]:
     """The layer list for a ``PipelineModule``: embedding, ``config.layers`` blocks, final norm, head.
 
     With ``tied_embedding`` the first and the last entry are one ``TiedLayerSpec`` key, "embedding".
+
+    Args:
+        blocks: what is between embedding and final norm; None: plain blocks.
     """
-    blocks = [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)]
+    if blocks is None:
+        blocks = [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)]
     if config.tied_embedding:
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
         embedding = TiedLayerSpec("embedding", TokenEmbedding, config, 0, tied_weight_attr="weight")
@@ -194,25 +250,40 @@ def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
     return [embedding, *blocks, LayerSpec(FinalNorm, config), head]
 
 
-def language_model_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats, in fp32: logits ``[batch, sequence, vocabulary]``, labels ``[batch, sequence]``."""
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+def language_model_loss(outputs: Activations, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats, in fp32, and the auxiliary losses if there are any.
+
+    Args:
+        outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``.
+        labels: int64 ``[batch, sequence]``.
+    """
+    logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    return loss if auxiliary is None else loss + auxiliary.squeeze()
 
 
-def _tied_logits(embedding: TokenEmbedding, hidden: torch.Tensor) -> torch.Tensor:
-    return F.linear(hidden, embedding.weight)
+def _tied_logits(embedding: TokenEmbedding, activations: Activations) -> Activations:
+    return _logits(embedding.weight, activations)
 
 
-def _linear(inputs: int, outputs: int, std: float, generator: torch.Generator) -> nn.Linear:
+def _logits(weight: torch.Tensor, activations: Activations) -> Activations:
+    stream = Stream.unpack(activations)
+    logits = F.linear(stream.hidden, weight)
+    return logits if stream.auxiliary is None else (logits, stream.auxiliary)
+
+
+def init_linear(inputs: int, outputs: int, std: float, generator: torch.Generator) -> nn.Linear:
+    """A linear layer without bias, its weight drawn from ``generator``."""
     linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # nn.Linear's own initialisation draws globally
-    _fill(linear.weight, std, generator)
+    init_normal(linear.weight, std, generator)
     return linear
 
 
-def _fill(weight: nn.Parameter, std: float, generator: torch.Generator) -> None:
+def init_normal(weight: nn.Parameter, std: float, generator: torch.Generator) -> None:
+    """Draw ``weight`` from ``generator``: normal, mean 0."""
     nn.init.normal_(weight, std=std, generator=generator)
 
 
-def _residual_std(config: GPTConfig) -> float:
+def residual_std(config: GPTConfig) -> float:
     """GPT-2: what is added to the residual stream, twice per block, shrinks with depth."""
     return INIT_STD / math.sqrt(2 * config.layers)

@@ -86,7 +86,9 @@ def test_attention_is_the_softmax_over_earlier_tokens() -> None:
         scores = rotated_query @ rotated_key.transpose(1, 2) / math.sqrt(8)
         scores = scores.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -math.inf)
         expected[..., part] = scores.softmax(dim=-1) @ value[..., part]
-    torch.testing.assert_close(attention(hidden), expected @ attention.output.weight.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        attention(hidden, torch.arange(hidden.shape[1])), expected @ attention.output.weight.T, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:

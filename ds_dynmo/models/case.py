@@ -1,0 +1,38 @@
+"""What a dynamic model does between batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+__all__ = ["DynamicCase"]
+
+
+class DynamicCase(ABC):
+    """One dynamic case of a model that trains. Every rank makes the same calls in the same order.
+
+    Args:
+        engine: what :func:`ds_dynmo.initialize` gave.
+
+    Attributes:
+        name: its key in the "model" block.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    @abstractmethod
+    def before_batch(self, step: int) -> None:
+        """Change the model before step ``step``, counted from 0, and tell the engine (``model_changed``)."""
+
+    def after_batch(self, steps_done: int) -> None:  # noqa: B027
+        """Look at what the batch did."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that is resumed needs and no layer keeps, as plain JSON values; the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take up what :meth:`state_dict` gave."""

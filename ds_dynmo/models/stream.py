@@ -1,0 +1,46 @@
+"""What crosses from layer to layer, and so from stage to stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Activations", "Stream"]
+
+Activations = torch.Tensor | tuple[torch.Tensor, ...]  # what a pipeline sends: hidden states alone, or with more
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream with what travels beside it.
+
+    DeepSpeed sends one tensor or a tuple of them. Floating ones take a gradient each, integer ones none.
+
+    Attributes:
+        hidden: ``[batch, sequence, hidden]``.
+        auxiliary: the sum of the auxiliary losses of the layers so far, fp32 ``[1]``; the loss function adds it.
+        tokens: the input tokens, int64 ``[batch, sequence]``, where layers have losses of their own.
+        exited: int64 ``[batch, sequence]``: after how many blocks a token left the model, 0 while it is still in it.
+    """
+
+    hidden: torch.Tensor
+    auxiliary: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    exited: torch.Tensor | None = None
+
+    @classmethod
+    def unpack(cls, activations: Activations) -> Stream:
+        """What :meth:`pack` gave."""
+        return cls(activations) if isinstance(activations, torch.Tensor) else cls(*activations)
+
+    def pack(self) -> Activations:
+        """Hidden states alone, (hidden, auxiliary), or (hidden, auxiliary, tokens, exited)."""
+        if self.auxiliary is None:
+            return self.hidden
+        auxiliary = self.auxiliary
+        if self.hidden.requires_grad and not auxiliary.requires_grad:
+            auxiliary = auxiliary.detach().requires_grad_()  # DeepSpeed asks all floating outputs for a gradient
+        if self.tokens is None or self.exited is None:
+            return self.hidden, auxiliary
+        return self.hidden, auxiliary, self.tokens, self.exited

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""What a block of each dynamic case costs, against the dense block of the same size, as its load falls.
+
+    OMP_NUM_THREADS=1 python scripts/benchmark_layers.py freezing
+    OMP_NUM_THREADS=1 python scripts/benchmark_layers.py --json layers.json
+
+Per case a table: its setting, the block's load signal, and seconds of forward and backward over the dense block's.
+The two are timed in turns in one run; medians are shown. ``--json FILE`` writes them too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models import ModelConfig, model_layers
+from ds_dynmo.models.stream import Activations, Stream
+
+Setting = tuple[str, Callable[[argparse.Namespace], torch.nn.Module]]
+
+
+def block_of(arguments: argparse.Namespace, **case: Any) -> torch.nn.Module:
+    """The first block of a model with this case."""
+    sizes = {"hidden_size": arguments.hidden_size, "heads": arguments.heads, "sequence_length": arguments.sequence}
+    model = parse_block(ModelConfig, {**sizes, "layers": 2, "tied_embedding": False, **case}, "model")
+    block: torch.nn.Module = model_layers(model)[1].build()
+    return block
+
+
+def freezing() -> Iterator[Setting]:
+    yield "trained", block_of
+    yield "frozen", lambda arguments: block_of(arguments).requires_grad_(False)
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing}
+
+
+def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:
+    """What the block before would send."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (arguments.batch, arguments.sequence)
+    hidden = torch.randn(*shape, arguments.hidden_size, generator=generator)
+    hidden.requires_grad_(any(parameter.requires_grad for parameter in block.parameters()))
+    carries = getattr(block, "carries", "hidden")
+    if carries == "hidden":
+        return hidden
+    auxiliary = torch.zeros(1, requires_grad=hidden.requires_grad)
+    if carries == "auxiliary":
+        return Stream(hidden, auxiliary).pack()
+    tokens = torch.randint(0, 256, shape, generator=generator)
+    return Stream(hidden, auxiliary, tokens, torch.zeros_like(tokens)).pack()
+
+
+def seconds(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> float:
+    """Of one forward and backward pass."""
+    given = activations(arguments, block, seed)
+    began = time.perf_counter()
+    made = Stream.unpack(block(given))
+    if made.hidden.requires_grad:
+        total = made.hidden.square().mean()
+        (total if made.auxiliary is None else total + made.auxiliary.sum()).backward()
+    return time.perf_counter() - began
+
+
+def table(arguments: argparse.Namespace, case: str) -> list[dict[str, Any]]:
+    rows = []
+    for setting, make in CASES[case]():
+        dense, block = block_of(arguments), make(arguments)
+        pairs = [
+            (seconds(arguments, block, seed), seconds(arguments, dense, seed)) for seed in range(arguments.pairs + 2)
+        ][2:]
+        rows.append(
+            {
+                "case": case,
+                "setting": setting,
+                "load_signal": float(block.load_signal()),  # type: ignore[operator]
+                "milliseconds": 1e3 * statistics.median(mine for mine, _ in pairs),
+                "over_dense": statistics.median(mine / dense for mine, dense in pairs),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("--hidden-size", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--heads", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens of a sequence, default %(default)s")
+    parser.add_argument("--batch", type=int, default=1, help="sequences, default %(default)s")
+    parser.add_argument("--pairs", type=int, default=15, help="of measurements, default %(default)s")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for case in arguments.cases or CASES for row in table(arguments, case)]
+    print(f"{'case':<18}{'setting':<28}{'load signal':>12}{'ms':>10}{'over dense':>12}")
+    for row in rows:
+        print(
+            f"{row['case']:<18}{row['setting']:<28}{row['load_signal']:>12.3f}{row['milliseconds']:>10.2f}"
+            f"{row['over_dense']:>12.2f}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Every dynamic case trains in a pipeline, and moving its layers while it is active changes nothing, to the bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed import case_workloads as work
+from tests.distributed.case_workloads import CASES, CaseRun
+from tests.distributed.harness import run
+from tests.distributed.test_bitwise import whole
+
+
+def moved(case: CaseRun) -> CaseRun:
+    """The same run with layers on the move before almost every batch."""
+    there, back = [0, 2, 7], [0, 5, 7]
+    if case.stages == 3:
+        there, back = [0, 1, 4, 7], [0, 4, 6, 7]
+    return replace(case, moves={1: there, 2: back, 4: there, 5: back})
+
+
+def check_moves_change_nothing(case: CaseRun) -> None:
+    still, elsewhere = run(case.ranks, work.train, case), run(case.ranks, work.train, moved(case))
+    assert still[0]["losses"] == elsewhere[0]["losses"] and still[0]["evaluated"] == elsewhere[0]["evaluated"]
+    assert whole(still) == whole(elsewhere)
+    assert {k: v for r in still for k, v in r["signals"].items()} == {
+        k: v for r in elsewhere for k, v in r["signals"].items()
+    }
+    assert still[0]["partition"] != elsewhere[0]["partition"]
+    assert all(math.isfinite(loss) for loss in still[0]["losses"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moves_change_nothing(name: str) -> None:
+    check_moves_change_nothing(CaseRun(CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_activation_checkpointing(name: str) -> None:
+    """Recomputing changes nothing either."""
+    plain, recomputed = (run(2, work.train, CaseRun(CASES[name], checkpoint_interval=n)) for n in (0, 1))
+    assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_switched_off_it_learns_the_same(name: str) -> None:
+    on, off = (run(2, work.train, CaseRun(CASES[name], enabled=enabled)) for enabled in (True, False))
+    assert on[0]["losses"] == off[0]["losses"] and on[0]["evaluated"] == off[0]["evaluated"]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("checkpoint_interval", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_everywhere(name: str, precision: str, stages: int, replicas: int, checkpoint_interval: int) -> None:
+    case = CaseRun(CASES[name], stages, replicas, precision, checkpoint_interval)
+    check_moves_change_nothing(case)
