@@ -126,6 +126,7 @@ class Block(_Layer):
         mlp: Callable[[Any, torch.Generator], nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        self.carries = config.carries
         generator = generator_for("layer", config.seed, layer)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = (attention or CausalSelfAttention)(config, generator)
