@@ -8,13 +8,13 @@ what stays on a rank, and send the rest directly, one kind of state after the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.comm import Communicator, nothing
 from ds_dynmo.engine.flat_layout import Container, Member, Unit, shard_size
 from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.parameter_groups import options_of
@@ -177,11 +177,12 @@ class FlatState:
                 if number is not None:
                     self._group[id(parameter)] = number
         self._take_options(parameters, arrived)
-        self._exchange(following)
-        self._wrap(parameters)
+        laid_out: list[tuple[list[list[nn.Parameter]], list[torch.Tensor]]] = []
+        self._exchange(following, meanwhile=lambda: laid_out.append(self._lay_out(parameters)))
+        self._wrap(*laid_out[0])
 
-    def _wrap(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Lay DeepSpeed's wrapper out around ``parameters``; the shards are in place."""
+    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> tuple[list[list[nn.Parameter]], list[torch.Tensor]]:
+        """The groups' parameters, placeholders where there are none, and the flat buffers that they now lie in."""
         for parameter in parameters:
             if id(parameter) in self._group:
                 unbind(parameter)
@@ -190,6 +191,10 @@ class FlatState:
         groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
         flats = [self._flatten(number, group) for number, group in enumerate(groups)]
         self._flats.clear()
+        return groups, flats
+
+    def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
+        """Point DeepSpeed's wrapper at them; the shards are in place."""
         self._wrapper.rewrap(groups, flats)
         self._linked = self._wrapper.link_state()
         self._mark_tied()
@@ -251,7 +256,7 @@ class FlatState:
         for parameter in parameters:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
-        self._wrap(self._layers.parameters())
+        self._wrap(*self._lay_out(self._layers.parameters()))
 
     def _shard(
         self, group: Sequence[nn.Parameter], pieces: Mapping[int, Pieces], name: str, *, parked: bool
@@ -348,37 +353,54 @@ class FlatState:
                 for content in arrived.values():
                     group.update(content.group_options.get(number, {}))
 
-    def _exchange(self, plan: Relayout) -> None:
-        """Fill new shards, one kind of state of one buffer after the other, and give the old ones back."""
-        me = self._grid.get_stage_id(), self._grid.data_parallel_id
+    def _exchange(self, plan: Relayout, meanwhile: Callable[[], None]) -> None:
+        """Fill new shards, one kind of state after the other, and give the old ones back.
+
+        ``meanwhile`` is called once, while the fp32 weights travel; copies on this rank are made while others travel.
+        """
         old = {container: dict(self._held(container)) for container in plan.old[self._stage]}
-        mine = [run for run in plan.runs if me in (run.source, run.destination)]
         fresh: dict[Container, dict[str, torch.Tensor]] = {container: {} for container in plan.new[self._stage]}
         for name, dtype in plan.kinds.items():
             for container, buffer in plan.new[self._stage].items():
                 fresh[container][name] = torch.empty(buffer.shard, dtype=dtype, device=self._device)
                 used = sum(buffer.numel.values()) - self._grid.data_parallel_id * buffer.shard
                 fresh[container][name][max(used, 0) :].zero_()  # the padding
-            sends, receives = [], []
-            for run in mine:
-                if name not in plan.held[run.source[0], run.old]:  # frozen from the start: the optimizer never saw it
-                    if run.destination == me:
-                        fresh[run.new][name].narrow(0, run.start_new, run.numel).zero_()
-                    continue
-                there = old[run.old][name].narrow(0, run.start_old, run.numel) if run.source == me else None
-                here = fresh[run.new][name].narrow(0, run.start_new, run.numel) if run.destination == me else None
-                if there is not None and here is not None:
-                    here.copy_(there)
-                elif there is not None:
-                    sends.append((self._rank(run.destination), there))
-                elif here is not None:
-                    receives.append((self._rank(run.source), here))
-            self._comm.exchange(sends, receives)
-            sends.clear()
-            there = None  # the last holders of what was sent
+            self._exchange_kind(name, plan, old, fresh, meanwhile if name == MASTER else nothing)
             for tensors in old.values():
                 tensors.pop(name, None)
             self._replace(name, fresh, plan)
+
+    def _exchange_kind(
+        self,
+        name: str,
+        plan: Relayout,
+        old: dict[Container, dict[str, torch.Tensor]],
+        fresh: dict[Container, dict[str, torch.Tensor]],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        me = self._stage, self._grid.data_parallel_id
+        sends, receives, copies = [], [], []
+        for run in plan.runs:
+            there = here = None
+            if run.source == me and name in plan.held[run.source[0], run.old]:
+                there = old[run.old][name].narrow(0, run.start_old, run.numel)
+            if run.destination == me:
+                here = fresh[run.new][name].narrow(0, run.start_new, run.numel)
+            if here is not None and name not in plan.held[run.source[0], run.old]:
+                here.zero_()  # frozen from the start: the optimizer never saw it
+            elif there is not None and here is not None:
+                copies.append((here, there))
+            elif there is not None:
+                sends.append((self._rank(run.destination), there))
+            elif here is not None:
+                receives.append((self._rank(run.source), here))
+
+        def local_work() -> None:
+            for here, there in copies:
+                here.copy_(there)
+            meanwhile()
+
+        self._comm.exchange(sends, receives, local_work)
 
     def _replace(self, name: str, fresh: dict[Container, dict[str, torch.Tensor]], plan: Relayout) -> None:
         state = self._wrapper.inner.state
