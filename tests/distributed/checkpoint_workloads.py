@@ -441,8 +441,12 @@ def kill_everywhere(folder: str, tags: list[str]) -> list[tuple[int, str]]:
                 pass
         if problem := whole(engine, target, saved, tags[-1], new):
             wrong.append((step, problem))
+        train_on(engine, 0, 1)
+        newest = (engine.global_steps, state(engine))
         engine.save_checkpoint(target, tag=tags[-1])  # and the next one tidies up
         engine.load_checkpoint(target)
+        if (engine.global_steps, state(engine)) != newest:
+            wrong.append((step, "the next checkpoint was lost"))
         names = {name for name in os.listdir(target)}
         if folders.read_latest(target) != tags[-1] or names != {*tags, "latest"}:
             wrong.append((step, f"left {names}"))
