@@ -78,6 +78,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
+    "bf16 buffers": {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
     "bf16 immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
     "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "bf16 zero1 fp32sums": {
