@@ -211,7 +211,7 @@ def _enabled(block: Any) -> bool:
 
 
 _JSON_OPTIMIZERS = ("adam", "adamw")
-_ELEMENTWISE = (
+_ELEMENTWISE = (  # treat every element alike, and begin with a state of zeros (Rprop begins with the learning rate)
     torch.optim.Adadelta,
     torch.optim.Adam,
     torch.optim.Adamax,
@@ -251,7 +251,7 @@ def _check_kind(kind: type, named: str, flat: bool) -> None:
         allowed = ", ".join(sorted(entry.__name__ for entry in _ELEMENTWISE))
         raise ConfigError(
             f"{named}: with bf16 or ZeRO, state lies in flat buffers and only optimizers that treat every element "
-            f"alike can be moved: {allowed}, FusedAdam, DeepSpeedCPUAdam"
+            f"alike and begin at zero can be moved: {allowed}, FusedAdam, DeepSpeedCPUAdam"
         )
 
 

@@ -22,6 +22,10 @@ _SMALL_BYTES = 1 << 16
 Placed = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
 
 
+def nothing() -> None:
+    """There is nothing else to do."""
+
+
 class Communicator:
     """One rank's view of the others. Construction and every method but the point-to-point ones are collective.
 
@@ -209,11 +213,14 @@ class Communicator:
         self._swap(headers_out, headers_in)
         return {stage: header.numpy().tobytes() for stage, header in headers_in.items()}
 
-    def exchange(self, sends: Sequence[Placed], receives: Sequence[Placed]) -> None:
+    def exchange(
+        self, sends: Sequence[Placed], receives: Sequence[Placed], meanwhile: Callable[[], None] = nothing
+    ) -> None:
         """Send contiguous tensors to ranks and receive into others, in place; all posted before any is awaited.
 
         Between two ranks, both sides have to name the same sizes in the same order. Small tensors of a pair travel
-        together in one message; large ones are sent from and received into their own memory.
+        together in one message; large ones are sent from and received into their own memory. ``meanwhile`` is called
+        while they are under way.
         """
         filled: list[tuple[torch.Tensor, torch.Tensor]] = []
         operations: list[Any] = []
@@ -227,7 +234,9 @@ class Communicator:
         for peer, message in _messages(sends):
             whole = message[0] if len(message) == 1 else torch.cat(message)
             operations.append(dist.P2POp(dist.isend, self._transportable(whole, copy=True), peer))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        meanwhile()
+        for work in works:
             work.wait(timedelta(seconds=self._timeout_seconds))
         for room, landing in filled:
             room.copy_(landing)

@@ -8,7 +8,8 @@ what stays on a rank, and send the rest directly, one kind of state after the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ds_dynmo.engine.flat_layout import Container, Member, Unit, shard_size
 from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.parameter_groups import options_of
 from ds_dynmo.engine.relayout import MASTER, Holdings, Relayout, work_out
+from ds_dynmo.engine.shard_exchange import exchange_shards
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.engine.wrappers import FlatWrapper, unbind
 from ds_dynmo.plan import MigrationPlan
@@ -51,6 +53,8 @@ class FlatState:
         self._next: Relayout | None = None
         self._flats: dict[int, torch.Tensor] = {}  # per group, the weights' next flat buffer while layers move
         self._linked = False
+        self._exchanged: dict[Unit, list[Member]] = {}  # of layers some of whose parameters are others since a load
+        self._weights_lead = False
         self._stage, self._shards = grid.get_stage_id(), grid.data_parallel_size
         for number in range(len(self._placeholders)):
             self._stash[number] = self._first_stash(number)
@@ -177,11 +181,12 @@ class FlatState:
                 if number is not None:
                     self._group[id(parameter)] = number
         self._take_options(parameters, arrived)
-        self._exchange(following)
-        self._wrap(parameters)
+        laid_out: list[tuple[list[list[nn.Parameter]], list[torch.Tensor]]] = []
+        self._exchange(following, meanwhile=lambda: laid_out.append(self._lay_out(parameters)))
+        self._wrap(*laid_out[0])
 
-    def _wrap(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Lay DeepSpeed's wrapper out around ``parameters``; the shards are in place."""
+    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> tuple[list[list[nn.Parameter]], list[torch.Tensor]]:
+        """The groups' parameters, placeholders where there are none, and the flat buffers that they now lie in."""
         for parameter in parameters:
             if id(parameter) in self._group:
                 unbind(parameter)
@@ -190,9 +195,15 @@ class FlatState:
         groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
         flats = [self._flatten(number, group) for number, group in enumerate(groups)]
         self._flats.clear()
+        return groups, flats
+
+    def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
+        """Point DeepSpeed's wrapper at them; the shards are in place."""
         self._wrapper.rewrap(groups, flats)
         self._linked = self._wrapper.link_state()
         self._mark_tied()
+        counted = {frozenset(self._scalars(n)) for n in range(len(groups)) if len(self._live(n)) > 1}
+        assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
 
     def after_step(self) -> None:
         """Called after every batch."""
@@ -200,11 +211,14 @@ class FlatState:
             self._linked = self._wrapper.link_state()
 
     def refit(self, partition: Sequence[int]) -> None:
-        """Follow what was frozen or unfrozen. Collective."""
+        """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
         if any(m.parked != m.park for h in every for members in h.members.values() for m in members):
             self._next = work_out(MigrationPlan.between(partition, partition), every, self._layers, self._grid)
             self.settle(self._layers.parameters(), {})
+        if self._weights_lead:
+            self._follow_weights()
+        self._exchanged, self._weights_lead = {}, False
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -215,13 +229,13 @@ class FlatState:
             "parked": {number: dict(self._stash[number]) for number in numbers},
             "scalars": {number: self._scalars(number) for number in numbers},
             "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in numbers},
-            "kinds": sorted({name for number in numbers for name in self._live(number)}),
+            "kinds": {number: sorted(self._live(number)) for number in numbers},
         }
 
     def load(
         self,
         members: Sequence[tuple[nn.Parameter, int, Pieces]],
-        kinds: Iterable[str],
+        kinds: Mapping[int, set[str]],
         scalars: Mapping[int, dict[str, Any]],
         options: Mapping[int, dict[str, Any]],
     ) -> None:
@@ -229,7 +243,9 @@ class FlatState:
 
         Args:
             members: the stage's parameters with their group and the pieces of their state.
+            kinds, scalars: per group that has state.
         """
+        assert all(rows.keys() <= {MASTER, *kinds.get(number, ())} for _, number, rows in members)
         pieces = {id(parameter): rows for parameter, _, rows in members}
         self._group = {id(parameter): number for parameter, number, _ in members}
         self._parked = {id(parameter) for parameter, _, _ in members if not parameter.requires_grad}
@@ -238,7 +254,9 @@ class FlatState:
         for number in range(len(self._placeholders)):
             for parked in (False, True):
                 group = self._by_group(parameters, parked=parked)[number]
-                fresh = {name: self._shard(group, pieces, name, parked=parked) for name in {MASTER, *kinds}}
+                fresh = {
+                    name: self._shard(group, pieces, name, parked=parked) for name in {MASTER, *kinds.get(number, ())}
+                }
                 if parked:
                     self._stash[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
                     continue
@@ -246,12 +264,12 @@ class FlatState:
                 master.data = fresh.pop(MASTER)
                 state.pop(master, None)
                 if fresh:
-                    state[master] = {**{n: _own(v) for n, v in scalars.get(number, {}).items()}, **fresh}
+                    state[master] = {**scalars[number], **fresh}
             self._wrapper.inner.param_groups[number].update(options.get(number, {}))
         for parameter in parameters:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
-        self._wrap(self._layers.parameters())
+        self._wrap(*self._lay_out(self._layers.parameters()))
 
     def _shard(
         self, group: Sequence[nn.Parameter], pieces: Mapping[int, Pieces], name: str, *, parked: bool
@@ -271,21 +289,43 @@ class FlatState:
             offset += parameter.numel()
         return shard
 
-    def weights_loaded(self, became: Mapping[int, nn.Parameter]) -> None:
-        """Weights were loaded without the optimizer's state: the fp32 weights follow, the rest stays.
+    def weights_loaded(
+        self, before: Mapping[tuple[int, str], nn.Parameter], after: Mapping[tuple[int, str], nn.Parameter]
+    ) -> None:
+        """Weights were loaded without the optimizer's state: the fp32 weights follow, the rest stays as it is.
+
+        A parameter that had to become another one starts without state, in the group of the one that it was.
+        :meth:`refit` carries this out and has to follow.
 
         Args:
-            became: what parameters are now, by the ``id`` of what they were.
+            before, after: the stage's parameters by layer and name, in the order of its layers.
         """
-        if all(id(parameter) == before for before, parameter in became.items()):
-            for number, stash in self._stash.items():
-                for parked, group in ((False, self.members[number]), (True, self.parked[number])):
-                    held = stash.get(MASTER) if parked else self._wrapper.masters[number].data
-                    if held is not None:
-                        held.copy_(self._shard(group, {}, MASTER, parked=parked))
-            return
-        none: Pieces = {}
-        self.load([(p, self._group[before], none) for before, p in became.items() if before in self._group], [], {}, {})
+        self._weights_lead = True
+        layers: dict[Unit, list[tuple[nn.Parameter, nn.Parameter | None]]] = {}
+        for key, parameter in before.items():
+            if id(parameter) in self._group:
+                layers.setdefault(self._layers.unit(key[0]), []).append((parameter, after.get(key)))
+        position = {id(p): n for module in self._layers.modules().values() for n, p in enumerate(module.parameters())}
+        for unit, pairs in layers.items():
+            if all(old is new for old, new in pairs):
+                continue
+            members = self._exchanged[unit] = []
+            for number, (old, new) in enumerate(pairs):
+                if old is new:
+                    members.append(self._member(old, position[id(old)]))
+                    continue
+                members.append(replace(self._member(old, -1 - number), park=None))
+                if new is not None:
+                    self._group[id(new)] = self._group[id(old)]
+                    members.append(replace(self._member(new, position[id(new)]), parked=None))
+                self.drop([old])
+
+    def _follow_weights(self) -> None:
+        for number, stash in self._stash.items():
+            for parked, group in ((False, self.members[number]), (True, self.parked[number])):
+                held = stash.get(MASTER) if parked else self._wrapper.masters[number].data
+                if held is not None:
+                    held.copy_(self._shard(group, {}, MASTER, parked=parked))
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
         number = self._group.get(id(parameter))
@@ -313,17 +353,21 @@ class FlatState:
             found[name] = (max(-first, 0), tensor[max(first, 0) : max(first + parameter.numel(), 0)])
         return found
 
+    def _member(self, parameter: nn.Parameter, position: int) -> Member:
+        return Member(
+            position=position,
+            numel=parameter.numel(),
+            group=self._group[id(parameter)],
+            parked=id(parameter) in self._parked,
+            park=not parameter.requires_grad,
+        )
+
     def _holdings(self) -> Holdings:
         members: dict[Unit, list[Member]] = {}
         for index, module in self._layers.modules().items():
-            members[self._layers.unit(index)] = [
-                Member(
-                    position=position,
-                    numel=parameter.numel(),
-                    group=self._group[id(parameter)],
-                    parked=id(parameter) in self._parked,
-                    park=not parameter.requires_grad,
-                )
+            unit = self._layers.unit(index)
+            members[unit] = self._exchanged.get(unit) or [
+                self._member(parameter, position)
                 for position, parameter in enumerate(module.parameters())
                 if id(parameter) in self._group
             ]
@@ -348,58 +392,37 @@ class FlatState:
                 for content in arrived.values():
                     group.update(content.group_options.get(number, {}))
 
-    def _exchange(self, plan: Relayout) -> None:
-        """Fill new shards, one kind of state of one buffer after the other, and give the old ones back."""
-        me = self._grid.get_stage_id(), self._grid.data_parallel_id
-        old = {container: dict(self._held(container)) for container in plan.old[self._stage]}
-        mine = [run for run in plan.runs if me in (run.source, run.destination)]
-        fresh: dict[Container, dict[str, torch.Tensor]] = {container: {} for container in plan.new[self._stage]}
-        for name, dtype in plan.kinds.items():
-            for container, buffer in plan.new[self._stage].items():
-                fresh[container][name] = torch.empty(buffer.shard, dtype=dtype, device=self._device)
-                used = sum(buffer.numel.values()) - self._grid.data_parallel_id * buffer.shard
-                fresh[container][name][max(used, 0) :].zero_()  # the padding
-            sends, receives = [], []
-            for run in mine:
-                if name not in plan.held[run.source[0], run.old]:  # frozen from the start: the optimizer never saw it
-                    if run.destination == me:
-                        fresh[run.new][name].narrow(0, run.start_new, run.numel).zero_()
-                    continue
-                there = old[run.old][name].narrow(0, run.start_old, run.numel) if run.source == me else None
-                here = fresh[run.new][name].narrow(0, run.start_new, run.numel) if run.destination == me else None
-                if there is not None and here is not None:
-                    here.copy_(there)
-                elif there is not None:
-                    sends.append((self._rank(run.destination), there))
-                elif here is not None:
-                    receives.append((self._rank(run.source), here))
-            self._comm.exchange(sends, receives)
-            sends.clear()
-            there = None  # the last holders of what was sent
-            for tensors in old.values():
-                tensors.pop(name, None)
-            self._replace(name, fresh, plan)
+    def _exchange(self, plan: Relayout, meanwhile: Callable[[], None]) -> None:
+        """Put the state where ``plan`` says; ``meanwhile`` is called while it travels."""
+        exchange_shards(
+            plan,
+            {container: dict(self._held(container)) for container in plan.old[self._stage]},
+            place=(self._stage, self._grid.data_parallel_id),
+            comm=self._comm,
+            rank_of=lambda place: int(self._grid.stage_to_global(place[0], data=place[1])),
+            device=self._device,
+            replace=lambda name, fresh: self._replace(name, fresh, plan),
+            meanwhile=meanwhile,
+        )
 
-    def _replace(self, name: str, fresh: dict[Container, dict[str, torch.Tensor]], plan: Relayout) -> None:
+    def _replace(self, name: str, fresh: Mapping[Container, torch.Tensor], plan: Relayout) -> None:
+        """Hold the shards of one kind of state that have arrived, in place of the old ones."""
         state = self._wrapper.inner.state
-        for (number, parked), tensors in fresh.items():
+        for (number, parked), shard in fresh.items():
             if parked:
-                if tensors[name].numel():
-                    self._stash[number][name] = tensors[name]
+                if shard.numel():
+                    self._stash[number][name] = shard
                 else:
                     self._stash[number].pop(name, None)
                 continue
             master = self._wrapper.masters[number]
             if name == MASTER:
-                master.data = tensors[name]
+                master.data = shard
                 master.grad = None
             else:
-                state[master][name] = tensors[name]
+                state[master][name] = shard
                 for scalar, value in plan.scalars[number].items():
                     state[master].setdefault(scalar, value)
-
-    def _rank(self, place: tuple[int, int]) -> int:
-        return int(self._grid.stage_to_global(place[0], data=place[1]))
 
     @property
     def _device(self) -> torch.device:
@@ -430,8 +453,3 @@ class FlatState:
 
     def _mark_tied(self) -> None:
         self._wrapper.mark_tied(self._layers.tied_parameters())
-
-
-def _own(value: Any) -> Any:
-    """A count of steps in memory of its own: a file that it was read from may go."""
-    return value.clone() if isinstance(value, torch.Tensor) else value

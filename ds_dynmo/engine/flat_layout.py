@@ -22,18 +22,18 @@ class Member:
     """A parameter that an optimizer group holds.
 
     Attributes:
-        position: among the parameters of its layer.
+        position: among the parameters of its layer, as it is to be.
         numel: elements.
         group: number of its parameter group.
-        parked: it lies in the group's parked buffer now.
-        park: it is to lie there from now on.
+        parked: it lies in the group's parked buffer now; None: in none, it is new.
+        park: it is to lie there from now on; None: in none, it goes.
     """
 
     position: int
     numel: int
     group: int
-    parked: bool
-    park: bool
+    parked: bool | None
+    park: bool | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def stage_buffers(
     """The buffers of a stage that holds ``units``, in this order.
 
     Args:
-        members: the parameters of each unit.
+        members: the parameters of each unit, in their present order.
         shards: data-parallel size.
         after: as it is to be (``park``) rather than as it is (``parked``).
     """
@@ -79,7 +79,8 @@ def stage_buffers(
         for parked in (False, True):
             offsets, numel, total = {}, {}, 0
             for unit in units:
-                for member in members.get(unit, ()):
+                own = members.get(unit, ())
+                for member in sorted(own, key=lambda member: member.position) if after else own:
                     if member.group == group and (member.park if after else member.parked) == parked:
                         key = (unit, member.position)
                         offsets[key], numel[key] = total, member.numel
@@ -128,16 +129,19 @@ def _rows(
     new: Mapping[int, Mapping[Container, Buffer]],
     source_of: Mapping[tuple[int, Unit], int],
 ) -> Iterator[tuple[int, Container, int, int, int]]:
-    """The parameters of a new buffer, those that lie in a row in an old one as well taken together."""
+    """The parameters of a new buffer that an old one has, those that lie in a row there as well taken together."""
     buffer, group = new[stage][container], container[0]
-    places = []
+    places, gaps = [], 0
     for key, start_new in buffer.offsets.items():
         source = source_of[stage, key[0]]
-        held = (group, False) if key in old[source][group, False].offsets else (group, True)
-        places.append((source, held, old[source][held].offsets[key], start_new, buffer.numel[key]))
-    for _, row in groupby(places, key=lambda place: (place[0], place[1], place[2] - place[3])):
+        held = next((c for c in ((group, False), (group, True)) if key in old[source][c].offsets), None)
+        if held is None:
+            gaps += 1  # what lies on either side of a new one is no row, however much went from between them
+            continue
+        places.append((source, held, old[source][held].offsets[key], start_new, buffer.numel[key], gaps))
+    for _, row in groupby(places, key=lambda place: (place[0], place[1], place[2] - place[3], place[5])):
         found = list(row)
-        source, held, start_old, start_new, _ = found[0]
+        source, held, start_old, start_new, *_ = found[0]
         yield source, held, start_old, start_new, sum(place[4] for place in found)
 
 

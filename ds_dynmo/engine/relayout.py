@@ -39,6 +39,7 @@ class Relayout:
 
     Attributes:
         kinds: the kinds of state that any stage holds, the fp32 weights first.
+        group_kinds: those that any stage holds of a parameter group: every stage will hold all of them or none.
         held: those of one buffer of one stage.
     """
 
@@ -46,6 +47,7 @@ class Relayout:
     new: dict[int, dict[Container, Buffer]]
     runs: list[Run]
     kinds: dict[str, torch.dtype]
+    group_kinds: dict[int, set[str]]
     held: dict[tuple[int, Container], dict[str, torch.dtype]]
     scalars: dict[int, dict[str, Any]]
 
@@ -76,5 +78,8 @@ def work_out(plan: MigrationPlan, every: Sequence[Holdings], layers: StageLayers
     for holdings in every:
         for number, values in holdings.scalars.items():
             scalars.setdefault(number, {}).update(values)
+    group_kinds: dict[int, set[str]] = {}
+    for (_, (number, _)), of_container in held.items():
+        group_kinds.setdefault(number, set()).update(of_container)
     order = dict(sorted(kinds.items(), key=lambda item: (item[0] != MASTER, item[0])))
-    return Relayout(old, new, list(runs(old, new, source_of, shards)), order, held, scalars)
+    return Relayout(old, new, list(runs(old, new, source_of, shards)), order, group_kinds, held, scalars)

@@ -441,8 +441,12 @@ def kill_everywhere(folder: str, tags: list[str]) -> list[tuple[int, str]]:
                 pass
         if problem := whole(engine, target, saved, tags[-1], new):
             wrong.append((step, problem))
+        train_on(engine, 0, 1)
+        newest = (engine.global_steps, state(engine))
         engine.save_checkpoint(target, tag=tags[-1])  # and the next one tidies up
         engine.load_checkpoint(target)
+        if (engine.global_steps, state(engine)) != newest:
+            wrong.append((step, "the next checkpoint was lost"))
         names = {name for name in os.listdir(target)}
         if folders.read_latest(target) != tags[-1] or names != {*tags, "latest"}:
             wrong.append((step, f"left {names}"))
@@ -497,7 +501,21 @@ def save_fails(case: Case, folder: str) -> tuple[str, dict[str, Any]]:
             messages += str(error)
         torch.save = original
     assert sorted(os.listdir(folder)) == ["good", "latest"], os.listdir(folder)
-    return messages, outcome(engine, train_on(engine, STEPS))
+    found = outcome(engine, train_on(engine, STEPS))
+    return messages + failure_at_the_end(engine, folder), found
+
+
+def failure_at_the_end(engine: Any, folder: str) -> str:
+    """The message where one rank fails after everything that ranks do together."""
+    from ds_dynmo.engine.checkpoint import applying
+
+    if engine.global_rank == 1:
+        applying.restore_random_states = lambda states: [][0]
+    try:
+        engine.load_checkpoint(folder, tag="good")
+    except ds_dynmo.CheckpointError as error:
+        return str(error)
+    return ""
 
 
 # -- the rest -----------------------------------------------------------------------------------------
@@ -593,6 +611,62 @@ def state_after_loading(case: Case, folder: str, save: bool) -> dict[str, Any]:
     else:
         engine.load_checkpoint(folder)
     return {"state": state(engine), "replica": engine.grid.get_data_parallel_id()}
+
+
+def weights_onto_moments(case: Case, folder: str) -> dict[str, Any]:
+    """Load the weights of :func:`save_narrowed_tie`, and nothing else, into an engine that has trained."""
+    engine = build(case, tied_tapered)
+    train_on(engine, 50)
+    before = state(engine)
+    engine.load_checkpoint(folder, load_module_only=True)
+    found = {"before": before, "after": state(engine), "replica": engine.grid.get_data_parallel_id()}
+    return {
+        **found,
+        "dtypes": {parameter.dtype for parameter in engine.module.parameters()},
+        "losses": train_on(engine, 0),
+    }
+
+
+def other_precisions(folder: str, ways: Sequence[tuple[str, str]]) -> list[tuple[set[Any], Any, list[float]]]:
+    """Weights alone into an engine of another precision: dtypes, that of a buffer that was given another, losses."""
+
+    def make_layers(case: Case) -> list[Any]:
+        made = changing_layers(case)
+        return [made[0], LayerSpec(workloads.FrozenBlock, 1), *made[2:]]
+
+    found = []
+    for number, (saved, loaded) in enumerate(ways):
+        engine = build(Case(stages=2, precision=saved), make_layers)
+        layer = engine._layers.modules().get(2)
+        if layer is not None:
+            layer.register_buffer("exact", torch.ones(2, dtype=torch.float64))
+        train_on(engine, 0, 1)
+        engine.save_checkpoint(folder, tag=str(number))
+        engine = build(Case(stages=2, precision=loaded), make_layers)
+        engine.load_checkpoint(folder, tag=str(number), load_module_only=True)
+        tensors = dict([*engine.module.named_parameters(), *engine.module.named_buffers()])
+        exact = next((tensors.pop(name).dtype for name in list(tensors) if "exact" in name), None)
+        found.append(({tensor.dtype for tensor in tensors.values()}, exact, train_on(engine, 1)))
+    return found
+
+
+def stock_with_an_empty_group(case: Case, folder: str) -> list[list[float]]:
+    """Losses of DeepSpeed's engine after it wrote a checkpoint, and of ours that goes on from it."""
+
+    def engine_of(initialize: Any, case: Case) -> Any:
+        torch.manual_seed(0)
+        module = PipelineModule(
+            layers=workloads.layers(case), num_stages=case.stages, loss_fn=workloads.loss, partition_method="uniform"
+        )
+        groups = [{"params": [], "weight_decay": 0.3}, {"params": list(module.parameters()), "weight_decay": 0.1}]
+        return initialize(model=module, model_parameters=groups, config=workloads.config(case))[0]
+
+    stock = engine_of(deepspeed.initialize, replace(case, dynmo=None))
+    train_on(stock, 0)
+    stock.save_checkpoint(folder)
+    ours = engine_of(ds_dynmo.initialize, case)
+    ours.load_checkpoint(folder)
+    return [train_on(engine, STEPS) for engine in (stock, ours)]
 
 
 def load_weights_only(case: Case, folder: str) -> dict[str, Any]:

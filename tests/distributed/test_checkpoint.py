@@ -146,6 +146,42 @@ def test_weights_alone_under_a_wrapper(tmp_path: Path, precision: str) -> None:
         assert result["losses"][1] < result["losses"][0] + 1
 
 
+def test_weights_of_another_shape_leave_the_state_of_the_others(tmp_path: Path) -> None:
+    run(2, work.save_narrowed_tie, Case(stages=2), str(tmp_path))
+    case = Case(stages=2, replicas=2, precision="bf16 zero1", groups="two")
+    results = run(case.ranks, work.weights_onto_moments, case, str(tmp_path))
+    before, after = (whole([{**found, "state": found[when]} for found in results]) for when in ("before", "after"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        layer, _, kind = key.partition("/")
+        if layer in ("1.weight", "1.back") and kind.startswith("exp_avg"):
+            assert len(after[key]) == len(value) // 2 and not any(after[key])
+        elif kind.startswith("exp_avg"):
+            assert after[key] == value and any(value), key
+        elif kind == "step":
+            assert after[key] == value
+        elif kind == "master":
+            weights = torch.frombuffer(bytearray(after[layer]), dtype=torch.bfloat16)
+            assert workloads.raw(weights.float()) == after[key]
+    assert {str(dtype) for found in results for dtype in found["dtypes"]} == {"torch.bfloat16"}
+    assert all(0 < loss < 5 for found in results for loss in found["losses"])
+
+
+def test_weights_of_another_precision(tmp_path: Path) -> None:
+    ways = [("bf16 buffers", "fp32"), ("fp32", "bf16 buffers")]
+    results = run(2, work.other_precisions, str(tmp_path), ways)
+    assert [[exact for _, exact, _ in result] for result in results] == [[torch.float64] * 2, [None] * 2]
+    for result in results:
+        dtypes, _, losses = zip(*result)
+        assert dtypes == ({torch.float32}, {torch.bfloat16})
+        assert all(0 < loss < 5 for found in losses for loss in found)
+
+
+def test_stock_with_a_group_that_no_stage_uses(tmp_path: Path) -> None:
+    for stock, ours in run(2, work.stock_with_an_empty_group, Case(precision="bf16 zero1", clip=0.0), str(tmp_path)):
+        assert stock == ours
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_deepspeeds_universal_conversion(tmp_path: Path, tied: bool) -> None:
     case = Case(stages=2, replicas=2, precision="bf16 zero1", tied=tied, groups="two")
@@ -353,6 +389,7 @@ def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     results = run(2, work.save_fails, case, str(tmp_path))
     for message, _ in results:
         assert "rank 1: OSError: No space left" in message and "could run code" in message and "mp_rank_00" in message
+        assert "neither what it was nor what was saved: rank 1: IndexError" in message
     saved = run(2, work.save_and_go_on, case, str(tmp_path / "reference"))
     check_same(saved, [found for _, found in results])
 

@@ -191,3 +191,8 @@ def test_clip_norm_is_that_of_the_whole_model() -> None:
     norms = {tuple(result) for result in run(2, workloads.norms, Case(clip=1.0, stages=2))}
     alone = {tuple(result) for result in run(1, workloads.norms, Case(clip=1.0, stages=1))}
     assert norms == alone and len(norms) == 1
+
+
+def test_layers_that_share_a_parameter_are_refused_on_every_rank() -> None:
+    for message in run(2, workloads.share_a_parameter):
+        assert "layers [1, 2] share parameters" in message and "TiedLayerSpec" in message

@@ -82,6 +82,14 @@ def test_half_a_tie_cannot_be_frozen() -> None:
         run(2, workloads.freeze_half_a_tie)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_a_tie_is_frozen_and_thawed(precision: str) -> None:
+    together, apart = [0, 7, 8], [0, 3, 8]
+    still, moved = (run(2, workloads.freeze_tie, precision, moves) for moves in ([], [apart, together, apart, apart]))
+    assert [r["losses"] for r in still] == [r["losses"] for r in moved]
+    assert whole(still) == whole(moved)
+
+
 def test_a_model_that_changed_is_profiled_and_rebalanced() -> None:
     result = run(2, workloads.freeze_sleeping, 8)[0]
     assert result["reason"] == "half is frozen"

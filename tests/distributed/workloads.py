@@ -19,6 +19,7 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.layer_state import dense_parts
+from ds_dynmo.errors import ConfigError
 
 WIDTH = 8
 VOCABULARY = 11
@@ -78,6 +79,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
+    "bf16 buffers": {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
     "bf16 immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
     "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "bf16 zero1 fp32sums": {
@@ -869,6 +871,34 @@ def freeze_half_a_tie() -> None:
     engine = build(Case(tied=True))
     freeze(engine, 1)
     engine.model_changed("half")
+
+
+def freeze_tie(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Freeze all uses of a tied layer, and let them train again."""
+    engine = build(Case(tied=True, precision=precision))
+    data, losses, waiting = batches(engine), [], list(moves)
+    for tie_trains in (True, False, True):
+        for index, module in engine._layers.modules().items():
+            if engine._layers.key(index) is not None:
+                module.requires_grad_(tie_trains)
+        engine.model_changed("the tie")
+        for _ in range(2):
+            engine._controller.decided(moved=False)
+            losses.append(engine.train_batch(data).item())
+            if waiting:
+                engine.rebalance(waiting.pop(0))
+    return {"losses": losses, "state": state(engine), "replica": 0}
+
+
+def share_a_parameter() -> str:
+    """Two layers of stage 0 share a weight; the error that every rank gets."""
+    linear = nn.Linear(WIDTH, WIDTH)
+    stages = [LayerSpec(Embedding, 1), linear, nn.Sequential(linear), LayerSpec(Block, 1), LayerSpec(Head, 2)]
+    try:
+        build(Case(), lambda case: stages)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def freeze_sleeping(count: int) -> dict[str, Any]:

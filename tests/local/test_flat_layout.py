@@ -39,12 +39,17 @@ def test_every_element_arrives_once(seed: int) -> None:
     members = {
         str(layer): [
             Member(
-                position, chooser.randint(1, 9), chooser.randint(0, 1), chooser.random() < 0.3, chooser.random() < 0.3
+                position=position,
+                numel=chooser.randint(1, 9),
+                group=chooser.randint(0, 1),
+                parked=chooser.choice([False, False, False, True, None]),
+                park=chooser.choice([False, False, False, True, None]),
             )
-            for position in range(chooser.randint(0, 4))
+            for position in chooser.sample(range(9), chooser.randint(0, 4))
         ]
         for layer in range(layers)
     }
+    is_new = {(unit, member.position) for unit, own in members.items() for member in own if member.parked is None}
     old_bounds, new_bounds = ([0, *sorted(chooser.sample(range(1, layers), stages - 1)), layers] for _ in range(2))
 
     def units(bounds: list[int], stage: int) -> list[str]:
@@ -73,8 +78,14 @@ def test_every_element_arrives_once(seed: int) -> None:
     for stage, buffers in new.items():
         for container, buffer in buffers.items():
             flat = [e for shard in range(shards) for e in arrived[stage, shard, container]]
-            wanted = [(key, e) for key in buffer.offsets for e in range(buffer.numel[key])]
+            assert [position for _, position in buffer.offsets] == sorted_within_layers(buffer)
+            wanted = [None if key in is_new else (key, e) for key in buffer.offsets for e in range(buffer.numel[key])]
             assert flat[: len(wanted)] == wanted and not any(flat[len(wanted) :])
+
+
+def sorted_within_layers(buffer: Buffer) -> list[int]:
+    layers = dict.fromkeys(unit for unit, _ in buffer.offsets)
+    return [place for layer in layers for place in sorted(p for unit, p in buffer.offsets if unit == layer)]
 
 
 def test_neighbours_travel_together() -> None:

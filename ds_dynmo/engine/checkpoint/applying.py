@@ -13,6 +13,7 @@ from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, install
 from ds_dynmo.engine.checkpoint.layout import Manifest
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_counters, restore_random_states
+from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.engine.checkpoint.universal import universal_info
 
 
@@ -38,7 +39,18 @@ class Loaded:
 
 
 def apply(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
-    """Put what was read in place. The partition is the one that it was read for."""
+    """Put what was read in place. The partition is the one that it was read for. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if any rank fails.
+    """
+    together(engine._comm, lambda: _put_layers(engine, loaded, what))
+    engine._agree_on_trainable("load_checkpoint")
+    together(engine._comm, lambda: _put_progress(engine, manifest, loaded, what))
+
+
+def _put_layers(engine: Any, loaded: Loaded, what: What) -> None:
+    """The layers, and the optimizer's state for them."""
     layers = engine._layers
     before = named_parameters(layers)
     for index, module in layers.modules().items():
@@ -47,7 +59,10 @@ def apply(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
     optimizer_files(engine).restore(before, after, loaded.optimizer)
     layers.split_uses()  # twins copy what their layer keeps
     engine._layers_moved()
-    engine._agree_on_trainable("load_checkpoint")
+
+
+def _put_progress(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
+    """Schedulers, counters and random states."""
     common = loaded.common
     if not what.module_only:
         if what.scheduler and engine.lr_scheduler is not None:

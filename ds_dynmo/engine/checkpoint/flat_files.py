@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.checkpoint.layout import FLAT, Key, Slot, StageLayout, flat_file, fragments, stage_file
-from ds_dynmo.engine.checkpoint.optimizer_files import Named, Saved
+from ds_dynmo.engine.checkpoint.optimizer_files import Named, Saved, in_memory
 from ds_dynmo.engine.flat import FlatState, Pieces
 from ds_dynmo.engine.flat_layout import shard_size
 from ds_dynmo.engine.parameter_groups import options_of
@@ -29,13 +29,13 @@ class LoadedFlat:
     Attributes:
         groups: per parameter the number of its group.
         pieces: per parameter and kind of state, rows of elements with the place of the first; still in their files.
-        kinds: every kind of state there is.
-        scalars, options: per group.
+        kinds, scalars: per group that has state, all kinds of it and what is counted once for the group.
+        options: per group.
     """
 
     groups: dict[Key, int] = field(default_factory=dict)
     pieces: dict[Key, Pieces] = field(default_factory=dict)
-    kinds: set[str] = field(default_factory=set)
+    kinds: dict[int, set[str]] = field(default_factory=dict)
     scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -73,10 +73,12 @@ class FlatFiles:
     def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> LoadedFlat:
         loaded = LoadedFlat()
         places = saved.layout.slots(prefer=stage)
+        sources = {stage: None}  # in this order, each once
         for key in wanted:
             if key not in places:
                 continue
             source, slot = places[key]
+            sources[source] = None
             loaded.groups[key] = slot.group
             rows: Pieces = {}
             for fragment in fragments(slot, self._shard_numel(saved, source, slot)):
@@ -89,9 +91,13 @@ class FlatFiles:
                         )
                     rows.setdefault(name, []).append((fragment.destination, tensor[fragment.start : fragment.stop]))
             loaded.pieces[key] = rows
-        for number, scalars, options, kinds in self._groups(saved, stage):
-            loaded.scalars[number], loaded.options[number] = scalars, options
-            loaded.kinds.update(kinds)
+        for number, values, options, kinds in self._groups(saved, sources):
+            loaded.options.setdefault(number, options)
+            if kinds:  # a stage may have none of it, where another one has
+                device = self._engine.device
+                scalars = {name: in_memory(name, value, options, device) for name, value in values.items()}
+                loaded.scalars.setdefault(number, scalars)
+                loaded.kinds.setdefault(number, set()).update(kinds)
         return loaded
 
     def _shard_numel(self, saved: Saved, stage: int, slot: Slot) -> int:
@@ -120,12 +126,15 @@ class FlatFiles:
         values = base["state"].get(slot.index, {})
         return {MASTER: masters[slot.index], **{name: value for name, value in values.items() if _is_row(value)}}
 
-    def _groups(self, saved: Saved, stage: int) -> Iterator[tuple[int, dict[str, Any], dict[str, Any], set[str]]]:
-        """Per parameter group: its number, what is counted for it, its options, kinds of state."""
+    def _groups(
+        self, saved: Saved, sources: Iterable[int]
+    ) -> Iterator[tuple[int, dict[str, Any], dict[str, Any], set[str]]]:
+        """Parameter groups of stages: number, what is counted, options, kinds of state beside the fp32 weights."""
         if not saved.manifest.stock:
-            extras = saved.read(flat_file(stage, 0, saved.slice_index))
-            for number, scalars in extras["scalars"].items():
-                yield number, dict(scalars), dict(extras["options"][number]), set(extras["kinds"])
+            for source in sources:
+                extras = saved.read(flat_file(source, 0, saved.slice_index))
+                for number, scalars in extras["scalars"].items():
+                    yield number, scalars, dict(extras["options"][number]), {*extras["kinds"][number]} - {MASTER}
             return
         seen: set[int] = set()
         for source, layout in enumerate(saved.layout.stages):
@@ -137,14 +146,14 @@ class FlatFiles:
                 values = base["state"].get(slot.index, {})
                 scalars = {name: value for name, value in values.items() if not _is_row(value)}
                 options = options_of(base["param_groups"][slot.index])
-                yield slot.group, scalars, options, {MASTER} | (values.keys() - scalars.keys())
+                yield slot.group, scalars, options, values.keys() - scalars.keys()
 
     # -- putting back ---------------------------------------------------------------------------------
 
     def restore(self, before: Named, after: Named, loaded: LoadedFlat | None) -> None:
         self._engine._name_parameters()
         if loaded is None:
-            self._state.weights_loaded({id(before[key]): after[key] for key in before if key in after})
+            self._state.weights_loaded(before, after)
             return
         groups = {
             key: number for key, parameter in before.items() if (number := self._state.group_of(parameter)) is not None

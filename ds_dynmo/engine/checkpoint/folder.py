@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import shutil
 
 from ds_dynmo.engine.checkpoint.layout import FOLDER
 
 LATEST = "latest"
+ABANDONED_SECONDS = 3600.0  # a folder that nobody wrote to for so long is nobody's
+_WRITING = ".writing"
 
 
 class CheckpointFolder:
     """The folder ``save_dir/tag``, and those beside it while it is written. For one rank alone.
 
     A new tag appears with one rename. No folder can be renamed over another, so a tag that exists is replaced in
-    steps: the new one is called ``tag.replacing``, ``latest`` names that where it named ``tag``, the old one becomes
-    ``tag.replaced``, hard links to the new one become ``tag``, ``latest`` names ``tag`` again, the rest is removed.
-    Between any two steps ``latest`` names a whole checkpoint and the one before is whole, under one name or the
-    other; :meth:`begin` and :func:`find` take up where a killed job left off.
+    steps. A job can be killed between any two of them; then a tag is found under the first of these names that is
+    there (:func:`find`), which is never less than the old checkpoint, and the next :meth:`begin` finishes the rest:
+
+    ========  ==================  =================  =================  ==============================================
+    ``tag``   ``tag.replacing``   ``tag.replaced``   ``latest``         next
+    ========  ==================  =================  =================  ==============================================
+    old                                              tag                ``.tag.writing`` becomes ``tag.replacing``
+    old       new                                    tag                ``latest`` names ``tag.replacing``
+    old       new                                    tag.replacing      ``tag`` becomes ``tag.replaced``
+    .         new                 old                tag.replacing      hard links to the new one become ``tag``
+    new       new                 old                tag.replacing      ``latest`` names ``tag``
+    new       new                 old                tag                ``tag.replacing`` is removed
+    new                           old                tag                ``tag.replaced`` is removed
+    new                                              tag                done
+    ========  ==================  =================  =================  ==============================================
+
+    Where ``latest`` names another tag it goes on doing so. A folder is removed under a hidden name.
     """
 
     def __init__(self, save_dir: str, tag: str) -> None:
         self._save_dir = save_dir
         self._tag = tag
         self._path = os.path.join(save_dir, tag)
-        self.temporary = os.path.join(save_dir, f".{tag}.writing")
+        self.temporary = os.path.join(save_dir, f".{tag}{_WRITING}")
         self._links = os.path.join(save_dir, f".{tag}.links")
         self._junk = os.path.join(save_dir, f".{tag}.junk")
         self._replacing = os.path.join(save_dir, _replacing(tag))
@@ -35,9 +52,12 @@ class CheckpointFolder:
         os.makedirs(self._save_dir, exist_ok=True)
         if os.path.isdir(self._replacing):
             self._replace()
+        elif os.path.lexists(self._path):
+            self._drop(self._replaced)
         for leftover in (self.temporary, self._links, self._junk):
             _remove(leftover)
         os.makedirs(os.path.join(self.temporary, FOLDER))
+        self._remove_abandoned()
 
     def commit(self, save_latest: bool) -> None:
         """The temporary folder is whole: give it its name."""
@@ -68,10 +88,26 @@ class CheckpointFolder:
             sync(self._save_dir)
         if read_latest(self._save_dir) == _replacing(self._tag):
             write_latest(self._save_dir, self._tag)
-        for done in (self._replacing, self._replaced):
+        self._drop(self._replacing)
+        self._drop(self._replaced)
+
+    def _drop(self, folder: str) -> None:
+        if os.path.isdir(folder):
             _remove(self._junk)
-            os.rename(done, self._junk)  # what is removed bit by bit must not look like a checkpoint
-        _remove(self._junk)
+            os.rename(folder, self._junk)  # what is removed bit by bit must not look like a checkpoint
+            _remove(self._junk)
+
+    def _remove_abandoned(self) -> None:
+        """Remove what killed jobs left of tags that are not written again: ``global_step7`` after a restart.
+
+        Another job may be writing its own tags to ``save_dir`` now; its folder changes all the time. The age is told
+        by the file system's clock alone.
+        """
+        now = os.stat(self.temporary).st_mtime
+        for path in glob.glob(os.path.join(glob.escape(self._save_dir), f".*{_WRITING}", FOLDER)):
+            folder = os.path.dirname(path)
+            if now - _last_change(folder) > ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def find(save_dir: str, tag: str) -> str | None:
@@ -115,6 +151,18 @@ def _replacing(tag: str) -> str:
 
 def _replaced(tag: str) -> str:
     return f"{tag}.replaced"
+
+
+def _last_change(folder: str) -> float:
+    """When a file in it was last written, in seconds; a file that just vanished was removed now."""
+    times = []
+    for path, _, names in os.walk(folder):
+        for name in (".", *names):
+            try:
+                times.append(os.stat(os.path.join(path, name)).st_mtime)
+            except FileNotFoundError:
+                return math.inf
+    return max(times, default=math.inf)
 
 
 def _remove(folder: str) -> None:

@@ -9,11 +9,13 @@ import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from ds_dynmo.engine.checkpoint.compact import compact
 from ds_dynmo.engine.checkpoint.origin import LayerOrigin, digest, plain_attributes
 from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
-_EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "attributes", "changed", "weights"}
+Shapes = dict[str, list[int]]
+_EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "retyped", "attributes", "changed", "weights"}
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,10 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool) -> Extra
     """What DeepSpeed's file of a layer lacks. ``weights``: DeepSpeed writes no file of this layer, so all of it."""
     named = dict(module.named_parameters())
     first_name = {id(parameter): name for name, parameter in named.items()}
-    return {
+    found: Extras = {
         "parameters": {
             name: {
                 "shape": list(parameter.shape),
-                "dtype": parameter.dtype,
                 "requires_grad": parameter.requires_grad,
                 "changed": origin.trainable.get(name) != parameter.requires_grad,
                 "split": is_model_parallel_parameter(parameter),  # over slices: clipping counts them all
@@ -51,12 +52,17 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool) -> Extra
         },
         "buffers": {path: _buffers(sub) for path, sub in module.named_modules()},
         "non_persistent": {path: sorted(sub._non_persistent_buffers_set) for path, sub in module.named_modules()},
+        "retyped": [
+            *(name for name, parameter in named.items() if parameter.dtype != origin.dtype(name)),
+            *(name for name, buffer in module.named_buffers() if buffer.dtype != origin.dtypes.get(name)),
+        ],
         "attributes": {path: dict(plain_attributes(sub)) for path, sub in module.named_modules()},
         "changed": {
             path: changed_attributes(sub, origin.attributes.get(path, {})) for path, sub in module.named_modules()
         },
-        "weights": module.state_dict() if weights else None,
+        "weights": dict(module.state_dict()) if weights else None,
     }
+    return compact(found)  # type: ignore[no-any-return]
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -68,8 +74,18 @@ def changed_attributes(module: nn.Module, built: dict[str, str]) -> list[str]:
     return [name for name, value in plain_attributes(module) if digest(value) != built.get(name)]
 
 
-def check_state(loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, frozen_excluded: bool, path: str) -> None:
+def present_shapes(module: nn.Module) -> Shapes:
+    """The shapes of a layer's parameters and buffers as it is now."""
+    return {name: list(tensor.shape) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def check_state(
+    loaded: LoadedLayer, origin: LayerOrigin, present: Shapes, *, strict: bool, frozen_excluded: bool, path: str
+) -> None:
     """Refuse a layer's files where they do not fit the layer.
+
+    Args:
+        present: the layer's :func:`present_shapes`, on whatever rank it is.
 
     Raises:
         CheckpointError: with what was found and what was expected.
@@ -80,12 +96,14 @@ def check_state(loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, froze
     if extras is not None and not (isinstance(extras, dict) and extras.keys() >= _EXTRAS):
         raise CheckpointError(f"{path}: the file of ours beside it lacks some of {sorted(_EXTRAS)}")
     if extras is None:
-        expected: dict[str, Any] = origin.state
+        kept = {name: shape for name, shape in present.items() if name in state and name not in origin.shapes}
+        expected: dict[str, Any] = {**origin.state, **kept}
     else:
         expected = {name: about["shape"] for name, about in extras["parameters"].items()}
         unknown = {name.rpartition(".")[0] for name in expected} - origin.attributes.keys()
         if unknown:
             raise CheckpointError(f"{path}: the layer has no submodule {sorted(unknown)}")
+    parameters: dict[str, Any] = extras["parameters"] if extras is not None else origin.shapes
     missing = [
         name
         for name in expected
@@ -98,14 +116,29 @@ def check_state(loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, froze
         value = state.get(name)
         if isinstance(value, torch.Tensor) and shape is not None and list(value.shape) != shape:
             raise CheckpointError(f"{path}: {name} has shape {list(value.shape)}, expected {shape}")
+    for name in parameters.keys() - state.keys():
+        if present.get(name) != expected[name]:
+            raise CheckpointError(
+                f"{path}: lacks {name}, which had shape {expected[name]}; the one that would stay has "
+                f"{present.get(name)}"
+            )
 
 
 def install(module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool) -> None:
     """Make ``module`` what its files say. Parameters keep their identity where shape and dtype allow it."""
-    extras = loaded.extras or _as_built(module, loaded.state, origin)
+    extras = loaded.extras or _as_built(module, origin)
     subs = dict(module.named_modules())
+
+    def dtype(name: str, saved: torch.dtype) -> torch.dtype:
+        """Whoever loads into an engine of another precision means that one, but for what was changed on purpose."""
+        own = origin.dtype(name)
+        follows = name not in extras["retyped"] and saved.is_floating_point and own.is_floating_point
+        return own if follows else saved
+
     for name, about in extras["parameters"].items():
-        _install_parameter(subs, name, about, built=origin.trainable.get(name))
+        if name in loaded.state:
+            _make_room(subs, name, about, dtype(name, loaded.state[name].dtype))
+        _set_trainable(subs, name, about, built=origin.trainable.get(name))
     for name, owner in extras["aliases"].items():
         _assign(subs, name, module.get_parameter(owner))
     if strict:
@@ -113,12 +146,15 @@ def install(module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, stri
         for name in [name for name, _ in module.named_parameters(remove_duplicate=False) if name not in known]:
             _assign(subs, name, None)
     buffers = {path for path in extras["buffers"] if path in subs}
-    skipped = {f"{path}.{name}".lstrip(".") for path in buffers for name in extras["buffers"][path]}
+    skipped = {_join(path, name) for path in buffers for name in extras["buffers"][path]}
     module.load_state_dict({n: v for n, v in loaded.state.items() if n not in skipped}, strict=False)
     for path in buffers:
-        sub, saved = subs[path], extras["buffers"][path]
-        sub._buffers = dict(saved) if strict else {**sub._buffers, **saved}
-        sub._non_persistent_buffers_set = set(extras["non_persistent"][path])
+        saved = {
+            name: None if buffer is None else buffer.to(dtype(_join(path, name), buffer.dtype))
+            for name, buffer in extras["buffers"][path].items()
+        }
+        subs[path]._buffers = saved if strict else {**subs[path]._buffers, **saved}
+        subs[path]._non_persistent_buffers_set = set(extras["non_persistent"][path])
     for path in extras["attributes"].keys() & subs.keys():
         changed = {*extras["changed"][path], *changed_attributes(subs[path], origin.attributes.get(path, {}))}
         for name, value in extras["attributes"][path].items():
@@ -126,35 +162,38 @@ def install(module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, stri
                 subs[path].__dict__[name] = value
 
 
-def _as_built(module: nn.Module, state: dict[str, Any], origin: LayerOrigin) -> Extras:
+def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
     """A checkpoint of DeepSpeed's says nothing but weights: shapes are as built, the rest stays as it is."""
-    dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
     return {
-        "parameters": {
-            name: {"shape": shape, "dtype": dtypes.get(name, getattr(state.get(name), "dtype", None)), "changed": False}
-            for name, shape in origin.shapes.items()
-        },
+        "parameters": {name: {"shape": shape} for name, shape in origin.shapes.items()},
         "aliases": {
             name: name for name, _ in module.named_parameters(remove_duplicate=False) if name not in origin.shapes
         },
         "buffers": {},
+        "retyped": [],
         "attributes": {},
     }
 
 
-def _install_parameter(subs: dict[str, nn.Module], name: str, about: dict[str, Any], built: bool | None) -> None:
+def _make_room(subs: dict[str, nn.Module], name: str, about: dict[str, Any], dtype: torch.dtype) -> None:
+    """A parameter of the saved shape: the present one if it is."""
     path, _, leaf = name.rpartition(".")
     present = subs[path]._parameters.get(leaf)
-    parameter = present
-    if present is None or list(present.shape) != about["shape"] or present.dtype != about["dtype"]:
-        device = next((p.device for sub in subs.values() for p in sub.parameters()), torch.device("cpu"))
-        parameter = nn.Parameter(torch.zeros(about["shape"], dtype=about["dtype"], device=device), requires_grad=False)
-        parameter.requires_grad_(about.get("requires_grad", True) if present is None else present.requires_grad)
-        if present is not None:
-            vars(parameter).update(vars(present))
-        if about.get("split"):
-            parameter.model_parallel = True  # type: ignore[attr-defined]
-        _assign(subs, name, parameter)
+    if present is not None and list(present.shape) == about["shape"] and present.dtype == dtype:
+        return
+    device = next((p.device for sub in subs.values() for p in sub.parameters()), torch.device("cpu"))
+    parameter = nn.Parameter(torch.zeros(about["shape"], dtype=dtype, device=device), requires_grad=False)
+    parameter.requires_grad_(about.get("requires_grad", True) if present is None else present.requires_grad)
+    if present is not None:
+        vars(parameter).update(vars(present))
+    if about.get("split"):
+        parameter.model_parallel = True  # type: ignore[attr-defined]
+    _assign(subs, name, parameter)
+
+
+def _set_trainable(subs: dict[str, nn.Module], name: str, about: dict[str, Any], built: bool | None) -> None:
+    path, _, leaf = name.rpartition(".")
+    parameter = subs[path]._parameters[leaf]
     assert parameter is not None
     if "requires_grad" in about and (about["changed"] or parameter.requires_grad != built):
         parameter.requires_grad_(about["requires_grad"])
@@ -168,3 +207,7 @@ def _assign(subs: dict[str, nn.Module], name: str, parameter: nn.Parameter | Non
     sub._buffers.pop(leaf, None)
     vars(sub).pop(leaf, None)
     sub._parameters[leaf] = parameter
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -127,17 +127,11 @@ class PerParameter:
             state = _file(saved, source)["state"].get(slot.index)
             if state is not None:
                 _check_shapes(state, saved.layout.shapes[slot.layer].get(slot.name), saved, source, slot)
-                on_cpu = not any(loaded.options.get(slot.group, {}).get(how) for how in ("capturable", "fused"))
+                options = loaded.options.get(slot.group, {})
                 loaded.state[key] = {
-                    name: self._own(value, on_cpu=on_cpu and name == "step") for name, value in state.items()
+                    name: in_memory(name, value, options, self._device) for name, value in state.items()
                 }
         return loaded
-
-    def _own(self, value: Any, *, on_cpu: bool) -> Any:
-        """A value of its own memory, where torch keeps it: counts of steps on the CPU, the rest with the weights."""
-        if isinstance(value, torch.Tensor):
-            return value.clone() if on_cpu else value.to(self._device, copy=True)
-        return value
 
     def _options(self, saved: Saved, stage: int) -> dict[int, dict[str, Any]]:
         path, groups = saved.path(_name(saved, stage)), _file(saved, stage)["param_groups"]
@@ -183,6 +177,17 @@ class PerParameter:
             for key, values in loaded.state.items():
                 if key in after:
                     state[after[key]] = values
+
+
+def in_memory(name: str, value: Any, options: Mapping[str, Any], device: torch.device) -> Any:
+    """A value of a file in memory of its own, where torch's optimizers keep it.
+
+    That is with the weights, but for a count of steps: on the CPU, unless a kernel reads it.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    on_cpu = name == "step" and not any(options.get(how) for how in ("capturable", "fused"))
+    return value.clone() if on_cpu else value.to(device, copy=True)
 
 
 def _name(saved: Saved, stage: int) -> str:

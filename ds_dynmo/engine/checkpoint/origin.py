@@ -30,16 +30,20 @@ class LayerOrigin:
         shapes: of its parameters, by name.
         trainable: ``requires_grad`` of its parameters, by name.
         state: shapes of the tensors in its ``state_dict``, by name; None for extra state.
+        dtypes: of its parameters and buffers, by name.
+        precision: what the engine trains in, and a parameter that the layer is given later has to have.
         attributes: per submodule path, a digest of each plain attribute.
     """
 
     shapes: dict[str, list[int]]
     trainable: dict[str, bool]
     state: dict[str, list[int] | None]
+    dtypes: dict[str, torch.dtype]
+    precision: torch.dtype
     attributes: dict[str, dict[str, str]]
 
     @classmethod
-    def of(cls, module: nn.Module) -> LayerOrigin:
+    def of(cls, module: nn.Module, precision: torch.dtype) -> LayerOrigin:
         named = dict(module.named_parameters())
         return cls(
             shapes={name: list(parameter.shape) for name, parameter in named.items()},
@@ -48,11 +52,17 @@ class LayerOrigin:
                 name: list(value.shape) if isinstance(value, torch.Tensor) else None
                 for name, value in module.state_dict().items()
             },
+            dtypes={name: tensor.dtype for name, tensor in [*named.items(), *module.named_buffers()]},
+            precision=precision,
             attributes={
                 path: {name: digest(value) for name, value in plain_attributes(sub)}
                 for path, sub in module.named_modules()
             },
         )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a parameter or buffer has in this engine unless someone changes it."""
+        return self.dtypes.get(name, self.precision)
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,8 @@ class Origin:
         """Collective: every rank describes its layers."""
         layers, mine = engine._layers, engine.grid.get_slice_parallel_rank()
         engine._comm.enter("initialize")
-        described = {index: LayerOrigin.of(module) for index, module in layers.counted_modules().items()}
+        precision = engine.get_data_types()[0]
+        described = {index: LayerOrigin.of(module, precision) for index, module in layers.counted_modules().items()}
         every = engine._comm.gather_objects((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}

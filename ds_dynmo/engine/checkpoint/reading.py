@@ -11,7 +11,7 @@ from deepspeed.utils import logger
 from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.engine.checkpoint.applying import Loaded, What, apply, client_state_of
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
-from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, check_state
+from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, Shapes, check_state, present_shapes
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -84,7 +84,8 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
         return None, None
     saved = _open(engine, load_dir, tag, what)
     target = _target(engine, saved.manifest, what)
-    loaded = together(comm, lambda: _read(engine, saved, target, what))
+    present = _gather_shapes(engine)
+    loaded = together(comm, lambda: _read(engine, saved, target, present, what))
     if list(target) != engine.partition:
         engine._go_to(target, reason="checkpoint")
     try:
@@ -144,7 +145,17 @@ def _target(engine: Any, manifest: Manifest, what: What) -> tuple[int, ...]:
     return manifest.partition if adopts else tuple(engine.partition)
 
 
-def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: What) -> Loaded:
+def _gather_shapes(engine: Any) -> dict[int, Shapes]:
+    """What every layer of this rank's slice of the model is now, wherever it is: it may be this rank's soon."""
+    mine = {index: present_shapes(module) for index, module in engine._layers.counted_modules().items()}
+    slice_index = engine.grid.get_slice_parallel_rank()
+    every = engine._comm.gather_objects((slice_index, mine))
+    return {index: shapes for other, found in every if other == slice_index for index, shapes in found.items()}
+
+
+def _read(
+    engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], present: dict[int, Shapes], what: What
+) -> Loaded:
     """Everything that this rank needs under the partition ``target``. Nothing changes."""
     manifest, stage = saved.manifest, engine.stage_id
     layers, origins = engine._layers, engine._origin.layers
@@ -173,6 +184,7 @@ def _read(engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], what: Wh
         check_state(
             found[index],
             origins[name],
+            present[name],
             strict=what.strict,
             frozen_excluded=manifest.frozen_excluded,
             path=saved.path(path),

@@ -1,0 +1,85 @@
+"""What is written of a layer, and which files of one are refused."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, check_state, extras_of, install, present_shapes
+from ds_dynmo.engine.checkpoint.optimizer_files import in_memory
+from ds_dynmo.engine.checkpoint.origin import LayerOrigin
+from ds_dynmo.errors import CheckpointError
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, 2))
+        self.bias = nn.Parameter(torch.ones(2))
+        self.register_buffer("scale", torch.ones(3))
+
+
+def origin_of(layer: nn.Module) -> LayerOrigin:
+    return LayerOrigin.of(layer, torch.float32)
+
+
+def loaded(layer: Layer, *left_out: str) -> LoadedLayer:
+    extras = extras_of(layer, origin_of(Layer()), weights=False)
+    return LoadedLayer({name: value for name, value in layer.state_dict().items() if name not in left_out}, extras)
+
+
+def check(layer: nn.Module, content: LoadedLayer, **flags: bool) -> None:
+    options = {"strict": True, "frozen_excluded": False, **flags}
+    check_state(content, origin_of(Layer()), present_shapes(layer), path="some file", **options)
+
+
+def test_only_a_layers_own_elements_are_written() -> None:
+    layer = Layer()
+    flat = torch.zeros(100_000)
+    layer.weight.data = flat[:8].view(4, 2)
+    layer.scale = layer.weight.detach()[0]
+    layer.kept = [{"top": layer.weight.detach()[:2]}]
+    layer.again = layer.kept[0]["top"]
+    found = extras_of(layer, origin_of(Layer()), weights=True)
+    file = io.BytesIO()
+    torch.save(found, file)
+    assert file.tell() < 20_000
+    attributes = found["attributes"][""]
+    assert attributes["kept"][0]["top"] is attributes["again"]
+    assert torch.equal(found["weights"]["weight"], layer.weight)
+
+
+@pytest.mark.parametrize("flags", [{"strict": False}, {"frozen_excluded": True}])
+def test_no_weight_is_made_up(flags: dict[str, bool]) -> None:
+    narrow = Layer(width=3)
+    narrow.weight.requires_grad_(False)
+    content = loaded(narrow, "weight")
+    with pytest.raises(CheckpointError, match=r"lacks weight, which had shape \[3, 2\]; .* has \[4, 2\]"):
+        check(Layer(), content, **flags)
+    here = Layer(width=3)
+    here.weight.data.fill_(7)
+    check(here, content, **flags)
+    install(here, content, origin_of(Layer()), strict=flags.get("strict", True))
+    assert torch.equal(here.weight, torch.full((3, 2), 7.0)) and not here.weight.requires_grad
+
+
+def test_a_buffer_that_changed_since_is_refused_where_nothing_says_how() -> None:
+    here = Layer()
+    here.scale = torch.ones(5)
+    stock = LoadedLayer(dict(Layer().state_dict()), None)
+    with pytest.raises(CheckpointError, match=r"scale has shape \[3\], expected \[5\]"):
+        check(here, stock)
+    check(Layer(), stock)
+
+
+@pytest.mark.parametrize(
+    ("options", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
+def test_a_count_of_steps_is_where_torch_has_it(options: dict[str, Any], device: str) -> None:
+    meta = torch.device("meta")
+    assert in_memory("step", torch.tensor(3.0), options, meta).device.type == device
+    assert in_memory("mu_product", torch.tensor(3.0), options, meta).device.type == "meta"
