@@ -5,14 +5,15 @@
     OMP_NUM_THREADS=1 python scripts/benchmark_cases.py moe mod --steps 100 --json cases.json
 
 "Off" is the same dynamic model under the partition it starts at: the baseline. Its losses have to be those of "on", to
-the bit in fp32, and a difference is an error. The table shows tokens per second, losses, and what deciding and moving
-cost of the run. The runs go through scripts/train.py, one after the other, ``--repeat`` times around; medians are shown.
+the bit in fp32, and a difference is an error. The table shows tokens per second, losses, and what profiling, deciding
+and moving cost of the run. The runs go through scripts/train.py, one after the other; medians over ``--repeat``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ WAYS = ("on", "off", "dense")
 
 
 def settings_for(case: str, way: str) -> dict[str, Any]:
-    """The case's configuration; "off" is the same model without moves, "dense" one of the same size that never changes."""
+    """The case's configuration; "off" is the same model without moves, "dense" one of its size that never changes."""
     settings: dict[str, Any] = json.loads((CONFIGS / f"{case}.json").read_text())
     if way != "on":
         settings["dynmo"] = {**settings["dynmo"], "enabled": False}
@@ -40,7 +41,8 @@ def train(arguments: argparse.Namespace, settings: dict[str, Any], folder: Path)
     """One run of scripts/train.py: its last record, and what it reported of every decision."""
     config, report = folder / "config.json", folder / "report.jsonl"
     config.write_text(json.dumps(settings))
-    command = ["deepspeed", "--num_gpus", str(arguments.stages), str(ROOT / "scripts" / "train.py")]
+    launch = ["deepspeed", "--num_gpus", str(arguments.stages), "--master_port", str(free_port())]
+    command = [*launch, str(ROOT / "scripts" / "train.py")]
     command += ["--deepspeed_config", str(config), "--steps", str(arguments.steps), "--report", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -56,6 +58,13 @@ def train(arguments: argparse.Namespace, settings: dict[str, Any], folder: Path)
     return {**end, "decisions": len(decisions), "moves": moved, "shares": parts, "share": sum(parts.values())}
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def measure(arguments: argparse.Namespace, case: str) -> list[dict[str, Any]]:
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(arguments.repeat):
@@ -65,9 +74,8 @@ def measure(arguments: argparse.Namespace, case: str) -> list[dict[str, Any]]:
             print(f"{case}, {way}: {runs[way][-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr, flush=True)
     on, off = runs["on"][0], runs["off"][0]
     if on["validation_losses"] != off["validation_losses"]:
-        raise SystemExit(
-            f"{case}: validation losses differ: on {on['validation_losses']}, off {off['validation_losses']}"
-        )
+        losses = {way: runs[way][0]["validation_losses"] for way in ("on", "off")}
+        raise SystemExit(f"{case}: validation losses differ: {losses}")
     return [
         {
             "case": case,
@@ -93,8 +101,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
     rows = [row for case in arguments.cases for row in measure(arguments, case)]
-    head = f"{'case':<18}{'dynmo':<7}{'tokens/s':>10}{'over off':>10}{'valid. loss':>13}{'moves':>7}{'share':>8}  partition"
-    print(head)
+    head = ("case", "dynmo", "tokens/s", "over off", "valid. loss", "moves", "share", "partition")
+    print("{:<18}{:<7}{:>10}{:>10}{:>13}{:>7}{:>8}  {}".format(*head))
     for row in rows:
         print(
             f"{row['case']:<18}{row['dynmo']:<7}{row['tokens_per_second']:>10,.0f}{row['over_off']:>10.2f}"
