@@ -175,7 +175,7 @@ def test_sinkhorn_gives_every_expert_its_share() -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e3, 1e30])
 def test_sinkhorn_stops_and_gives_numbers(scale: float) -> None:
     logits = scale * torch.randn(24, 4, generator=generator_for("logits"))
-    logits[:, 0] += scale  # everyone's favourite
+    logits[:, 0] += 10 * scale  # everyone's favourite, the others come out as 0
     assert sinkhorn(logits, tolerance=1e-4, iterations=20).isfinite().all()
 
 
