@@ -40,7 +40,17 @@ def freezing() -> Iterator[Setting]:
     yield "frozen", lambda arguments: block_of(arguments).requires_grad_(False)
 
 
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing}
+def moe() -> Iterator[Setting]:
+    def setting(**keys: Any) -> Setting:
+        name = ", ".join(f"{key} {value}" for key, value in keys.items())
+        return name, lambda arguments: block_of(arguments, moe={"experts": 8, **keys})
+
+    yield from (setting(top_k=top_k) for top_k in (8, 4, 2, 1))
+    yield from (setting(top_k=2, capacity_factor=factor) for factor in (0.75, 0.5, 0.25))
+    yield from (setting(top_k=2, routing=routing) for routing in ("sbase", "bias"))
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "moe": moe}
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:

@@ -107,6 +107,12 @@ class Communicator:
         dist.all_reduce(moved, group=self._grid.get_pipe_parallel_group())
         return moved.to(numbers.device)
 
+    def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over the data-parallel replicas of this stage, on the device of ``numbers``."""
+        moved = numbers.to(self._device, copy=True)
+        dist.all_reduce(moved, group=self._grid.get_data_parallel_group())
+        return moved.to(numbers.device)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """One small picklable value of every rank, in rank order."""
         gathered: list[Any] = [None] * dist.get_world_size()

@@ -6,16 +6,21 @@ from ds_dynmo.models.config import ModelConfig, read_model_config
 from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
+from ds_dynmo.models.routing import MoEConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [
     "Batches",
     "ByteText",
     "DynamicCase",
+    "ExpertBalance",
     "Freezing",
     "FreezingConfig",
     "FreezingController",
     "GPTConfig",
+    "MixtureOfExperts",
+    "MoEConfig",
     "ModelConfig",
     "dynamic_cases",
     "gpt_layers",

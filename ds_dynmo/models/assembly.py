@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from deepspeed.pipe import LayerSpec
@@ -10,13 +11,19 @@ from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig
 from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
+from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
+from ds_dynmo.models.routing import moe_blocks
 
 __all__ = ["dynamic_cases", "model_layers"]
 
 
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
     """The layer list for a ``PipelineModule``."""
-    return gpt_layers(config, [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)])
+    parts: list[dict[str, Any]] = [{} for _ in range(config.layers)]
+    if config.moe is not None:
+        for block in moe_blocks(config.moe, config.layers):
+            parts[block]["mlp"] = partial(MixtureOfExperts, moe=config.moe)
+    return gpt_layers(config, [LayerSpec(Block, config, layer, **part) for layer, part in enumerate(parts, start=1)])
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
@@ -29,4 +36,6 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
     cases: list[DynamicCase] = []
     if config.freezing is not None:
         cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
+    if config.moe is not None:
+        cases.append(ExpertBalance(config.moe, engine, num_layers=len(model_layers(config))))
     return cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -12,6 +12,7 @@ from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
+from ds_dynmo.models.routing import MoEConfig, moe_blocks
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -23,6 +24,11 @@ class ModelConfig(GPTConfig):
 
     vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
+    moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")
+
+    @property
+    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
+        return "auxiliary" if self.moe is not None and self.moe.routing == "aux_loss" else "hidden"
 
     @field_validator("freezing")
     @classmethod
@@ -33,6 +39,17 @@ class ModelConfig(GPTConfig):
             if most > layers:
                 raise ValueError(f"schedule freezes {most} blocks, the model has {layers} (layers)")
         return freezing
+
+    @field_validator("moe")
+    @classmethod
+    def _a_block_has_experts(cls, moe: MoEConfig | None, info: ValidationInfo) -> MoEConfig | None:
+        layers = info.data.get("layers")  # absent if it is wrong itself
+        if moe is not None and layers is not None and not moe_blocks(moe, layers):
+            raise ValueError(
+                f"leaves no block with experts: dense_blocks {moe.dense_blocks}, every {moe.every}, "
+                f"the model has {layers} (layers)"
+            )
+        return moe
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:

@@ -21,6 +21,14 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
     "automatic freezing": {"freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
+    "moe auxiliary loss": {"moe": {"experts": 4}},
+    "moe sbase with capacity": {"moe": {"experts": 4, "routing": "sbase", "capacity_factor": 0.8, "every": 2}},
+    "moe bias": {"moe": {"experts": 4, "routing": "bias", "bias_rate": 0.02, "dense_blocks": 1}},
+    "moe bias and freezing": {
+        "freezing": {"schedule": [[0.3, 1], [0.6, 2]]},
+        "moe": {"experts": 4, "routing": "bias", "bias_rate": 0.02},
+    },
+    "moe auxiliary loss and freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}, "moe": {"experts": 4}},
 }
 
 
@@ -32,6 +40,7 @@ class CaseRun:
         model: the "model" block but for :data:`SIZES`.
         moves: by step, where to go before it.
         precision: see ``workloads.PRECISIONS``.
+        dynmo: the "dynmo" block but for "enabled"; by default nothing moves by itself.
     """
 
     model: Mapping[str, Any]
@@ -42,6 +51,7 @@ class CaseRun:
     steps: int = 6
     moves: Mapping[int, list[int]] = field(default_factory=dict)
     enabled: bool = True
+    dynmo: Mapping[str, Any] = field(default_factory=lambda: {"interval": 0})
 
     @property
     def ranks(self) -> int:
@@ -60,7 +70,7 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     )
     settings = {
         **workloads.config(workloads.Case(precision=run.precision, dynmo=None)),
-        "dynmo": {"interval": 0, "enabled": run.enabled},
+        "dynmo": {**run.dynmo, "enabled": run.enabled},
     }
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
     return engine, model

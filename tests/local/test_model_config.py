@@ -28,6 +28,8 @@ def test_a_dumped_block_reads_as_it_was() -> None:
     for freezing in ({"schedule": [[0, 1], [0.5, 3]]}, {"automatic": {"interval": 0.5}}):
         config = read(layers=3, freezing=freezing)
         assert read(**config.model_dump(mode="json")) == config
+    config = read(moe={"routing": "bias", "bias_rate": 0.01})
+    assert read(**config.model_dump(mode="json")) == config
 
 
 def test_it_is_read_from_a_file(tmp_path: Path) -> None:
@@ -66,6 +68,19 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"freezing": {"schedule": [[0.1, 1.5]]}}, "model.freezing.schedule", "0 or more, not 1.5"),
         ({"freezing": {"schedule": [[0.1]]}}, "model.freezing.schedule", "should hold pairs"),
         ({"layers": 4, "freezing": {"schedule": [[0.1, 5]]}}, "model.freezing", "freezes 5 blocks, the model has 4"),
+        ({"moe": {"expert": 4}}, "model.moe.expert = 4", 'did you mean "experts"'),
+        ({"moe": {"top_k": 9}}, "model.moe.top_k = 9", "at most the number of experts, 8"),
+        ({"moe": {"experts": 4, "top_k": 0}}, "model.moe.top_k = 0", "greater than or equal to 1"),
+        ({"moe": {"routing": "hash"}}, 'model.moe.routing = "hash"', "'aux_loss', 'sbase' or 'bias'"),
+        ({"moe": {"capacity_factor": 0}}, "model.moe.capacity_factor = 0", "greater than 0"),
+        ({"moe": {"bias_rate": 0.01}}, "model.moe.bias_rate = 0.01", 'routing "bias" only, this is "aux_loss"'),
+        (
+            {"moe": {"routing": "bias", "auxiliary_coefficient": 0.01}},
+            "model.moe.auxiliary_coefficient = 0.01",
+            'routing "aux_loss" only, this is "bias"',
+        ),
+        ({"layers": 4, "moe": {"dense_blocks": 4}}, "model.moe", "no block with experts: dense_blocks 4, every 1"),
+        ({"layers": 4, "moe": {"dense_blocks": 3, "every": 2}}, "model.moe", "the model has 4 (layers)"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
     ],
 )

@@ -57,6 +57,16 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], flags: list[st
         prepare(["--deepspeed_config", str(path), *flags])
 
 
+def test_a_bias_needs_the_block_that_sums_over_replicas(tmp_path: Path) -> None:
+    path = write(tmp_path, model={"layers": 4, "moe": {"routing": "bias"}})
+    prepare(["--deepspeed_config", str(path)])
+    settings = json.loads(path.read_text())
+    del settings["dynmo"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r'model\.moe\.routing = "bias": needs a "dynmo" block'):
+        prepare(["--deepspeed_config", str(path)])
+
+
 def test_an_empty_data_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ConfigError, match=r"empty\.txt"):

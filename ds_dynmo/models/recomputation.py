@@ -1,0 +1,15 @@
+"""Telling a forward pass from its recomputation in the backward pass."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["is_recomputing"]
+
+
+def is_recomputing() -> bool:
+    """Is this code run by a backward pass, as activation checkpointing does? What counts its calls has to skip those.
+
+    Private in torch; it is what ``torch.utils.checkpoint`` itself asks (read in 2.13.0).
+    """
+    return bool(torch._C._current_graph_task_id() != -1)

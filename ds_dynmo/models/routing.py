@@ -1,0 +1,206 @@
+"""Which experts a token goes to: token choice, each token takes its best ``top_k`` (paper, section 2, MoE).
+
+What keeps experts about equally busy is one of three: Mixtral's auxiliary loss, S-BASE's assignment by optimal
+transport (Sinkhorn), or DeepSeek's bias without a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from torch import nn
+
+from ds_dynmo.models.gpt import INIT_STD, init_linear
+
+__all__ = ["MoEConfig", "Router", "Routing", "load_balancing_loss", "moe_blocks", "sinkhorn"]
+
+LEAST_AFFINITY = 1e-100  # under a row's largest: what Sinkhorn divides by is never zero
+OF_ONE_ROUTING = {
+    "auxiliary_coefficient": "aux_loss",
+    "sinkhorn_tolerance": "sbase",
+    "sinkhorn_iterations": "sbase",
+    "scores": "bias",
+    "bias_rate": "bias",
+}
+
+
+class MoEConfig(BaseModel):
+    """The "moe" block. Each expert is as wide as the dense feed-forward layer, ``mlp_ratio * hidden_size``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    experts: int = Field(default=8, ge=2, description="experts of a layer")
+    top_k: int = Field(default=2, ge=1, description="experts that a token goes to")
+    routing: Literal["aux_loss", "sbase", "bias"] = Field(default="aux_loss", description="what balances the experts")
+    capacity_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="an expert takes that multiple of an even share of a micro-batch's choices; null: all, dropless",
+    )
+    dense_blocks: int = Field(default=0, ge=0, description="leading blocks that stay dense")
+    every: int = Field(default=1, ge=1, description="of the blocks after them, the last of so many has experts")
+    auxiliary_coefficient: float = Field(default=0.02, ge=0, description="of the auxiliary loss, as in Mixtral")
+    sinkhorn_tolerance: float = Field(default=1e-4, gt=0, lt=1, description="most that a token's share may be off by")
+    sinkhorn_iterations: int = Field(default=100, ge=1, description="most scalings of rows and columns")
+    scores: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="affinities that the bias adds to")
+    bias_rate: float = Field(default=1e-3, gt=0, description="what an expert's bias changes by after each batch")
+
+    @field_validator("top_k")
+    @classmethod
+    def _enough_experts(cls, top_k: int, info: ValidationInfo) -> int:
+        experts = info.data.get("experts")  # absent if it is wrong itself
+        if experts is not None and top_k > experts:
+            raise ValueError(f"should be at most the number of experts, {experts}")
+        return top_k
+
+    @field_validator(*OF_ONE_ROUTING)
+    @classmethod
+    def _of_this_routing(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        routing, owner = info.data.get("routing"), OF_ONE_ROUTING[info.field_name]
+        if routing not in (None, owner) and value != cls.model_fields[info.field_name].default:
+            raise ValueError(f'is used by routing "{owner}" only, this is "{routing}"')
+        return value
+
+
+def moe_blocks(config: MoEConfig, num_blocks: int) -> list[int]:
+    """The blocks, counted from 0, that have experts.
+
+    >>> moe_blocks(MoEConfig(every=2), 6), moe_blocks(MoEConfig(dense_blocks=2), 6)
+    ([1, 3, 5], [2, 3, 4, 5])
+    """
+    return list(range(config.dense_blocks + config.every - 1, num_blocks, config.every))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What :class:`Router` decided.
+
+    Attributes:
+        experts: int64 ``[tokens, top_k]``, best first.
+        gates: what the experts' outputs are weighted by, fp32 ``[tokens, top_k]``.
+        auxiliary: the auxiliary loss, fp32 ``[1]``.
+    """
+
+    experts: torch.Tensor
+    gates: torch.Tensor
+    auxiliary: torch.Tensor | None = None
+
+
+class Router(nn.Module):
+    """Affinities of tokens to experts, and what each token chooses. In fp32, whatever the hidden states are in.
+
+    - "aux_loss" (Mixtral): the ``top_k`` of a softmax over all experts, weighted by it, renormalised.
+    - "sbase" (S-BASE): in training the ``top_k`` of the Sinkhorn-scaled affinities, weighted by the plain softmax over
+      all experts (``top_k`` 1: the sigmoid), no gradient through the selection. In evaluation the best of each token:
+      there is no batch to balance over, and a token must not depend on later ones.
+    - "bias" (DeepSeek): the ``top_k`` of score + bias, weighted by the scores, renormalised.
+
+    A single choice (``top_k`` 1) is not renormalised: a gate that is always 1 would teach the router nothing.
+
+    Attributes:
+        bias_steps: with routing "bias", int64 ``[experts]``: how often each expert's bias went up less how often down.
+    """
+
+    bias_steps: torch.Tensor
+
+    def __init__(self, config: MoEConfig, hidden_size: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.config = config
+        self.affinity = init_linear(hidden_size, config.experts, INIT_STD, generator)
+        if config.routing == "bias":  # a number of steps is exact in every precision
+            self.register_buffer("bias_steps", torch.zeros(config.experts, dtype=torch.int64))
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """Added to the scores for the selection, fp32 ``[experts]``."""
+        return self.bias_steps * self.config.bias_rate
+
+    def forward(self, tokens: torch.Tensor) -> Routing:
+        """Routes ``tokens``, ``[tokens, hidden]``. The auxiliary loss is there in training with routing "aux_loss"."""
+        logits = F.linear(tokens.float(), self.affinity.weight.float())
+        return {"aux_loss": self._mixtral, "sbase": self._sbase, "bias": self._deepseek}[self.config.routing](logits)
+
+    def balance(self, choices: Sequence[int]) -> None:
+        """DeepSeek's update after a batch: ``b += rate * sign(mean - count)``.
+
+        Args:
+            choices: per expert, how many tokens of the batch chose it, on all replicas.
+        """
+        counts = torch.tensor(choices, device=self.bias_steps.device)
+        self.bias_steps += (counts.sum() - len(choices) * counts).sign()
+
+    def _mixtral(self, logits: torch.Tensor) -> Routing:
+        experts = logits.detach().topk(self.config.top_k, dim=-1).indices
+        auxiliary = None
+        if self.training:
+            auxiliary = self.config.auxiliary_coefficient * load_balancing_loss(logits.softmax(dim=-1), experts)
+        return Routing(experts, _renormalised(logits.log_softmax(dim=-1), experts), auxiliary)
+
+    def _sbase(self, logits: torch.Tensor) -> Routing:
+        affinities = logits.detach()
+        if self.training:
+            affinities = sinkhorn(
+                affinities, tolerance=self.config.sinkhorn_tolerance, iterations=self.config.sinkhorn_iterations
+            )
+        experts = affinities.topk(self.config.top_k, dim=-1).indices
+        weights = logits.sigmoid() if self.config.top_k == 1 else logits.softmax(dim=-1)
+        return Routing(experts, weights.gather(-1, experts))
+
+    def _deepseek(self, logits: torch.Tensor) -> Routing:
+        log_scores = F.logsigmoid(logits) if self.config.scores == "sigmoid" else logits.log_softmax(dim=-1)
+        experts = (log_scores.detach().exp() + self.bias).topk(self.config.top_k, dim=-1).indices
+        return Routing(experts, _renormalised(log_scores, experts))
+
+
+def _renormalised(log_scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Each chosen expert's score over the sum of those chosen; by their logarithms, for scores that come out as 0."""
+    chosen = log_scores.gather(-1, experts)
+    return chosen.exp() if chosen.shape[-1] == 1 else chosen.softmax(dim=-1)
+
+
+def load_balancing_loss(probabilities: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Mixtral's auxiliary loss ``E * sum_i f_i P_i`` of one layer and micro-batch; ``top_k`` if all experts are equal.
+
+    ``f_i`` is the fraction of tokens that choose expert ``i`` (over all ``i`` they sum to ``top_k``), without gradient;
+    ``P_i`` the mean probability of expert ``i``.
+
+    Args:
+        probabilities: ``[tokens, experts]``.
+        experts: int64 ``[tokens, top_k]``.
+
+    Returns:
+        fp32 ``[1]``.
+    """
+    num_tokens, num_experts = probabilities.shape
+    fractions = torch.bincount(experts.flatten(), minlength=num_experts) / num_tokens
+    return num_experts * (fractions * probabilities.mean(dim=0)).sum().reshape(1)
+
+
+def sinkhorn(logits: torch.Tensor, *, tolerance: float, iterations: int) -> torch.Tensor:
+    """``exp(logits)`` with rows and columns scaled in turn until every token gives 1 and every expert takes its share.
+
+    Args:
+        logits: ``[tokens, experts]``, without gradient.
+        tolerance: the most that a row's sum may be off by in the end. Columns are exact.
+        iterations: ends it at the latest.
+
+    Returns:
+        float64 ``[tokens, experts]``: rows sum to 1, columns to tokens / experts.
+    """
+    affinities = logits.double()
+    affinities = (affinities - affinities.amax(dim=1, keepdim=True)).exp().clamp_min(LEAST_AFFINITY)
+    share = affinities.shape[0] / affinities.shape[1]
+    sums = affinities.sum(dim=1)
+    for _ in range(iterations):
+        rows = 1 / sums
+        columns = share / (rows @ affinities)
+        sums = affinities @ columns
+        if ((rows * sums - 1).abs().max() <= tolerance).item():
+            break
+    return rows.unsqueeze(1) * affinities * columns

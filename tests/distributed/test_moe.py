@@ -1,0 +1,59 @@
+"""Mixture of experts in a pipeline: counts of whole batches on all replicas, and a decision after every batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.distributed import moe_workloads as work
+from tests.distributed.case_workloads import CASES, SIZES, CaseRun
+from tests.distributed.harness import run
+
+BIAS = CASES["moe bias"]
+CHOICES = 3 * 2 * SIZES["sequence_length"] * 2  # micro-batches, sequences of each, tokens, experts of each token
+
+
+@pytest.mark.parametrize("checkpoint_interval", [0, 1])
+def test_the_bias_follows_the_counts_of_whole_batches_on_all_replicas(checkpoint_interval: int) -> None:
+    case = CaseRun(BIAS, replicas=2, steps=4, checkpoint_interval=checkpoint_interval, moves={1: [0, 2, 7]})
+    ranks = run(4, work.count, case)
+    expected = {layer: [0] * 4 for layer in (2, 3, 4)}  # the first block is dense
+    differ = False
+    for step in range(4):
+        by_layer: dict[int, list[tuple[list[int], list[int]]]] = {}
+        for rank in ranks:
+            for layer, counted in rank[step].items():
+                by_layer.setdefault(layer, []).append(counted)
+        assert sorted(by_layer) == [2, 3, 4]
+        for layer, ((one, steps), (other, steps_there)) in by_layer.items():
+            assert sum(one) == sum(other) == CHOICES
+            totals = [sum(pair) for pair in zip(one, other)]
+            mean = sum(totals) / 4
+            expected[layer] = [
+                n + (total < mean) - (total > mean) for n, total in zip(expected[layer], totals, strict=True)
+            ]
+            assert steps == steps_there == expected[layer]
+            differ |= any((a < CHOICES / 4) != (b < CHOICES / 4) for a, b in zip(one, other))
+    assert differ  # or the sum over replicas would not matter
+
+
+def test_a_sum_over_replicas_leaves_stages_apart() -> None:
+    summed = run(4, work.sum_over_replicas, CaseRun(BIAS, replicas=2))
+    of_stage: dict[int, list[int]] = {}
+    for rank, (stage, _) in enumerate(summed):
+        of_stage.setdefault(stage, []).append(rank)
+    assert sorted(map(len, of_stage.values())) == [2, 2]
+    for stage, numbers in summed:
+        assert numbers == [2, sum(10 ** (rank + 1) for rank in of_stage[stage])]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("moe")])
+def test_a_decision_after_every_batch_changes_nothing(name: str) -> None:
+    every: dict[str, Any] = {"interval": 1, "min_improvement": 0.0, "profile": {"batches": 1, "warmup_batches": 0}}
+    often, never = (run(2, work.train, CaseRun(CASES[name], dynmo=dynmo)) for dynmo in (every, {"interval": 0}))
+    assert often[0]["losses"] == never[0]["losses"] and all(map(math.isfinite, often[0]["losses"]))
+    assert often[0]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert often[0]["signals"] == often[1]["signals"]
+    assert {0.5} <= set(often[0]["signals"]) or "capacity" in name  # 2 of 4 experts

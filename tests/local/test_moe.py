@@ -1,0 +1,410 @@
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+from torch.utils.checkpoint import checkpoint
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models import ExpertBalance, MixtureOfExperts, ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models.gpt import Block, FeedForward
+from ds_dynmo.models.grouped_linear import grouped_linear
+from ds_dynmo.models.routing import MoEConfig, Router, load_balancing_loss, sinkhorn
+from ds_dynmo.models.seeding import generator_for
+
+ROUTINGS = ["aux_loss", "sbase", "bias"]
+SIZES = {"layers": 2, "hidden_size": 8, "heads": 2, "sequence_length": 10, "mlp_ratio": 2, "tied_embedding": False}
+BATCH = 2
+
+
+def model_of(**moe: Any) -> ModelConfig:
+    return parse_block(ModelConfig, {**SIZES, "moe": moe}, "model")
+
+
+def experts_of(**moe: Any) -> MixtureOfExperts:
+    """A layer whose router tells tokens apart clearly."""
+    config = model_of(**moe)
+    assert config.moe is not None
+    layer = MixtureOfExperts(config, generator_for("layer"), moe=config.moe)
+    with torch.no_grad():
+        layer.router.affinity.weight.mul_(50)
+        layer.expand.mul_(20)
+        layer.contract.mul_(20)
+    if config.moe.routing == "bias":
+        layer.router.bias_steps.copy_(torch.randint(-300, 300, (config.moe.experts,), generator=generator_for("bias")))
+    return layer
+
+
+def hidden_of(seed: int = 0) -> torch.Tensor:
+    return torch.randn(BATCH, 10, 8, generator=generator_for("hidden", seed)).requires_grad_()
+
+
+def output_of(layer: MixtureOfExperts, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    made = layer(hidden)
+    return made if isinstance(made, tuple) else (made, torch.zeros(1))
+
+
+# -- against a reference, one token and one expert at a time -----------------------------------------------
+
+
+def best(numbers: list[float], count: int) -> list[int]:
+    return sorted(range(len(numbers)), key=lambda index: -numbers[index])[:count]
+
+
+def scaled(logits: torch.Tensor) -> torch.Tensor:
+    """Sinkhorn, by its definition: 5000 scalings."""
+    plan = logits.detach().double().exp()
+    for _ in range(5000):
+        plan = plan / plan.sum(dim=1, keepdim=True)
+        plan = plan / plan.sum(dim=0, keepdim=True) * len(plan) / plan.shape[1]
+    return plan
+
+
+def reference(layer: MixtureOfExperts, moe: MoEConfig, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    logits = tokens @ layer.router.affinity.weight.t()
+    choices: list[list[int]] = []
+    gates: list[list[torch.Tensor]] = []
+    plan = scaled(logits) if moe.routing == "sbase" else None
+    for token, affinities in enumerate(logits):
+        if moe.routing == "aux_loss":
+            scores = affinities.exp() / affinities.exp().sum()
+            chosen = best(scores.tolist(), moe.top_k)
+        elif plan is not None:
+            scores = 1 / (1 + (-affinities).exp()) if moe.top_k == 1 else affinities.exp() / affinities.exp().sum()
+            chosen = best(plan[token].tolist(), moe.top_k)
+        else:
+            scores = 1 / (1 + (-affinities).exp())
+            steps = layer.router.bias_steps.tolist()
+            chosen = best([s + moe.bias_rate * n for s, n in zip(scores.tolist(), steps)], moe.top_k)
+        total = 1.0 if moe.routing == "sbase" or moe.top_k == 1 else sum(scores[expert] for expert in chosen)
+        choices.append(chosen)
+        gates.append([scores[expert] / total for expert in chosen])
+    limit = len(tokens)
+    if moe.capacity_factor is not None:
+        limit = math.ceil(moe.capacity_factor * moe.top_k * len(tokens) / moe.experts)
+    taken = [0] * moe.experts
+    outputs = [torch.zeros(hidden.shape[-1]) for _ in tokens]
+    for choice in range(moe.top_k):
+        for token, x in enumerate(tokens):
+            expert = choices[token][choice]
+            if taken[expert] < limit:
+                taken[expert] += 1
+                made = layer.contract[expert] @ F.gelu(layer.expand[expert] @ x)
+                outputs[token] = outputs[token] + gates[token][choice] * made
+    auxiliary = torch.zeros(1)
+    if moe.routing == "aux_loss":
+        for expert in range(moe.experts):
+            fraction = sum(expert in chosen for chosen in choices) / len(tokens)
+            auxiliary = auxiliary + 0.02 * moe.experts * fraction * logits.softmax(dim=-1)[:, expert].mean()
+    return torch.stack(outputs).view_as(hidden), auxiliary
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_outputs_and_gradients(routing: str, top_k: int, capacity_factor: float | None) -> None:
+    settings = {"routing": routing, "top_k": top_k, "experts": 5, "capacity_factor": capacity_factor}
+    if routing == "sbase":
+        settings |= {"sinkhorn_tolerance": 1e-9, "sinkhorn_iterations": 5000}
+    layer, hidden, moe = experts_of(**settings), hidden_of(), model_of(**settings).moe
+    assert moe is not None
+    wanted = [hidden, *layer.parameters()]
+    weights = torch.randn(hidden.shape, generator=generator_for("weights"))
+    found = []
+    for output, auxiliary in (output_of(layer, hidden), reference(layer, moe, hidden)):
+        gradients = torch.autograd.grad((output * weights).sum() + 10 * auxiliary.sum(), wanted)
+        found.append([output, auxiliary, *gradients])
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert found[0][0].abs().mean() > 0.1 and all(gradient.abs().max() > 1e-2 for gradient in found[0][2:])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 8, 0, 0], [2, 2, 2, 2]])
+def test_a_linear_layer_per_group(counts: list[int]) -> None:
+    rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
+    expected = torch.cat([part @ each.t() for part, each in zip(rows.split(counts), weight)])
+    torch.testing.assert_close(grouped_linear(rows, weight, counts), expected)
+    assert torch.autograd.gradcheck(partial(grouped_linear, counts=counts), (rows, weight))
+    assert torch.autograd.gradcheck(lambda r: grouped_linear(r, weight.detach(), counts), (rows,))
+    assert torch.autograd.gradcheck(lambda w: grouped_linear(rows.detach(), w, counts), (weight,))
+
+
+def test_a_block_with_experts_that_are_all_alike_is_dense() -> None:
+    """Gates that sum to 1 over equal experts: a feed-forward layer."""
+    config = model_of()
+    layer, dense = experts_of(), FeedForward(config, generator_for("dense"))
+    with torch.no_grad():
+        layer.expand.copy_(dense.expand.weight.expand_as(layer.expand))
+        layer.contract.copy_(dense.contract.weight.expand_as(layer.contract))
+    torch.testing.assert_close(output_of(layer, hidden_of())[0], dense(hidden_of()), rtol=1e-5, atol=1e-6)
+
+
+# -- what balances the experts -----------------------------------------------------------------------------
+
+
+def test_the_auxiliary_loss_is_least_for_equal_experts() -> None:
+    """Equal shares and equal probabilities give top_k; everything to one expert gives the number of experts."""
+    even = load_balancing_loss(torch.full((6, 3), 1 / 3), torch.tensor([[0, 1], [1, 2], [2, 0]] * 2))
+    torch.testing.assert_close(even, torch.tensor([2.0]))
+    lopsided = load_balancing_loss(torch.tensor([[1.0, 0.0, 0.0]] * 4), torch.zeros(4, 1, dtype=torch.int64))
+    torch.testing.assert_close(lopsided, torch.tensor([3.0]))
+
+
+def test_the_auxiliary_loss_is_there_in_training_only() -> None:
+    layer = experts_of()
+    assert isinstance(layer(hidden_of()), tuple)
+    assert isinstance(layer.eval()(hidden_of()), torch.Tensor)
+
+
+def test_sinkhorn_gives_every_expert_its_share() -> None:
+    logits = torch.randn(24, 4, generator=generator_for("logits"))
+    plan = sinkhorn(logits, tolerance=1e-4, iterations=1000)
+    torch.testing.assert_close(plan.sum(dim=0), torch.full((4,), 6.0, dtype=torch.float64))
+    assert (plan.sum(dim=1) - 1).abs().max() <= 1e-4
+    torch.testing.assert_close(plan, scaled(logits), rtol=1e-3, atol=1e-4)
+    shifted = sinkhorn(logits + torch.randn(24, 1), tolerance=1e-4, iterations=1000)
+    torch.testing.assert_close(shifted, plan, rtol=1e-5, atol=1e-6)  # a token's own constant does not matter
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e3, 1e30])
+def test_sinkhorn_stops_and_gives_numbers(scale: float) -> None:
+    logits = scale * torch.randn(24, 4, generator=generator_for("logits"))
+    logits[:, 0] += 10 * scale  # everyone's favourite, the others come out as 0
+    assert sinkhorn(logits, tolerance=1e-4, iterations=20).isfinite().all()
+
+
+def test_sbase_spreads_what_all_send_to_one() -> None:
+    layer = experts_of(routing="sbase", experts=5, top_k=1)
+    with torch.no_grad():
+        layer.router.affinity.weight[0] += 3.0
+    hidden = hidden_of().detach().abs()
+    layer(hidden)
+    assert max(layer.tokens_per_expert) <= 5  # an even share is 4
+    layer.eval()
+    assert torch.bincount(layer.router(hidden.flatten(0, 1)).experts.flatten(), minlength=5)[0] == BATCH * 10
+
+
+def test_sbase_evaluation_looks_at_no_later_token() -> None:
+    layer, hidden = experts_of(routing="sbase").eval(), hidden_of()
+    torch.testing.assert_close(layer(hidden)[:, :4], layer(hidden[:, :4]))
+
+
+def test_the_bias_is_for_selection_only() -> None:
+    layer = experts_of(routing="bias", experts=4)
+    layer.router.bias_steps.copy_(torch.tensor([0, 0, 10_000, 5_000]))
+    routing = layer.router(hidden_of().flatten(0, 1))
+    assert routing.experts.tolist() == [[2, 3]] * 20
+    scores = (hidden_of().flatten(0, 1) @ layer.router.affinity.weight.t()).sigmoid()[:, 2:]
+    torch.testing.assert_close(routing.gates, scores / scores.sum(dim=1, keepdim=True))
+
+
+def test_the_bias_goes_against_the_load() -> None:
+    router = Router(MoEConfig(routing="bias", experts=4, bias_rate=0.25), 8, generator_for("router"))
+    router.balance([10, 0, 5, 5])
+    assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
+    router.balance([1, 0, 0, 0])
+    assert router.bias.tolist() == [-0.5, 0.5, 0.25, 0.25]
+
+
+def test_the_bias_evens_out_the_experts() -> None:
+    layer = experts_of(routing="bias", experts=5, bias_rate=0.02)
+    layer.router.bias_steps.zero_()
+    largest = []
+    for _ in range(150):
+        layer.start_batch()
+        layer(hidden_of())
+        largest.append(max(layer.choices_per_expert))
+        layer.router.balance(layer.choices_per_expert)
+    assert largest[0] >= 12 and max(largest[-5:]) <= 10  # an even share is 8
+
+
+def test_softmax_scores() -> None:
+    layer = experts_of(routing="bias", scores="softmax", experts=4)
+    layer.router.bias_steps.zero_()
+    routing = layer.router(hidden_of().flatten(0, 1))
+    expected = experts_of(routing="aux_loss", experts=4).router(hidden_of().flatten(0, 1))
+    assert torch.equal(routing.experts, expected.experts)
+    torch.testing.assert_close(routing.gates, expected.gates)
+
+
+# -- numerical trouble -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e4])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_one_expert_for_all_or_no_preference_gives_numbers(routing: str, factor: float) -> None:
+    layer = experts_of(routing=routing, capacity_factor=0.5)
+    hidden = hidden_of().detach().abs().requires_grad_()
+    with torch.no_grad():
+        layer.router.affinity.weight.fill_(-factor)
+        layer.router.affinity.weight[:2] = factor  # a sigmoid of 0 for the others
+    output, auxiliary = output_of(layer, hidden)
+    (output.square().sum() + auxiliary.sum()).backward()
+    assert output.isfinite().all() and auxiliary.isfinite().all()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_scores_that_are_all_zero_give_numbers() -> None:
+    layer = experts_of(routing="bias")
+    with torch.no_grad():
+        layer.router.affinity.weight.fill_(-1e4)
+    hidden = hidden_of().detach().abs().requires_grad_()
+    output, _ = output_of(layer, hidden)
+    output.sum().backward()
+    assert output.isfinite().all() and hidden.grad is not None and hidden.grad.isfinite().all()
+
+
+def test_an_expert_without_tokens_is_not_touched() -> None:
+    layer = experts_of(routing="bias", experts=4)
+    layer.router.bias_steps.copy_(torch.tensor([0, 0, 10_000, 10_000]))
+    with torch.no_grad():
+        layer.expand[0], layer.contract[1] = math.nan, math.nan
+    hidden = hidden_of()
+    layer(hidden).sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    for weight in (layer.expand, layer.contract):
+        assert weight.grad is not None
+        assert [bool(each.any()) for each in weight.grad] == [False, False, True, True]
+
+
+def test_dropped_tokens_pass_through_the_residual() -> None:
+    layer = experts_of(top_k=1, experts=4, capacity_factor=0.5)
+    with torch.no_grad():
+        layer.router.affinity.weight.zero_()
+        layer.router.affinity.weight[1] = 1.0
+    hidden = hidden_of().detach().abs()
+    output = output_of(layer, hidden)[0].flatten(0, 1)
+    assert layer.choices_per_expert == [0, 20, 0, 0] and layer.tokens_per_expert == [0, 3, 0, 0]  # ceil(0.5 * 20 / 4)
+    assert output[:3].any(dim=1).all() and not output[3:].any()
+
+
+# -- counts and the load signal ----------------------------------------------------------------------------
+
+
+def test_the_load_signal_is_the_papers_load() -> None:
+    moe = {"experts": 5, "top_k": 2, "capacity_factor": 0.7}
+    block = model_layers(model_of(**moe))[1].build()
+    layer = block.mlp
+    assert block.load_signal() == layer.load_signal() == 2 / 5
+    kept = 0
+    for seed in range(3):
+        chosen = layer.router(block.mlp_norm(hidden_of(seed)).flatten(0, 1)).experts.flatten().tolist()
+        kept += sum(min(chosen.count(expert), math.ceil(0.7 * 2 * 20 / 5)) for expert in range(5))
+        layer(block.mlp_norm(hidden_of(seed)))
+    assert sum(layer.choices_per_expert) == 3 * 2 * 20 and sum(layer.tokens_per_expert) == kept < 3 * 2 * 20
+    assert layer.load_signal() == pytest.approx(kept / (5 * 3 * 20))
+    block.requires_grad_(False)
+    assert block.load_signal() == 0.0
+
+
+def test_without_capacity_the_load_is_top_k_of_the_experts() -> None:
+    layer = experts_of(experts=8, top_k=2)
+    layer(hidden_of())
+    assert layer.tokens_per_expert == layer.choices_per_expert and sum(layer.tokens_per_expert) == 40
+    assert layer.load_signal() == 2 / 8
+
+
+def test_evaluation_is_not_counted() -> None:
+    layer = experts_of()
+    layer(hidden_of(1))
+    counts = list(layer.tokens_per_expert)
+    layer.eval()(hidden_of(2))
+    assert layer.tokens_per_expert == counts
+
+
+CHECKPOINTS = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "deepspeed non-reentrant": deepspeed_checkpointing.non_reentrant_checkpoint,
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_recomputing_gives_the_same_numbers_and_counts_once(routing: str, kind: str) -> None:
+    found = []
+    for recomputed in (False, True):
+        layer, hidden = experts_of(routing=routing), hidden_of()
+        made = CHECKPOINTS[kind](layer, hidden) if recomputed else layer(hidden)
+        output, auxiliary = made if isinstance(made, tuple) else (made, torch.zeros(1))
+        (output.square().sum() + auxiliary.sum()).backward()
+        assert hidden.grad is not None
+        found.append(([output, hidden.grad, *[p.grad for p in layer.parameters()]], layer.choices_per_expert))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1] and sum(found[0][1]) == 40
+
+
+# -- the model ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "blocks"),
+    [({}, [0, 1, 2, 3, 4, 5]), ({"every": 2}, [1, 3, 5]), ({"dense_blocks": 2}, [2, 3, 4, 5])],
+)
+def test_blocks_with_experts(keys: dict[str, int], blocks: list[int]) -> None:
+    layers = [spec.build() for spec in model_layers(parse_block(ModelConfig, {"layers": 6, "moe": keys}, "m"))[1:-2]]
+    assert [number for number, layer in enumerate(layers) if isinstance(layer.mlp, MixtureOfExperts)] == blocks
+    assert all(isinstance(layer, Block) for layer in layers)
+
+
+def loss_of(model: list[torch.nn.Module], text: torch.Tensor) -> torch.Tensor:
+    activations = text[:, :-1]
+    for layer in model:
+        activations = layer(activations)
+    return language_model_loss(activations, text[:, 1:])
+
+
+def test_auxiliary_losses_of_all_layers_are_in_the_training_loss_alone() -> None:
+    text = torch.randint(0, 256, (2, 11), generator=generator_for("text"))
+    losses = {}
+    for coefficient in (0.0, 0.02, 0.04):
+        model = [spec.build() for spec in model_layers(model_of(auxiliary_coefficient=coefficient))]
+        evaluated = loss_of([layer.eval() for layer in model], text)
+        losses[coefficient] = loss_of([layer.train() for layer in model], text)
+        torch.testing.assert_close(losses[0.0], evaluated)
+    added = losses[0.02] - losses[0.0]
+    assert 2 * 0.02 * 1.9 < added < 2 * 0.02 * 3  # two layers; top_k is the value for equal experts
+    torch.testing.assert_close(losses[0.04] - losses[0.0], 2 * added, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_it_learns(routing: str) -> None:
+    model = [spec.build() for spec in model_layers(model_of(routing=routing))]
+    optimizer = torch.optim.AdamW([p for layer in model for p in layer.parameters()], lr=1e-2)
+    text = torch.randint(0, 256, (2, 11), generator=generator_for("text"))
+    losses = []
+    for _ in range(30):
+        loss = loss_of(model, text)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_frozen_layer_keeps_its_bias() -> None:
+    config = model_of(routing="bias")
+    assert config.moe is not None
+    specs = model_layers(config)
+    module = torch.nn.Module()
+    module._layer_specs, module._local_start, module._local_stop = specs, 1, 3  # type: ignore[assignment]
+    blocks = [specs[number].build() for number in (1, 2)]
+    for number, block in enumerate(blocks, start=1):
+        module.add_module(str(number), block)
+    blocks[0].requires_grad_(False)
+    engine = SimpleNamespace(module=module, sum_over_replicas=lambda counts: counts)
+    case = ExpertBalance(config.moe, engine, num_layers=len(specs))
+    case.before_batch(0)
+    for block in blocks:
+        block(hidden_of())
+    case.after_batch(1)
+    assert [bool(block.mlp.router.bias_steps.any()) for block in blocks] == [False, True]
+    case.before_batch(1)
+    assert all(sum(block.mlp.choices_per_expert) == 0 for block in blocks)
