@@ -125,6 +125,8 @@ def prepare(arguments: list[str]) -> Run:
     model = read_model_config(settings)
     if model.freezing is not None and dynmo is None:
         raise ConfigError('model.freezing: needs a "dynmo" block, stock DeepSpeed cannot train a frozen front')
+    if model.pruning is not None and dynmo is None:
+        raise ConfigError('model.pruning: needs a "dynmo" block, stock DeepSpeed cannot sum over its stages')
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: should be at least 1")
     if args.seed is not None:

@@ -134,6 +134,18 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         self._require_block("sum_over_stages")
         return self._comm.sum_over_stages(numbers)
 
+    def zero_elements(self, parameter: torch.nn.Parameter, where: torch.Tensor) -> None:
+        """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
+
+        Where the gradient is 0 from then on too, an elementwise optimizer keeps them at exactly 0. Between batches;
+        not collective, but every replica has to make the same call.
+
+        Args:
+            where: bool in the parameter's shape, on its device.
+        """
+        self._require_block("zero_elements")
+        self._state.zero_elements(parameter, where)
+
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""
         if self.dynmo is None:

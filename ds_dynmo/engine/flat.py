@@ -313,6 +313,13 @@ class FlatState:
             found[name] = (max(-first, 0), tensor[max(first, 0) : max(first + parameter.numel(), 0)])
         return found
 
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        parameter.detach().masked_fill_(where, 0)
+        for held in self.state_of(parameter).values():
+            if isinstance(held, tuple):  # this rank's part of the master weights or of a moment
+                start, part = held
+                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)
+
     def _holdings(self) -> Holdings:
         members: dict[Unit, list[Member]] = {}
         for index, module in self._layers.modules().items():

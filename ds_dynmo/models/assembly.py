@@ -10,13 +10,20 @@ from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig
 from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
+from ds_dynmo.models.pruning import PrunableBlock, Pruning
 
 __all__ = ["dynamic_cases", "model_layers"]
 
 
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
     """The layer list for a ``PipelineModule``."""
-    return gpt_layers(config, [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)])
+    return gpt_layers(config, [_block(config, layer) for layer in range(1, config.layers + 1)])
+
+
+def _block(config: ModelConfig, layer: int) -> LayerSpec:
+    if config.pruning is not None:
+        return LayerSpec(PrunableBlock, config, layer, csr_from=config.pruning.csr_from)
+    return LayerSpec(Block, config, layer)
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
@@ -29,4 +36,7 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
     cases: list[DynamicCase] = []
     if config.freezing is not None:
         cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
+    if config.pruning is not None:
+        num_layers = len(model_layers(config))
+        cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     return cases

@@ -12,6 +12,7 @@ from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
+from ds_dynmo.models.pruning import PruningConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -23,6 +24,7 @@ class ModelConfig(GPTConfig):
 
     vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
+    pruning: PruningConfig | None = Field(default=None, description="prunes the blocks' weights; null: nothing")
 
     @field_validator("freezing")
     @classmethod
