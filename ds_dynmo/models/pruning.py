@@ -35,11 +35,11 @@ class PruningConfig(BaseModel):
     times: int = Field(default=4, ge=1, description="n, how many prunings follow the first, at equal distances")
     initial_sparsity: float = Field(default=0.0, ge=0, lt=1, description="S_i, the share pruned at the first pruning")
     final_sparsity: float = Field(default=0.9, ge=0, lt=1, description="S_f, the share pruned at the last pruning")
-    csr_from: float = Field(
-        default=0.9,
+    csr_from: float | None = Field(
+        default=None,
         ge=0,
         le=1,
-        description="linear layers that have lost this share compute in CSR (fp32 on a CPU); 1: none that keeps any",
+        description="linear layers that have lost this share compute in CSR (fp32 on a CPU); null: where it is faster",
     )
 
     @field_validator("end")
@@ -85,7 +85,7 @@ def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
 class PrunableBlock(Block):
     """A block with linear layers that can be pruned; every other part is as the block made it."""
 
-    def __init__(self, config: GPTConfig, layer: int, *, csr_from: float) -> None:
+    def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None) -> None:
         super().__init__(config, layer)
         for parent in list(self.modules()):
             for name, part in list(parent.named_children()):
