@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def freezing() -> Iterator[Setting]:
     yield "frozen", lambda arguments: block_of(arguments).requires_grad_(False)
 
 
-def pruned(arguments: argparse.Namespace, sparsity: float) -> torch.nn.Module:
+def pruned(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module:
     """A block of which the smallest weights are pruned."""
     block = block_of(arguments, pruning={})
     linears = {1: prunable_linears(block)}
@@ -55,7 +56,7 @@ def pruned(arguments: argparse.Namespace, sparsity: float) -> torch.nn.Module:
 
 def pruning() -> Iterator[Setting]:
     for sparsity in (0.52, 0.79, 0.9, 0.95, 0.99):
-        yield f"{sparsity:.0%} pruned", lambda arguments, sparsity=sparsity: pruned(arguments, sparsity)
+        yield f"{sparsity:.0%} pruned", partial(pruned, sparsity=sparsity)
 
 
 CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "pruning": pruning}

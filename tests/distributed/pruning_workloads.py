@@ -42,7 +42,9 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
         before.append(weights(engine))
         case.prune(sparsity)
         after.append(masks(engine))
-    right_away, requested = nonzero(engine), engine._controller.reason
+        requested = engine._controller.reason
+        engine._controller.decided(moved=False)  # nothing moves here
+    right_away = nonzero(engine)
     for _ in range(2):
         engine.train_batch(data)
     return {
@@ -86,6 +88,7 @@ def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
             engine.save_checkpoint(str(Path(folder) / "saved"))
         for case in cases:
             case.before_batch(step)
+        engine._controller.decided(moved=False)
         losses.append(engine.train_batch(data).item())
     again, _ = build(run)
     again.rebalance([0, 5, 7])
@@ -98,5 +101,6 @@ def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
     for step in range(saved_after, run.steps):
         for case in cases:
             case.before_batch(step)
+        again._controller.decided(moved=False)
         resumed.append(again.train_batch(data).item())
     return {"losses": losses[saved_after:], "resumed": resumed, "masks": (masks(engine), masks(again))}
