@@ -29,7 +29,7 @@ class Selection:
 
     Attributes:
         bits: bit pattern of the k-th magnitude; larger ones stay.
-        equal: per layer here, how many weights of exactly that magnitude stay, its first ones.
+        equal: per layer here, how many weights of exactly that magnitude stay if it has so many: its first ones.
     """
 
     bits: int
@@ -45,7 +45,6 @@ class Selection:
                 torch.gt(bits, self.bits, out=stays)
                 places = ((bits == self.bits) & candidates).nonzero().squeeze(1)[:left]
                 stays[places] = True
-                stays &= candidates
                 left -= len(places)
             yield mask
 
@@ -70,8 +69,7 @@ def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_sta
                 found[layer] += ((magnitudes == bits) & candidates).sum().item()
     found = sum_over_stages(found)
     before = (found.cumsum(0) - found).tolist()
-    shares = {layer: max(0, equal - int(before[layer])) for layer in linears}
-    return Selection(bits, {layer: min(share, int(found[layer])) for layer, share in shares.items()})
+    return Selection(bits, {layer: max(0, equal - int(before[layer])) for layer in linears})
 
 
 def _kth(linears: Linears, k: int, sum_over_stages: Sum) -> tuple[int, int]:
