@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
+from ds_dynmo.models.magnitude import select_largest
+from ds_dynmo.models.pruning import prunable_linears
 from ds_dynmo.models.stream import Activations, Stream
 
 Setting = tuple[str, Callable[[argparse.Namespace], torch.nn.Module]]
@@ -51,6 +54,23 @@ def moe() -> Iterator[Setting]:
 
 
 CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "moe": moe}
+def pruned(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module:
+    """A block of which the smallest weights are pruned."""
+    block = block_of(arguments, pruning={})
+    linears = {1: prunable_linears(block)}
+    keep = round(sum(linear.weight.numel() for linear in linears[1]) * (1 - sparsity))
+    selection = select_largest(linears, keep, num_layers=2, sum_over_stages=torch.clone)
+    for linear, mask in zip(linears[1], selection.masks(1, linears[1]), strict=True):
+        linear.prune(mask)
+    return block
+
+
+def pruning() -> Iterator[Setting]:
+    for sparsity in (0.52, 0.79, 0.9, 0.95, 0.99):
+        yield f"{sparsity:.0%} pruned", partial(pruned, sparsity=sparsity)
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "pruning": pruning}
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:

@@ -138,6 +138,17 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         """The elementwise sum of a tensor over the data-parallel replicas of this rank's stage. Collective."""
         self._require_block("sum_over_replicas")
         return self._comm.sum_over_replicas(numbers)
+    def zero_elements(self, parameter: torch.nn.Parameter, where: torch.Tensor) -> None:
+        """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
+
+        Where the gradient is 0 from then on too, an elementwise optimizer keeps them at exactly 0. Between batches;
+        not collective, but every replica has to make the same call.
+
+        Args:
+            where: bool in the parameter's shape, on its device.
+        """
+        self._require_block("zero_elements")
+        self._state.zero_elements(parameter, where)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""

@@ -361,6 +361,12 @@ class FlatState:
             parked=id(parameter) in self._parked,
             park=not parameter.requires_grad,
         )
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        parameter.detach().masked_fill_(where, 0)
+        for held in self.state_of(parameter).values():
+            if isinstance(held, tuple):  # this rank's part of the master weights or of a moment
+                start, part = held
+                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)
 
     def _holdings(self) -> Holdings:
         members: dict[Unit, list[Member]] = {}

@@ -53,6 +53,10 @@ class OptimizerState(Protocol):
         """What the optimizer holds for a parameter, as far as it is on this rank; for tests and reports."""
         ...
 
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        """Set a parameter to 0 where ``where``, bool in its shape, says so, and all that is held per element of it."""
+        ...
+
 
 class PerParameterState:
     """A plain torch optimizer, or none."""
@@ -138,6 +142,12 @@ class PerParameterState:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return dict(self._state.get(parameter, {}))
+
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        parameter.detach().masked_fill_(where, 0)
+        for held in self._state.get(parameter, {}).values():
+            if isinstance(held, torch.Tensor) and held.shape == parameter.shape:
+                held.masked_fill_(where, 0)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.routing import MoEConfig
+from ds_dynmo.models.pruning import Pruning, PruningConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "MixtureOfExperts",
     "MoEConfig",
     "ModelConfig",
+    "Pruning",
+    "PruningConfig",
     "dynamic_cases",
     "gpt_layers",
     "language_model_loss",

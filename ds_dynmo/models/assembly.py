@@ -13,6 +13,7 @@ from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
 from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.routing import moe_blocks
+from ds_dynmo.models.pruning import PrunableBlock, Pruning
 
 __all__ = ["dynamic_cases", "model_layers"]
 
@@ -24,6 +25,13 @@ def model_layers(config: ModelConfig) -> list[LayerSpec]:
         for block in moe_blocks(config.moe, config.layers):
             parts[block]["mlp"] = partial(MixtureOfExperts, moe=config.moe)
     return gpt_layers(config, [LayerSpec(Block, config, layer, **part) for layer, part in enumerate(parts, start=1)])
+    return gpt_layers(config, [_block(config, layer) for layer in range(1, config.layers + 1)])
+
+
+def _block(config: ModelConfig, layer: int) -> LayerSpec:
+    if config.pruning is not None:
+        return LayerSpec(PrunableBlock, config, layer, csr_from=config.pruning.csr_from)
+    return LayerSpec(Block, config, layer)
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
@@ -38,4 +46,7 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
     if config.moe is not None:
         cases.append(ExpertBalance(config.moe, engine, num_layers=len(model_layers(config))))
+    if config.pruning is not None:
+        num_layers = len(model_layers(config))
+        cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     return cases

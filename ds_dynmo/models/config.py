@@ -13,6 +13,7 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
 from ds_dynmo.models.routing import MoEConfig, moe_blocks
+from ds_dynmo.models.pruning import PruningConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -29,6 +30,7 @@ class ModelConfig(GPTConfig):
     @property
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
         return "auxiliary" if self.moe is not None and self.moe.routing == "aux_loss" else "hidden"
+    pruning: PruningConfig | None = Field(default=None, description="prunes the blocks' weights; null: nothing")
 
     @field_validator("freezing")
     @classmethod

@@ -20,6 +20,12 @@ SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    "pruning": {"pruning": {"start": 0.1, "end": 0.7, "times": 3, "initial_sparsity": 0.2, "final_sparsity": 0.95}},
+    "pruning in CSR": {"pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.8, "csr_from": 0.5}},
+    "freezing and pruning": {
+        "freezing": {"schedule": [[0.3, 1], [0.5, 2], [0.7, 0]]},
+        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "initial_sparsity": 0.5, "final_sparsity": 0.8},
+    },
     "automatic freezing": {"freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
     "moe auxiliary loss": {"moe": {"experts": 4}},
     "moe sbase with capacity": {"moe": {"experts": 4, "routing": "sbase", "capacity_factor": 0.8, "every": 2}},

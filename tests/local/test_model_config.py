@@ -40,6 +40,14 @@ def test_it_is_read_from_a_file(tmp_path: Path) -> None:
         read_model_config(tmp_path / "nowhere.json")
 
 
+def test_pruning_with_its_defaults_is_the_papers() -> None:
+    pruning = read(pruning={}).pruning
+    assert pruning is not None
+    assert (pruning.start, pruning.end, pruning.times, pruning.final_sparsity) == (0.3, 0.7, 4, 0.9)
+    dumped = read(pruning={"csr_from": 0.5, "final_sparsity": 0.8})
+    assert read(**dumped.model_dump(mode="json")) == dumped
+
+
 def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
     freezing = read(freezing={"schedule": [[0.2, 2], [0.4, 0]]}).freezing
     assert freezing is not None
@@ -81,6 +89,20 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"layers": 4, "moe": {"dense_blocks": 4}}, "model.moe", "no block with experts: dense_blocks 4, every 1"),
         ({"layers": 4, "moe": {"dense_blocks": 3, "every": 2}}, "model.moe", "the model has 4 (layers)"),
+        ({"pruning": True}, "model.pruning = true", "an object"),
+        ({"pruning": {"sparsity": 0.9}}, "model.pruning.sparsity", "final_sparsity"),
+        ({"pruning": {"final_sparsity": 1.0}}, "model.pruning.final_sparsity = 1.0", "less than 1"),
+        ({"pruning": {"initial_sparsity": -0.1}}, "model.pruning.initial_sparsity = -0.1", "or equal to 0"),
+        (
+            {"pruning": {"initial_sparsity": 0.5, "final_sparsity": 0.4}},
+            "model.pruning.final_sparsity = 0.4",
+            "at least initial_sparsity, 0.5",
+        ),
+        ({"pruning": {"start": 0.5, "end": 0.5}}, "model.pruning.end = 0.5", "greater than start, 0.5"),
+        ({"pruning": {"end": 1.0}}, "model.pruning.end = 1.0", "less than 1"),
+        ({"pruning": {"times": 0}}, "model.pruning.times = 0", "greater than or equal to 1"),
+        ({"pruning": {"times": 2.5}}, "model.pruning.times = 2.5", "valid integer"),
+        ({"pruning": {"csr_from": 1.5}}, "model.pruning.csr_from = 1.5", "less than or equal to 1"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
     ],
 )

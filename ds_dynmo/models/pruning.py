@@ -1,0 +1,147 @@
+"""Gradual global magnitude pruning (paper, section 2, parameter pruning, and Algorithm 1; Zhu and Gupta, 2017).
+
+At a few steps of the run the smallest weights of the whole model are set to zero, for good: their gradients, fp32
+master weights and optimizer state are zero from then on. Pruned are the linear weights of all blocks; embedding, norms
+and head are not. Compared are the weights that the model computes with, bf16 ones under bf16: they are the same on
+every replica, while fp32 master weights may be spread over replicas. Equal magnitudes, which bf16 has many of, are told
+apart by layer and position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from torch import nn
+
+from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.gpt import Block, GPTConfig
+from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.magnitude import Linears, select_largest
+from ds_dynmo.models.sparse_linear import PrunableLinear
+
+__all__ = ["PrunableBlock", "Pruning", "PruningConfig", "prunable_linears", "pruning_steps", "scheduled_sparsity"]
+
+
+class PruningConfig(BaseModel):
+    """The "pruning" block. The defaults are the paper's: from 30% to 70% of the steps, to 52.0, 78.8, 88.6 and 90%."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    start: float = Field(default=0.3, ge=0, lt=1, description="t_0, the first pruning, as a fraction of the steps")
+    end: float = Field(default=0.7, gt=0, lt=1, description="t_0 + n dt, the last pruning, as a fraction of the steps")
+    times: int = Field(default=4, ge=1, description="n, how many prunings follow the first, at equal distances")
+    initial_sparsity: float = Field(default=0.0, ge=0, lt=1, description="S_i, the share pruned at the first pruning")
+    final_sparsity: float = Field(default=0.9, ge=0, lt=1, description="S_f, the share pruned at the last pruning")
+    csr_from: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="linear layers that have lost this share compute in CSR (fp32 on a CPU); null: where it is faster",
+    )
+
+    @field_validator("end")
+    @classmethod
+    def _ends_later(cls, end: float, info: ValidationInfo) -> float:
+        start = info.data.get("start")  # absent if it is wrong itself
+        if start is not None and end <= start:
+            raise ValueError(f"should be greater than start, {start}")
+        return end
+
+    @field_validator("final_sparsity")
+    @classmethod
+    def _only_prunes(cls, final: float, info: ValidationInfo) -> float:
+        initial = info.data.get("initial_sparsity")
+        if initial is not None and final < initial:
+            raise ValueError(f"should be at least initial_sparsity, {initial}: what is pruned stays pruned")
+        return final
+
+
+def scheduled_sparsity(config: PruningConfig, pruning: int) -> float:
+    """Zhu and Gupta's ``S_t`` at the ``pruning``-th of ``0 .. times``, the last one included.
+
+    >>> [round(scheduled_sparsity(PruningConfig(), pruning), 4) for pruning in range(5)]
+    [0.0, 0.5203, 0.7875, 0.8859, 0.9]
+    """
+    change = config.initial_sparsity - config.final_sparsity
+    return config.final_sparsity + change * (1 - pruning / config.times) ** 3
+
+
+def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
+    """Before which steps, counted from 0, there is a pruning, and to what sparsity.
+
+    The last is never later than before the last step. Of several that fall on one step the last counts.
+
+    >>> pruning_steps(PruningConfig(start=0.25, end=0.75, times=2, final_sparsity=0.5), total_steps=8)
+    {2: 0.0, 4: 0.4375, 6: 0.5}
+    """
+    distance = (config.end - config.start) / config.times
+    steps = [round((config.start + pruning * distance) * total_steps) for pruning in range(config.times + 1)]
+    return {min(step, total_steps - 1): scheduled_sparsity(config, pruning) for pruning, step in enumerate(steps)}
+
+
+class PrunableBlock(Block):
+    """A block with linear layers that can be pruned; every other part is as the block made it."""
+
+    def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None) -> None:
+        super().__init__(config, layer)
+        for parent in list(self.modules()):
+            for name, part in list(parent.named_children()):
+                if isinstance(part, nn.Linear):
+                    setattr(parent, name, PrunableLinear(nn.Parameter(part.weight), csr_from))
+
+    def load_signal(self) -> float:
+        """The paper's ``p_i``: the share of this block's prunable weights that is left; 0.0 where nothing trains."""
+        linears = prunable_linears(self)
+        share = sum(linear.kept for linear in linears) / sum(linear.weight.numel() for linear in linears)
+        return super().load_signal() * share
+
+
+def prunable_linears(layer: nn.Module) -> list[PrunableLinear]:
+    """The prunable linear layers of a layer, in the order of their weights' positions in it."""
+    return [part for part in layer.modules() if isinstance(part, PrunableLinear)]
+
+
+def local_linears(module: PipelineModule) -> Linears:
+    """:func:`prunable_linears` of every layer of this stage that has any, by layer number."""
+    found = {number: prunable_linears(layer) for number, layer in local_layers(module)}
+    return {number: linears for number, linears in found.items() if linears}
+
+
+class Pruning(DynamicCase):
+    """Prunes the model on schedule. It keeps nothing itself: a resumed run finds the masks in the layers."""
+
+    name = "pruning"
+
+    def __init__(self, config: PruningConfig, engine: Any, *, num_layers: int, total_steps: int) -> None:
+        super().__init__(engine)
+        self._num_layers = num_layers
+        self._steps = pruning_steps(config, total_steps)
+
+    def before_batch(self, step: int) -> None:
+        """Prunes if that is due, and tells the engine."""
+        sparsity = self._steps.get(step, 0.0)
+        if sparsity:
+            self.prune(sparsity)
+
+    def prune(self, sparsity: float) -> None:
+        """Keep ``round(N (1 - sparsity))`` of the model's ``N`` prunable weights; pruned ones stay pruned. Collective.
+
+        Args:
+            sparsity: in [0, 1).
+        """
+        linears = local_linears(self.engine.module)
+        every = [linear for members in linears.values() for linear in members]
+        sizes = [sum(linear.weight.numel() for linear in every), sum(linear.kept for linear in every)]
+        total, left = self.engine.sum_over_stages(torch.tensor(sizes, dtype=torch.float64)).tolist()
+        keep = min(round(total * (1 - sparsity)), int(left))
+        selection = select_largest(
+            linears, keep, num_layers=self._num_layers, sum_over_stages=self.engine.sum_over_stages
+        )
+        for number, members in linears.items():
+            for linear, mask in zip(members, selection.masks(number, members), strict=True):
+                linear.prune(mask)
+                self.engine.zero_elements(linear.weight, ~mask)
+        self.engine.model_changed(f"pruning: {sparsity:.1%} sparse")

@@ -1,0 +1,339 @@
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models import magnitude
+from ds_dynmo.models.gpt import Block, GPTConfig, gpt_layers, language_model_loss
+from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.magnitude import Linears, select_largest
+from ds_dynmo.models.pruning import (
+    PrunableBlock,
+    Pruning,
+    PruningConfig,
+    prunable_linears,
+    pruning_steps,
+    scheduled_sparsity,
+)
+from ds_dynmo.models.sparse_linear import PrunableLinear
+
+SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
+
+Sum = Callable[[torch.Tensor], torch.Tensor]
+
+
+def alone(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.clone()
+
+
+def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def block(layer: int = 1, csr_from: float | None = None) -> PrunableBlock:
+    return PrunableBlock(SIZES, layer, csr_from=csr_from)
+
+
+def prune_block(block: PrunableBlock, share: float) -> None:
+    for number, linear in enumerate(prunable_linears(block)):
+        size = linear.weight.numel()
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(number))
+        linear.prune((order >= round(share * size)).view_as(linear.weight))
+
+
+# -- schedule ----------------------------------------------------------------------------------------------
+
+
+def test_the_papers_schedule() -> None:
+    """From 3000 to 7000 of 10000 steps every 1000: the paper's 52, 79 and 90%, the end included."""
+    steps = pruning_steps(PruningConfig(), total_steps=10_000)
+    assert list(steps) == [3000, 4000, 5000, 6000, 7000]
+    assert list(steps.values()) == pytest.approx([0.0, 0.5203125, 0.7875, 0.8859375, 0.9])
+
+
+@pytest.mark.parametrize("times", [1, 3, 7])
+def test_the_formula(times: int) -> None:
+    config = PruningConfig(times=times, initial_sparsity=0.1, final_sparsity=0.7)
+    t0, dt = 20.0, 10.0
+    for pruning in range(times + 1):
+        t = t0 + pruning * dt
+        wanted = 0.7 + (0.1 - 0.7) * (1 - (t - t0) / (times * dt)) ** 3
+        assert scheduled_sparsity(config, pruning) == pytest.approx(wanted)
+    assert scheduled_sparsity(config, times) == 0.7
+
+
+@pytest.mark.parametrize("total_steps", [1, 2, 3, 10, 150])
+def test_the_last_pruning_always_comes(total_steps: int) -> None:
+    steps = pruning_steps(PruningConfig(start=0.0, end=0.99), total_steps)
+    assert list(steps.values())[-1] == 0.9 and max(steps) < total_steps
+    assert list(steps) == sorted(steps)
+
+
+# -- selection against a sort of the whole model -----------------------------------------------------------
+
+
+def model(seed: int, values: str, layers: int = 5) -> dict[int, list[PrunableLinear]]:
+    """Layers 1 to ``layers`` of two linear layers each, of sizes of their own; "ties": few different magnitudes."""
+    made: dict[int, list[PrunableLinear]] = {}
+    for layer in range(1, layers + 1):
+        weights = [seeded(3 + layer, 7, seed=100 * seed + layer), seeded(5, 4, seed=100 * seed + 50 + layer)]
+        if values == "ties":
+            weights = [weight.mul(2).round().div(2) for weight in weights]
+        if values == "one":
+            weights = [torch.full_like(weight, -0.25) for weight in weights]
+        if values == "extreme":
+            weights = [
+                weight * 10.0 ** (40 * (torch.arange(weight.numel()).view_as(weight) % 2 - 1)) for weight in weights
+            ]
+        if values == "bf16":
+            weights = [weight.bfloat16() for weight in weights]
+        made[layer] = [PrunableLinear(nn.Parameter(weight)) for weight in weights]
+    return made
+
+
+def by_sorting(linears: Linears, keep: int) -> list[list[bool]]:
+    """The mask of every linear layer, by sorting all of them: stable, so that the first of equal ones stay."""
+    everything = [
+        (-abs(value), layer, position)
+        for layer, members in linears.items()
+        for position, value in enumerate(v for m in members for v in m.weight.detach().float().flatten().tolist())
+    ]
+    kept = {(layer, position) for _, layer, position in sorted(everything)[:keep]}
+    masks = []
+    for layer, members in linears.items():
+        start = 0
+        for member in members:
+            size = member.weight.numel()
+            masks.append([(layer, start + position) in kept for position in range(size)])
+            start += size
+    return masks
+
+
+def on_stages(linears: Linears, keep: int, bounds: Sequence[int]) -> list[list[bool]]:
+    """What :func:`select_largest` finds where the layers lie on stages, in threads that sum together."""
+    import threading
+
+    stages = [{layer: linears[layer] for layer in linears if a <= layer < b} for a, b in zip(bounds, bounds[1:])]
+    barrier = threading.Barrier(len(stages))
+    shared: dict[int, torch.Tensor] = {}
+    found: dict[int, list[list[bool]]] = {}
+
+    def run(stage: int) -> None:
+        def sum_over_stages(numbers: torch.Tensor) -> torch.Tensor:
+            assert numbers.dtype == torch.float64 and numbers.numel() <= 256
+            shared[stage] = numbers
+            barrier.wait()
+            total = torch.stack([shared[each] for each in range(len(stages))]).sum(0)
+            barrier.wait()
+            return total
+
+        selection = select_largest(stages[stage], keep, num_layers=8, sum_over_stages=sum_over_stages)
+        found[stage] = [
+            mask.flatten().tolist()
+            for layer, members in stages[stage].items()
+            for mask in selection.masks(layer, members)
+        ]
+
+    threads = [threading.Thread(target=run, args=(stage,)) for stage in range(len(stages))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [mask for stage in range(len(stages)) for mask in found[stage]]
+
+
+@pytest.mark.parametrize("values", ["normal", "ties", "one", "extreme", "bf16"])
+@pytest.mark.parametrize("bounds", [[0, 8], [0, 3, 8], [0, 2, 3, 5, 8], [0, 1, 8]])
+def test_the_same_as_sorting_the_whole_model(values: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(magnitude, "CHUNK", 13)  # chunks end within layers
+    for seed in range(2):
+        linears = model(seed, values)
+        size = sum(member.weight.numel() for members in linears.values() for member in members)
+        for keep in (0, 1, size // 10, size // 2, size - 1, size):
+            masks = on_stages(linears, keep, bounds)
+            assert masks == by_sorting(linears, keep)
+            assert sum(map(sum, masks)) == keep
+
+
+def test_what_is_pruned_stays_pruned_even_among_zeros() -> None:
+    linears = {1: [PrunableLinear(nn.Parameter(torch.zeros(2, 3)))]}
+    linears[1][0].prune(torch.tensor([[False, True, False], [True, True, False]]))
+    masks = select_largest(linears, 2, num_layers=4, sum_over_stages=alone).masks(1, linears[1])
+    assert [mask.tolist() for mask in masks] == [[[False, True, False], [True, False, False]]]
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
+
+
+def test_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(magnitude, "CHUNK", 1 << 10)
+    largest = []
+    for rows in (64, 1024):
+        linears = {1: [PrunableLinear(nn.Parameter(seeded(rows, 64)))]}
+        with Allocations() as allocations:
+            select_largest(linears, rows * 16, num_layers=4, sum_over_stages=alone)
+        largest.append(allocations.largest)
+    assert largest[0] == largest[1] == 4 << 10  # a chunk in fp32
+
+
+# -- the block ---------------------------------------------------------------------------------------------
+
+
+def test_unpruned_it_is_the_plain_block() -> None:
+    hidden = seeded(2, 6, 8)
+    plain, prunable = Block(SIZES, 1), block()
+    assert torch.equal(prunable(hidden), plain(hidden))
+    assert [(n, p.shape) for n, p in prunable.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
+    assert len(prunable_linears(prunable)) == 4 and prunable.load_signal() == 1.0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("csr_from", [None, 0.0])
+def test_a_pruned_block_against_the_plain_one_with_zeros(share: float, csr_from: float | None) -> None:
+    pruned, plain = block(csr_from=csr_from), Block(SIZES, 1)
+    prune_block(pruned, share)
+    plain.load_state_dict(
+        {name: value for name, value in pruned.state_dict().items() if name.endswith(("weight", "bias"))}
+    )
+    masks = {f"{name}.weight": part.mask for name, part in pruned.named_modules() if isinstance(part, PrunableLinear)}
+    inputs = [seeded(2, 6, 8).requires_grad_() for _ in range(2)]
+    outputs = [layer(given) for layer, given in zip((pruned, plain), inputs)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+    for output in outputs:
+        (output * seeded(2, 6, 8, seed=1)).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-5, atol=1e-6)
+    for (name, mine), theirs in zip(pruned.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and mine.grad.isfinite().all()
+        wanted = theirs.grad if name not in masks else theirs.grad * masks[name]
+        torch.testing.assert_close(mine.grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_load_signal_is_the_retained_fraction() -> None:
+    pruned = block()
+    linears = prunable_linears(pruned)
+    linears[0].prune(torch.zeros_like(linears[0].weight, dtype=torch.bool))  # query, key, value: 3 of 12 shares of h^2
+    assert pruned.load_signal() == pytest.approx(9 / 12)
+    linears[3].prune(torch.arange(256).view(8, 32) < 64)  # a quarter of contract's 4 of 12
+    assert pruned.load_signal() == pytest.approx(6 / 12)
+    pruned.requires_grad_(False)
+    assert pruned.load_signal() == 0.0
+
+
+@pytest.mark.parametrize("csr_from", [None, 0.0])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_gives_the_same_numbers(csr_from: float | None, reentrant: bool) -> None:
+    results = []
+    for recompute in (False, True):
+        pruned = block(csr_from=csr_from)
+        prune_block(pruned, 0.8)
+        hidden = seeded(2, 6, 8).requires_grad_()
+        if recompute:
+            output = torch.utils.checkpoint.checkpoint(pruned, hidden, use_reentrant=reentrant)
+        else:
+            output = pruned(hidden)
+        output.square().sum().backward()
+        results.append([output, hidden.grad, *[parameter.grad for parameter in pruned.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# -- the case ----------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """What the case needs of the engine, on one stage; a plain optimizer."""
+
+    def __init__(self, csr_from: float | None = None) -> None:
+        blocks = [block(layer, csr_from) for layer in range(1, 4)]
+        ends = [spec.build() for spec in gpt_layers(SIZES)]
+        self.module: Any = nn.Sequential(ends[0], *blocks, *ends[-2:])
+        self.module._layer_specs = gpt_layers(SIZES)
+        self.module._local_start, self.module._local_stop = 0, 6
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01, weight_decay=0.1)
+        self.changes: list[str] = []
+        self.model_changed = self.changes.append
+        self.sum_over_stages = alone
+
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        for held in (parameter.detach(), *self.optimizer.state[parameter].values()):
+            if held.shape == parameter.shape:
+                held.masked_fill_(where, 0)
+
+    def train(self, seed: int) -> float:
+        tokens = torch.randint(0, 20, (4, 7), generator=torch.Generator().manual_seed(seed % 2))
+        loss = language_model_loss(self.module(tokens[:, :-1]), tokens[:, 1:])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+@pytest.mark.parametrize("csr_from", [None, 0.5])
+def test_a_run(csr_from: float | None) -> None:
+    engine = Engine(csr_from)
+    config = parse_block(PruningConfig, {"start": 0.25, "end": 0.75, "times": 2, "final_sparsity": 0.95}, "pruning")
+    case = Pruning(config, engine, num_layers=6, total_steps=40)
+    linears = [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
+    total = sum(linear.weight.numel() for linear in linears)
+    losses, kept, gone = [], [], [torch.zeros_like(linear.weight, dtype=torch.bool) for linear in linears]
+    for step in range(40):
+        case.before_batch(step)
+        kept.append(sum(linear.kept for linear in linears))
+        losses.append(engine.train(step))
+        for linear, before in zip(linears, gone):
+            pruned = torch.zeros_like(before) if linear.mask is None else ~linear.mask
+            assert (
+                not linear.weight[pruned].any() and not engine.optimizer.state[linear.weight]["exp_avg"][pruned].any()
+            )
+            assert pruned[before].all()
+            before |= pruned
+    assert kept == [total] * 20 + [round(total * (1 - 0.83125))] * 10 + [round(total * 0.05)] * 10
+    assert engine.changes == ["pruning: 83.1% sparse", "pruning: 95.0% sparse"]
+    assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]
+    signals = [layer.load_signal() for _, layer in list(local_layers(engine.module))[1:4]]
+    assert sum(signals) / 3 == pytest.approx(0.05, abs=1e-3)
+
+
+def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
+    """A run that is resumed right at a pruning does it again."""
+    engine = Engine()
+    case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
+    engine.train(0)
+    case.prune(0.7)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    case.prune(0.7)
+    after = engine.module.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_lower_sparsity_brings_nothing_back() -> None:
+    engine = Engine()
+    case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
+    case.prune(0.7)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    case.prune(0.3)
+    assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+
+
+def test_everything_pruned_gives_no_nan() -> None:
+    for csr_from in (None, 0.0):
+        engine = Engine(csr_from)
+        case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
+        case.prune(1 - 1e-9)
+        assert all(layer.load_signal() == 0.0 for _, layer in list(local_layers(engine.module))[1:4])
+        assert all(math.isfinite(engine.train(step)) for step in range(3))
+        assert all(parameter.isfinite().all() for parameter in engine.module.parameters())

@@ -1,0 +1,121 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_dynmo.models.sparse_linear import PrunableLinear, csr_is_faster, csr_structure
+
+
+def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pruned(sparsity: float, csr_from: float, outputs: int = 24, inputs: int = 20) -> PrunableLinear:
+    linear = PrunableLinear(nn.Parameter(seeded(outputs, inputs)), csr_from)
+    order = linear.weight.detach().abs().flatten().argsort()
+    mask = torch.ones(outputs * inputs, dtype=torch.bool)
+    mask[order[: round(sparsity * len(mask))]] = False
+    linear.prune(mask.view(outputs, inputs))
+    return linear
+
+
+NEVER, ALWAYS = 2.0, 0.0
+
+
+@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 7), (1, 1)])
+def test_outputs_and_gradients_are_those_of_a_masked_weight(
+    sparsity: float, csr_from: float, shape: tuple[int, ...]
+) -> None:
+    linear = pruned(sparsity, csr_from)
+    assert linear.computes_in_csr == (csr_from == ALWAYS)
+    assert linear.mask is not None
+    hidden = seeded(*shape, 20, seed=1).requires_grad_()
+    gradient = seeded(*shape, 24, seed=2)
+    linear(hidden).backward(gradient)
+
+    weight = seeded(24, 20).double().requires_grad_()
+    given = hidden.detach().double().requires_grad_()
+    wanted = F.linear(given, weight * linear.mask)
+    wanted.backward(gradient.double())
+    for mine, theirs in ((linear(hidden), wanted), (hidden.grad, given.grad), (linear.weight.grad, weight.grad)):
+        assert mine is not None and theirs is not None
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
+        assert mine.is_contiguous()
+    assert linear.weight.grad is not None
+    assert torch.equal(linear.weight.grad[~linear.mask], torch.zeros(int((~linear.mask).sum())))
+    assert linear.kept == round((1 - sparsity) * 480)
+
+
+@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+def test_inputs_without_gradients_and_frozen_weights(csr_from: float) -> None:
+    linear = pruned(0.8, csr_from)
+    linear(seeded(3, 20)).sum().backward()
+    assert linear.weight.grad is not None
+    linear.weight.grad = None
+    linear.requires_grad_(False)
+    hidden = seeded(3, 20).requires_grad_()
+    linear(hidden).sum().backward()
+    assert hidden.grad is not None and linear.weight.grad is None
+
+
+def test_the_rows_of_the_structure() -> None:
+    mask = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
+    crow, col, index = csr_structure(mask)
+    assert (crow.tolist(), col.tolist(), index.tolist()) == ([0, 1, 1, 3], [1, 0, 2], [1, 6, 8])
+
+
+@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+def test_before_it_is_pruned_it_is_a_linear_layer(csr_from: float) -> None:
+    linear = PrunableLinear(nn.Parameter(seeded(24, 20)), csr_from)
+    hidden = seeded(3, 20, seed=1)
+    assert torch.equal(linear(hidden), F.linear(hidden, linear.weight)) and linear.kept == 480
+
+
+def test_bf16_stays_dense() -> None:
+    linear = PrunableLinear(nn.Parameter(seeded(24, 20).bfloat16()), ALWAYS)
+    linear.prune(seeded(24, 20, seed=3) > 1)
+    assert not linear.computes_in_csr
+    linear(seeded(3, 20).bfloat16()).sum().backward()
+    single = pruned(0.9, ALWAYS)
+    assert single.computes_in_csr
+    single.bfloat16()  # as a checkpoint loaded into a run in bf16
+    assert not single.computes_in_csr
+    single(seeded(3, 20).bfloat16()).sum().backward()
+
+
+def test_pruning_again_replaces_the_structure() -> None:
+    linear = pruned(0.5, ALWAYS)
+    mask = pruned(0.9, NEVER).mask
+    assert mask is not None
+    linear.prune(mask)
+    hidden = seeded(3, 20)
+    torch.testing.assert_close(linear(hidden), F.linear(hidden, seeded(24, 20) * mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+def test_optimizer_steps_leave_zeros_where_they_are(csr_from: float) -> None:
+    linear = pruned(0.7, csr_from)
+    assert linear.mask is not None
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        linear(seeded(6, 20, seed=step)).square().sum().backward()
+        optimizer.step()
+    assert not linear.weight[~linear.mask].any() and linear.weight[linear.mask].all()
+    assert not optimizer.state[linear.weight]["exp_avg_sq"][~linear.mask].any()
+
+
+def test_where_csr_is_faster() -> None:
+    assert csr_is_faster(1024, 1024, round(0.05 * 1024**2)) and not csr_is_faster(1024, 1024, round(0.1 * 1024**2))
+    assert csr_is_faster(1024, 256, round(0.05 * 1024 * 256))
+    assert not csr_is_faster(384, 128, round(0.05 * 384 * 128)) and csr_is_faster(384, 128, 0)
+    assert not csr_is_faster(64, 64, 0)
+
+
+def test_a_copy_computes_the_same() -> None:
+    linear = pruned(0.9, ALWAYS)
+    assert torch.equal(copy.deepcopy(linear)(seeded(3, 20)), linear(seeded(3, 20)))
