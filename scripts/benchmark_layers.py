@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,16 @@ def freezing() -> Iterator[Setting]:
     yield "frozen", lambda arguments: block_of(arguments).requires_grad_(False)
 
 
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing}
+def sparse_attention() -> Iterator[Setting]:
+    for buckets in (2, 4, 8, 16, 32):
+        sparse = {"kind": "hash", "buckets": buckets}
+        yield f"hash, {buckets} buckets", partial(block_of, sparse_attention=sparse)
+    for keep in (1.0, 0.7, 0.5, 0.3, 0.1):
+        kept = {"kind": "qk", "keep_queries": keep, "keep_keys": keep}
+        yield f"qk, {keep:.0%} kept", partial(block_of, sparse_attention=kept)
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "sparse attention": sparse_attention}
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:

@@ -6,6 +6,7 @@ from ds_dynmo.models.config import ModelConfig, read_model_config
 from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.sparse_attention import SparseAttentionConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "FreezingController",
     "GPTConfig",
     "ModelConfig",
+    "SparseAttentionConfig",
     "dynamic_cases",
     "gpt_layers",
     "language_model_loss",

@@ -10,13 +10,19 @@ from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig
 from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
+from ds_dynmo.models.sparse_attention import HashSparseAttention, QKSparseAttention
 
 __all__ = ["dynamic_cases", "model_layers"]
 
 
+SPARSE_ATTENTION = {"hash": HashSparseAttention, "qk": QKSparseAttention}
+
+
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
     """The layer list for a ``PipelineModule``."""
-    return gpt_layers(config, [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)])
+    attention = None if config.sparse_attention is None else SPARSE_ATTENTION[config.sparse_attention.kind]
+    blocks = [LayerSpec(Block, config, layer, attention=attention) for layer in range(1, config.layers + 1)]
+    return gpt_layers(config, blocks)
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:

@@ -12,6 +12,7 @@ from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
+from ds_dynmo.models.sparse_attention import SparseAttentionConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -23,6 +24,9 @@ class ModelConfig(GPTConfig):
 
     vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
+    sparse_attention: SparseAttentionConfig | None = Field(
+        default=None, description="attention over a pattern drawn anew in every pass; null: dense causal attention"
+    )
 
     @field_validator("freezing")
     @classmethod
@@ -33,6 +37,14 @@ class ModelConfig(GPTConfig):
             if most > layers:
                 raise ValueError(f"schedule freezes {most} blocks, the model has {layers} (layers)")
         return freezing
+
+    @field_validator("sparse_attention")
+    @classmethod
+    def _buckets_fill(cls, sparse: SparseAttentionConfig | None, info: ValidationInfo) -> SparseAttentionConfig | None:
+        tokens = info.data.get("sequence_length")  # absent if it is wrong itself
+        if sparse is not None and sparse.buckets is not None and tokens is not None and sparse.buckets > tokens:
+            raise ValueError(f"hashes into {sparse.buckets} buckets, a sequence has {tokens} tokens (sequence_length)")
+        return sparse
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:

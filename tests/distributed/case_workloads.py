@@ -21,6 +21,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
     "automatic freezing": {"freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
+    "hash-sparse attention": {"sparse_attention": {"kind": "hash", "buckets": 4}},
+    "qk-sparse attention": {"sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4}},
 }
 
 
