@@ -16,7 +16,7 @@ from ds_dynmo.models.sparse_kernels import bucket_attention, bucket_pairs, kept_
 HASH = {"kind": "hash", "buckets": 8}
 QK = {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.3}
 BUCKETS = 6
-SHAPE = (2, 3, 150, 16)  # batch, heads, sequence, width: more than two tiles of queries, a ragged one last
+SHAPE = (2, 3, 150, 16)  # batch, heads, sequence, width
 
 
 def states(seed: str = "states") -> list[torch.Tensor]:
@@ -100,7 +100,8 @@ def test_bucket_attention_is_dense_attention_under_a_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", keeps())
-def test_kept_attention_is_dense_attention_under_a_mask(name: str) -> None:
+def test_kept_attention_is_dense_attention_under_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "QUERY_TILE", 32)
     (keep_query, keep_key), given = keeps()[name], states()
     attends = kept_pattern(keep_query, keep_key)
     check_outputs_and_gradients(kept_attention(*given, keep_query, keep_key), dense(*given, attends), given)
@@ -240,7 +241,7 @@ def test_a_token_does_not_see_later_ones(sparse: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
 def test_the_load_signal_is_that_of_the_last_training_batch(sparse: dict[str, Any]) -> None:
-    layer, module = block(sparse), None
+    layer = block(sparse)
     module = layer.attention
     assert layer.load_signal() == 1.0
 
