@@ -71,6 +71,16 @@ def pruning() -> Iterator[Setting]:
 
 
 CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "pruning": pruning}
+def sparse_attention() -> Iterator[Setting]:
+    for buckets in (2, 4, 8, 16, 32):
+        sparse = {"kind": "hash", "buckets": buckets}
+        yield f"hash, {buckets} buckets", partial(block_of, sparse_attention=sparse)
+    for keep in (1.0, 0.7, 0.5, 0.3, 0.1):
+        kept = {"kind": "qk", "keep_queries": keep, "keep_keys": keep}
+        yield f"qk, {keep:.0%} kept", partial(block_of, sparse_attention=kept)
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "sparse attention": sparse_attention}
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:

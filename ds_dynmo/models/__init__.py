@@ -9,6 +9,7 @@ from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.routing import MoEConfig
 from ds_dynmo.models.pruning import Pruning, PruningConfig
+from ds_dynmo.models.sparse_attention import SparseAttentionConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "Pruning",
     "PruningConfig",
+    "SparseAttentionConfig",
     "dynamic_cases",
     "gpt_layers",
     "language_model_loss",

@@ -14,8 +14,12 @@ from ds_dynmo.models.gpt import Block, gpt_layers
 from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.routing import moe_blocks
 from ds_dynmo.models.pruning import PrunableBlock, Pruning
+from ds_dynmo.models.sparse_attention import HashSparseAttention, QKSparseAttention
 
 __all__ = ["dynamic_cases", "model_layers"]
+
+
+SPARSE_ATTENTION = {"hash": HashSparseAttention, "qk": QKSparseAttention}
 
 
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
@@ -32,6 +36,9 @@ def _block(config: ModelConfig, layer: int) -> LayerSpec:
     if config.pruning is not None:
         return LayerSpec(PrunableBlock, config, layer, csr_from=config.pruning.csr_from)
     return LayerSpec(Block, config, layer)
+    attention = None if config.sparse_attention is None else SPARSE_ATTENTION[config.sparse_attention.kind]
+    blocks = [LayerSpec(Block, config, layer, attention=attention) for layer in range(1, config.layers + 1)]
+    return gpt_layers(config, blocks)
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:

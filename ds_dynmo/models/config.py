@@ -14,6 +14,7 @@ from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
 from ds_dynmo.models.routing import MoEConfig, moe_blocks
 from ds_dynmo.models.pruning import PruningConfig
+from ds_dynmo.models.sparse_attention import SparseAttentionConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -31,6 +32,9 @@ class ModelConfig(GPTConfig):
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
         return "auxiliary" if self.moe is not None and self.moe.routing == "aux_loss" else "hidden"
     pruning: PruningConfig | None = Field(default=None, description="prunes the blocks' weights; null: nothing")
+    sparse_attention: SparseAttentionConfig | None = Field(
+        default=None, description="attention over a pattern drawn anew in every pass; null: dense causal attention"
+    )
 
     @field_validator("freezing")
     @classmethod
@@ -52,6 +56,13 @@ class ModelConfig(GPTConfig):
                 f"the model has {layers} (layers)"
             )
         return moe
+    @field_validator("sparse_attention")
+    @classmethod
+    def _buckets_fill(cls, sparse: SparseAttentionConfig | None, info: ValidationInfo) -> SparseAttentionConfig | None:
+        tokens = info.data.get("sequence_length")  # absent if it is wrong itself
+        if sparse is not None and sparse.buckets is not None and tokens is not None and sparse.buckets > tokens:
+            raise ValueError(f"hashes into {sparse.buckets} buckets, a sequence has {tokens} tokens (sequence_length)")
+        return sparse
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {"experts": 4, "routing": "bias", "bias_rate": 0.02},
     },
     "moe auxiliary loss and freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}, "moe": {"experts": 4}},
+    "hash-sparse attention": {"sparse_attention": {"kind": "hash", "buckets": 4}},
+    "qk-sparse attention": {"sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4}},
 }
 
 

@@ -30,6 +30,16 @@ def test_a_dumped_block_reads_as_it_was() -> None:
         assert read(**config.model_dump(mode="json")) == config
     config = read(moe={"routing": "bias", "bias_rate": 0.01})
     assert read(**config.model_dump(mode="json")) == config
+    for kind in ("hash", "qk"):
+        config = read(sparse_attention={"kind": kind})
+        assert read(**config.model_dump(mode="json")) == config
+
+
+def test_each_kind_of_sparse_attention_has_its_own_defaults() -> None:
+    hashed, kept = (read(sparse_attention={"kind": kind}).sparse_attention for kind in ("hash", "qk"))
+    assert hashed is not None and kept is not None
+    assert (hashed.buckets, hashed.keep_queries, hashed.keep_keys) == (16, None, None)
+    assert (kept.buckets, kept.keep_queries, kept.keep_keys) == (None, 0.5, 0.5)
 
 
 def test_it_is_read_from_a_file(tmp_path: Path) -> None:
@@ -104,6 +114,37 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"pruning": {"times": 2.5}}, "model.pruning.times = 2.5", "valid integer"),
         ({"pruning": {"csr_from": 1.5}}, "model.pruning.csr_from = 1.5", "less than or equal to 1"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
+        ({"sparse_attention": True}, "model.sparse_attention = true", "an object"),
+        ({"sparse_attention": {}}, "model.sparse_attention.kind", "is required"),
+        ({"sparse_attention": {"kind": "lsh"}}, 'model.sparse_attention.kind = "lsh"', "'hash' or 'qk'"),
+        ({"sparse_attention": {"kind": "hash", "bucket": 8}}, "model.sparse_attention.bucket = 8", '"buckets"'),
+        ({"sparse_attention": {"kind": "hash", "buckets": 7}}, "model.sparse_attention.buckets = 7", "should be even"),
+        ({"sparse_attention": {"kind": "hash", "buckets": 0}}, "model.sparse_attention.buckets = 0", "equal to 2"),
+        (
+            {"sparse_attention": {"kind": "qk", "buckets": 8}},
+            "model.sparse_attention.buckets = 8",
+            'is for kind "hash"',
+        ),
+        (
+            {"sparse_attention": {"kind": "hash", "keep_keys": 0.5}},
+            "model.sparse_attention.keep_keys = 0.5",
+            'is for kind "qk", this is "hash"',
+        ),
+        (
+            {"sparse_attention": {"kind": "qk", "keep_queries": 0.0}},
+            "model.sparse_attention.keep_queries = 0.0",
+            "greater than 0",
+        ),
+        (
+            {"sparse_attention": {"kind": "qk", "keep_keys": 1.5}},
+            "model.sparse_attention.keep_keys = 1.5",
+            "less than or equal to 1",
+        ),
+        (
+            {"sequence_length": 8, "sparse_attention": {"kind": "hash"}},
+            "model.sparse_attention",
+            "hashes into 16 buckets, a sequence has 8 tokens",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(block: dict[str, Any], key: str, allowed: str) -> None:

@@ -1,0 +1,286 @@
+"""Exact attention over a sparse causal pattern, at a cost that falls with the number of pairs in it.
+
+Two patterns (Pagliardini et al., "Faster causal attention over large sequences through sparse flash attention"): tokens
+in hash buckets, and kept queries over kept keys. In both, every token attends at least to itself, so no row is empty.
+Tokens stand in the order of their positions; query, key and value are ``[batch, heads, sequence, width]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+__all__ = ["bucket_attention", "bucket_pairs", "kept_attention", "kept_pairs"]
+
+QUERY_TILE = 128  # queries over one range of kept keys; 64 measured no faster
+FLEX_TILE = 128  # FlexAttention's blocks, of queries and of keys
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+# -- hash-sparse -------------------------------------------------------------------------------------------
+
+
+def bucket_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: torch.Tensor, num_buckets: int
+) -> torch.Tensor:
+    """Every token attends to itself and to the earlier tokens of its bucket.
+
+    Args:
+        buckets: int64 ``[batch, heads, sequence]``, each in ``range(num_buckets)``.
+
+    Returns:
+        ``[batch, heads, sequence, width]``.
+    """
+    order = buckets.argsort(dim=-1, stable=True)  # by bucket, then by position
+    if _flex_takes(query):
+        return _bucket_attention_flex(query, key, value, buckets, order, flex=_compiled_flex())
+    return _bucket_attention_batched(query, key, value, buckets, order, num_buckets)
+
+
+def bucket_pairs(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
+    """How many (query, key) pairs :func:`bucket_attention` has over all heads and sequences, int64 ``[]``."""
+    sizes = _bucket_sizes(buckets, num_buckets)
+    return (sizes * (sizes + 1) // 2).sum()
+
+
+def _bucket_sizes(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
+    """Tokens in each bucket of each head of each sequence, one after the other."""
+    rows = buckets.flatten(0, 1)
+    first = torch.arange(rows.shape[0], device=rows.device) * num_buckets
+    return (rows + first[:, None]).flatten().bincount(minlength=rows.shape[0] * num_buckets)
+
+
+def _bucket_attention_batched(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    buckets: torch.Tensor,
+    order: torch.Tensor,
+    num_buckets: int,
+) -> torch.Tensor:
+    """One causal attention per bucket, buckets of about the same size in one batch.
+
+    A bucket is filled up at its end with its last token: what is there comes after all that is real, so the causal
+    mask hides it, and nobody reads its output.
+    """
+    batch, heads, sequence, width = query.shape
+    first = torch.arange(batch * heads, device=order.device) * sequence
+    tokens = (order.flatten(0, 1) + first[:, None]).flatten()  # as numbers of rows in [batch * heads * sequence]
+    sizes = _bucket_sizes(buckets, num_buckets)
+    starts = sizes.cumsum(0) - sizes
+    rows = [states.reshape(-1, width) for states in (query, key, value)]
+    found, sources = [], []
+    for padded, members in _size_classes(sizes):
+        within = torch.arange(padded, device=order.device)
+        taken = tokens[starts[members, None] + within.minimum(sizes[members, None] - 1)]
+        queries, keys, values = (row.index_select(0, taken.flatten()).view(-1, 1, padded, width) for row in rows)
+        found.append(F.scaled_dot_product_attention(queries, keys, values, is_causal=True).reshape(-1, width))
+        sources.append(torch.where(within < sizes[members, None], taken, -1).flatten())
+    source = torch.cat(sources)
+    real = (source >= 0).nonzero().squeeze(1)
+    place = torch.empty_like(tokens)
+    place[source[real]] = real
+    return torch.cat(found).index_select(0, place).view(batch, heads, sequence, width)
+
+
+def _size_classes(sizes: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(padded size, numbers of the buckets that get it); empty buckets are left out.
+
+    Sizes are rounded up to one of four steps per power of two, 16 at least: that costs at most a quarter of the
+    places, and there are few different shapes to run one after the other.
+    """
+    step = (2 ** (sizes.clamp(min=1).log2().floor() - 2)).long().clamp(min=16)
+    padded = (sizes + step - 1) // step * step
+    for size in padded.unique().tolist():
+        if size:
+            yield size, (padded == size).nonzero().squeeze(1)
+
+
+# -- QK-sparse ---------------------------------------------------------------------------------------------
+
+
+def kept_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep_query: torch.Tensor,
+    keep_key: torch.Tensor,
+) -> torch.Tensor:
+    """Every token attends to itself; a kept query also to the earlier kept keys.
+
+    What a dropped query gives is therefore its own value.
+
+    Args:
+        keep_query, keep_key: bool ``[batch, heads, sequence]``.
+
+    Returns:
+        ``[batch, heads, sequence, width]``.
+    """
+    width = query.shape[-1]
+    num_queries, num_keys = (int(keep.sum(-1).max()) for keep in (keep_query, keep_key))
+    if num_queries == 0:
+        return value.clone()
+    on_flex = _flex_takes(query)
+    if on_flex:  # few different shapes to compile for
+        num_queries, num_keys = (max(1, math.ceil(count / FLEX_TILE)) * FLEX_TILE for count in (num_queries, num_keys))
+    # Kept ones first, in their order. Heads that keep fewer are filled up with dropped ones.
+    queries = keep_query.argsort(dim=-1, descending=True, stable=True)[..., :num_queries]
+    keys = keep_key.argsort(dim=-1, descending=True, stable=True)[..., :num_keys]
+    active = keep_query.gather(-1, queries)
+    own_is_among_keys = active & keep_key.gather(-1, queries)
+    keys_up_to = keep_key.cumsum(-1).gather(-1, queries).masked_fill(~active, 0)  # so many of ``keys`` are seen
+
+    def rows(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return states.gather(2, tokens.unsqueeze(-1).expand(-1, -1, -1, width))
+
+    kept_query, kept_key, kept_value = rows(query, queries), rows(key, keys), rows(value, keys)
+    own_key, own_value = rows(key, queries), rows(value, queries)
+    own_score = (kept_query * own_key).sum(-1, dtype=torch.float32) / math.sqrt(width)
+    own_score = own_score.masked_fill(own_is_among_keys, -math.inf)
+    if on_flex:
+        mixed = _kept_flex(kept_query, kept_key, kept_value, own_score, own_value, keys_up_to, flex=_compiled_flex())
+    else:
+        mixed = _kept_tiles(kept_query, kept_key, kept_value, own_score, own_value, keys_up_to)
+    return value.scatter(2, queries.unsqueeze(-1).expand(-1, -1, -1, width), mixed)
+
+
+def kept_pairs(keep_query: torch.Tensor, keep_key: torch.Tensor) -> torch.Tensor:
+    """How many (query, key) pairs :func:`kept_attention` has over all heads and sequences, int64 ``[]``."""
+    earlier_keys = keep_key.cumsum(-1) - keep_key.long()
+    return (earlier_keys * keep_query).sum() + keep_query.numel()
+
+
+def _kept_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    own_score: torch.Tensor,
+    own_value: torch.Tensor,
+    keys_up_to: torch.Tensor,
+) -> torch.Tensor:
+    """Tiles of queries, each over the keys that its queries see, and every query over its own key besides.
+
+    Args:
+        query, own_value: ``[batch, heads, queries, width]``, compacted; key, value likewise.
+        own_score: fp32 ``[batch, heads, queries]``, minus infinity where the own key is among ``key``.
+        keys_up_to: int64 ``[batch, heads, queries]``: the query sees so many of the first keys.
+    """
+    batch, heads, _, width = query.shape
+    query, key, value, own_value = (states.flatten(0, 1) for states in (query, key, value, own_value))
+    own_score, keys_up_to = (numbers.flatten(0, 1).unsqueeze(-1) for numbers in (own_score, keys_up_to))
+    query = query / math.sqrt(width)
+    visible = torch.stack([tile.max() for tile in keys_up_to.split(QUERY_TILE, dim=1)]).tolist()
+    found = []
+    for tile, num_keys in enumerate(visible):
+        part = slice(tile * QUERY_TILE, (tile + 1) * QUERY_TILE)
+        hidden = torch.arange(num_keys, device=key.device) >= keys_up_to[:, part]
+        mask = query.new_zeros(()).masked_fill(hidden, -math.inf)
+        scores = torch.baddbmm(mask, query[:, part], key[:, :num_keys].transpose(1, 2)).float()
+        highest = own_score[:, part].detach()
+        if num_keys:
+            highest = highest.maximum(scores.detach().amax(dim=-1, keepdim=True))
+        weights, own_weight = (scores - highest).exp(), (own_score[:, part] - highest).exp()
+        mixed = torch.bmm(weights.to(value.dtype), value[:, :num_keys]) + own_weight * own_value[:, part]
+        found.append((mixed / (weights.sum(dim=-1, keepdim=True) + own_weight)).to(value.dtype))
+    return torch.cat(found, dim=1).unflatten(0, (batch, heads))
+
+
+# -- FlexAttention -----------------------------------------------------------------------------------------
+
+
+def _flex_takes(query: torch.Tensor) -> bool:
+    """FlexAttention's kernels are for CUDA, and for heads whose width is a power of two, 16 or more."""
+    width = query.shape[-1]
+    return query.is_cuda and width >= 16 and width & (width - 1) == 0
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _block_mask(first: torch.Tensor, count: torch.Tensor, mask: MaskMod, lengths: tuple[int, int]) -> BlockMask:
+    """Query tile ``t`` computes key tiles ``first[t]`` to ``first[t] + count[t] - 1``, and ``mask`` within them.
+
+    Made from the tiles alone: ``create_block_mask`` would look at every pair.
+
+    Args:
+        first, count: int ``[batch, heads, query tiles]``.
+        lengths: number of queries and of keys.
+    """
+    num_tiles = math.ceil(lengths[1] / FLEX_TILE)
+    tiles = (first.unsqueeze(-1) + torch.arange(num_tiles, device=first.device)) % num_tiles
+    return BlockMask.from_kv_blocks(count.int(), tiles.int(), BLOCK_SIZE=FLEX_TILE, mask_mod=mask, seq_lengths=lengths)
+
+
+def _bucket_attention_flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    buckets: torch.Tensor,
+    order: torch.Tensor,
+    *,
+    flex: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Tokens sorted by bucket; a tile of queries computes the key tiles from where its first bucket begins.
+
+    The forward pass has been compared with the tiles above on a CPU. Nothing here has run on a CUDA device yet.
+    """
+    index = order.unsqueeze(-1).expand_as(query)
+    mixed = flex(
+        *(states.gather(2, index) for states in (query, key, value)),
+        block_mask=_bucket_block_mask(buckets.gather(-1, order)),
+    )
+    return torch.empty_like(mixed).scatter(2, index, mixed)
+
+
+def _bucket_block_mask(buckets: torch.Tensor) -> BlockMask:
+    """``buckets``, ``[batch, heads, sequence]``, ascending."""
+    sequence = buckets.shape[-1]
+    begin = torch.searchsorted(buckets, buckets[..., ::FLEX_TILE].contiguous())  # of each tile's first bucket
+    first = begin // FLEX_TILE
+    last = torch.arange(first.shape[-1], device=buckets.device)
+
+    def mask(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (buckets[batch, head, key] == buckets[batch, head, query])
+
+    return _block_mask(first, last - first + 1, mask, (sequence, sequence))
+
+
+def _kept_flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    own_score: torch.Tensor,
+    own_value: torch.Tensor,
+    keys_up_to: torch.Tensor,
+    *,
+    flex: Callable[..., Any],
+) -> torch.Tensor:
+    """What :func:`_kept_tiles` gives. The column of the own keys is put in by the rows' log-sum-exp.
+
+    The forward pass has been compared with the tiles above on a CPU. Nothing here has run on a CUDA device yet.
+    """
+    mask = _kept_block_mask(keys_up_to, key.shape[2])
+    mixed, aux = flex(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))
+    total = torch.logaddexp(aux.lse, own_score)
+    of_keys, of_own = ((part - total).exp().unsqueeze(-1) for part in (aux.lse, own_score))
+    return (mixed * of_keys + own_value * of_own).to(value.dtype)
+
+
+def _kept_block_mask(keys_up_to: torch.Tensor, num_keys: int) -> BlockMask:
+    num_queries = keys_up_to.shape[-1]
+    tiles = F.pad(keys_up_to, (0, -num_queries % FLEX_TILE)).unflatten(-1, (-1, FLEX_TILE))
+    count = (tiles.amax(-1) + FLEX_TILE - 1) // FLEX_TILE
+
+    def mask(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key < keys_up_to[batch, head, query]
+
+    return _block_mask(torch.zeros_like(count), count, mask, (num_queries, num_keys))

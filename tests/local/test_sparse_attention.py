@@ -1,0 +1,375 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from ds_dynmo.models import ModelConfig, model_layers
+from ds_dynmo.models import sparse_kernels as kernels
+from ds_dynmo.models.gpt import apply_rotary
+from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.sparse_attention import SparseAttention, hash_buckets, unit_keys
+from ds_dynmo.models.sparse_kernels import bucket_attention, bucket_pairs, kept_attention, kept_pairs
+
+HASH = {"kind": "hash", "buckets": 8}
+QK = {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.3}
+BUCKETS = 6
+SHAPE = (2, 3, 150, 16)  # batch, heads, sequence, width
+
+
+def states(seed: str = "states") -> list[torch.Tensor]:
+    """Query, key and value; what they give decides about their gradients."""
+    generator = generator_for(seed)
+    return [torch.randn(SHAPE, generator=generator, dtype=torch.float64).float().requires_grad_() for _ in range(3)]
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attends: torch.Tensor) -> torch.Tensor:
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    return scores.masked_fill(~attends, -math.inf).softmax(dim=-1) @ value
+
+
+def bucket_pattern(buckets: torch.Tensor) -> torch.Tensor:
+    sequence = buckets.shape[-1]
+    return (buckets[..., :, None] == buckets[..., None, :]) & torch.ones(sequence, sequence, dtype=torch.bool).tril()
+
+
+def kept_pattern(keep_query: torch.Tensor, keep_key: torch.Tensor) -> torch.Tensor:
+    """Pair by pair, as the definition says."""
+    attends = torch.zeros(*keep_query.shape, keep_query.shape[-1], dtype=torch.bool)
+    for index in torch.cartesian_prod(*(torch.arange(size) for size in attends.shape)).tolist():
+        batch, head, query, key = index
+        attends[batch, head, query, key] = query == key or (
+            key < query and bool(keep_query[batch, head, query]) and bool(keep_key[batch, head, key])
+        )
+    return attends
+
+
+def check_outputs_and_gradients(made: torch.Tensor, expected: torch.Tensor, given: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(made.shape, generator=generator_for("weights"))
+    found, wanted = (
+        torch.autograd.grad((each * weights).sum(), given, materialize_grads=True) for each in (made, expected)
+    )
+    for mine, reference in zip(found, wanted, strict=True):
+        assert torch.isfinite(mine).all()
+        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-5)
+
+
+def bucket_assignments() -> dict[str, torch.Tensor]:
+    generator = generator_for("buckets")
+    rows = SHAPE[:3]
+    uneven = torch.randint(0, BUCKETS**2, rows, generator=generator).float().sqrt().long()
+    return {
+        "random": torch.randint(0, BUCKETS, rows, generator=generator),
+        "uneven": uneven,
+        "all in one": torch.full(rows, 4),
+        "the first and the last alone": torch.randint(0, 2, rows, generator=generator) * (BUCKETS - 1),
+        "one token apart": torch.zeros(rows, dtype=torch.int64).index_fill(2, torch.tensor([77]), 3),
+    }
+
+
+def keeps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    rows = SHAPE[:3]
+    generator = generator_for("keeps")
+    some = torch.rand(rows, generator=generator) < 0.5
+    few = torch.rand(rows, generator=generator) < 0.1
+    every, none = torch.ones(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.bool)
+    one_head_empty = some.index_fill(1, torch.tensor([1]), False)
+    return {
+        "random": (some, few),
+        "few queries": (few, some),
+        "all": (every, every),
+        "no query": (none, some),
+        "no key": (some, none),
+        "nothing": (none, none),
+        "a head without": (one_head_empty, one_head_empty),
+    }
+
+
+# -- patterns ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", bucket_assignments())
+def test_bucket_attention_is_dense_attention_under_a_mask(name: str) -> None:
+    buckets, given = bucket_assignments()[name], states()
+    attends = bucket_pattern(buckets)
+    check_outputs_and_gradients(bucket_attention(*given, buckets, BUCKETS), dense(*given, attends), given)
+    assert bucket_pairs(buckets, BUCKETS) == attends.sum()
+
+
+@pytest.mark.parametrize("name", keeps())
+def test_kept_attention_is_dense_attention_under_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "QUERY_TILE", 32)
+    (keep_query, keep_key), given = keeps()[name], states()
+    attends = kept_pattern(keep_query, keep_key)
+    check_outputs_and_gradients(kept_attention(*given, keep_query, keep_key), dense(*given, attends), given)
+    assert kept_pairs(keep_query, keep_key) == attends.sum()
+
+
+def test_a_dropped_query_gives_its_own_value() -> None:
+    query, key, value = states()
+    keep_query, keep_key = keeps()["random"]
+    made = kept_attention(query, key, value, keep_query, keep_key)
+    torch.testing.assert_close(made[~keep_query], value[~keep_query])
+
+
+def test_scores_may_be_large() -> None:
+    query, key, value = (1e4 * each.detach() for each in states())
+    for made in (
+        bucket_attention(query, key, value, bucket_assignments()["random"], BUCKETS),
+        kept_attention(query, key, value, *keeps()["random"]),
+    ):
+        assert torch.isfinite(made).all()
+
+
+def test_sizes_are_padded_by_a_quarter_at_most_and_all_buckets_come_once() -> None:
+    sizes = torch.tensor([0, 1, 16, 17, 32, 33, 64, 65, 100, 128, 129, 500, 512, 513, 2048])
+    found = {int(member): padded for padded, members in kernels._size_classes(sizes) for member in members}
+    assert sorted(found) == list(range(1, len(sizes)))
+    for member, padded in found.items():
+        size = int(sizes[member])
+        assert size <= padded < max(1.25 * size, size + 16)
+
+
+# -- hashing -----------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_the_direction_that_a_vector_points_to_most() -> None:
+    directions = 3 * torch.tensor([[1.0, 0.0], [0.0, 5.0]])  # lengths do not count
+    vectors = torch.tensor([[2.0, 1.0], [1.0, 2.0], [-2.0, 1.0], [-1.0, -2.0], [3.0, 2.9]])
+    assert hash_buckets(vectors, directions).tolist() == [0, 1, 2, 3, 0]
+
+
+def test_opposite_vectors_are_never_together_and_length_does_not_count() -> None:
+    generator = generator_for("hash")
+    vectors, directions = torch.randn(100, 8, generator=generator), torch.randn(8, 4, generator=generator)
+    buckets = hash_buckets(vectors, directions)
+    assert set(buckets.tolist()) == set(range(8))
+    assert torch.equal(hash_buckets(-vectors, directions), (buckets + 4) % 8)
+    assert torch.equal(hash_buckets(100 * vectors, directions), buckets)
+
+
+def test_keys_have_length_1() -> None:
+    queries = torch.randn(50, 8, generator=generator_for("queries"))
+    torch.testing.assert_close(unit_keys(queries), queries / queries.norm(dim=-1, keepdim=True))
+    assert unit_keys(queries.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_query_of_zeros_has_a_finite_gradient() -> None:
+    query = torch.zeros(3, 8, requires_grad=True)
+    unit_keys(query).sum().backward()
+    assert query.grad is not None and torch.isfinite(query.grad).all()
+    assert torch.equal(unit_keys(query), torch.zeros(3, 8))
+
+
+# -- modules -----------------------------------------------------------------------------------------------
+
+
+def block(sparse: dict[str, Any], **sizes: int) -> torch.nn.Module:
+    config = ModelConfig(
+        **{"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 80, "tied_embedding": False, **sizes},
+        sparse_attention=sparse,
+    )
+    return model_layers(config)[1].build()
+
+
+def attention(sparse: dict[str, Any]) -> SparseAttention:
+    made = block(sparse).attention
+    for parameter in made.parameters():
+        parameter.data.mul_(10)  # so that weights differ between tokens
+    return made
+
+
+def reference(module: SparseAttention, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The module's output and its share of the causal pairs, head by head with a dense matrix."""
+    batch, sequence, width = hidden.shape
+    parts = module.input.weight.view(-1, 4, width // 4, width)
+    drawn = torch.randn(width // 4, HASH["buckets"] // 2) if len(parts) == 2 else torch.rand(2, batch, 4, sequence)
+    mixed, pairs = torch.empty(batch, sequence, width), 0
+    for row in range(batch):
+        for head in range(4):
+            projected = [hidden[row] @ part[head].T for part in parts]
+            where = positions if positions.dim() == 1 else positions[row]
+            query = apply_rotary(projected[0], where, module.rope_base)
+            if len(parts) == 2:
+                key = query / query.norm(dim=-1, keepdim=True)
+                products = query @ (drawn / drawn.norm(dim=0))
+                attends = bucket_pattern(torch.cat((products, -products), dim=-1).argmax(dim=-1))
+            else:
+                key = apply_rotary(projected[1], where, module.rope_base)
+                keep_query, keep_key = drawn[0, row, head] < QK["keep_queries"], drawn[1, row, head] < QK["keep_keys"]
+                attends = kept_pattern(keep_query[None, None], keep_key[None, None])[0, 0]
+            pairs += int(attends.sum())
+            part = slice(head * width // 4, (head + 1) * width // 4)
+            mixed[row, :, part] = dense(query, key, projected[-1], attends)
+    return mixed @ module.output.weight.T, pairs / (batch * 4 * sequence * (sequence + 1) / 2)
+
+
+@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_module_is_the_formula(sparse: dict[str, Any], gathered: bool) -> None:
+    """Gathered: each sequence with positions of its own, ascending with gaps."""
+    module = attention(sparse)
+    hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).requires_grad_()
+    positions = torch.arange(80)
+    if gathered:
+        steps = torch.randint(1, 5, (2, 80), generator=generator_for("positions"))
+        positions = steps.cumsum(-1)
+    torch.manual_seed(3)
+    made = module(hidden, positions)
+    torch.manual_seed(3)
+    expected, share = reference(module, hidden, positions)
+    check_outputs_and_gradients(made, expected, [hidden, *module.parameters()])
+    assert module.load_signal() == share
+
+
+@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+def test_a_token_does_not_see_later_ones(sparse: dict[str, Any]) -> None:
+    module = attention(sparse)
+    before = torch.randn(1, 80, 32, generator=generator_for("hidden"))
+    after = before.clone()
+    after[0, 50] += 1
+    made = []
+    for hidden in (before, after):
+        torch.manual_seed(0)
+        made.append(module(hidden, torch.arange(80)))
+    torch.testing.assert_close(made[0][0, :50], made[1][0, :50])
+    assert (made[0][0, 50] != made[1][0, 50]).any()
+
+
+@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+def test_the_load_signal_is_that_of_the_last_training_batch(sparse: dict[str, Any]) -> None:
+    layer = block(sparse)
+    module = layer.attention
+    assert layer.load_signal() == 1.0
+
+    def share_of(seed: int) -> float:
+        torch.manual_seed(seed)
+        layer(torch.randn(1, 80, 32))
+        return module.load_signal()
+
+    layer.train()
+    alone = share_of(1)
+    layer.train()
+    other = share_of(2)
+    assert 0 < alone < 1 and alone != other
+    layer.train()
+    assert module.load_signal() == other  # until the batch's first pass
+    share_of(1)
+    assert share_of(2) == pytest.approx((alone + other) / 2)
+    layer.eval()
+    share_of(3)
+    assert layer.load_signal() == pytest.approx((alone + other) / 2)
+    assert layer.requires_grad_(False).load_signal() == 0.0
+
+
+def test_everything_kept_is_a_load_of_1() -> None:
+    layer = block({"kind": "qk", "keep_queries": 1.0, "keep_keys": 1.0})
+    layer(torch.randn(2, 80, 32))
+    assert layer.load_signal() == 1.0
+
+
+def test_the_load_falls_with_what_is_kept() -> None:
+    signals = []
+    for sparse in [{"kind": "hash", "buckets": n} for n in (2, 8, 32)] + [
+        {"kind": "qk", "keep_queries": p, "keep_keys": p} for p in (0.9, 0.5, 0.1)
+    ]:
+        layer = block(sparse)
+        torch.manual_seed(0)
+        layer(torch.randn(4, 80, 32))
+        signals.append(layer.load_signal())
+    assert signals[0] > signals[1] > signals[2] and signals[3] > signals[4] > signals[5]
+    assert signals[4] == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+def test_recomputed_activations_are_the_same(sparse: dict[str, Any], reentrant: bool) -> None:
+    layer, found = block(sparse), []
+    for recompute in (False, True):
+        hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).requires_grad_()
+        layer.zero_grad()
+        layer.train()
+        torch.manual_seed(5)
+        made = checkpoint(layer, hidden, use_reentrant=reentrant) if recompute else layer(hidden)
+        made.square().sum().backward()
+        assert hidden.grad is not None
+        found.append([made, hidden.grad, *(parameter.grad for parameter in layer.parameters()), layer.load_signal()])
+    plain, recomputed = found
+    assert plain.pop() == recomputed.pop()
+    assert all(torch.equal(*pair) for pair in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+def test_every_pass_draws_anew(sparse: dict[str, Any]) -> None:
+    layer, hidden = block(sparse), torch.randn(1, 80, 32, generator=generator_for("hidden"))
+    torch.manual_seed(0)
+    assert not torch.equal(layer(hidden), layer(hidden))
+    torch.manual_seed(0)
+    first = layer(hidden)
+    torch.manual_seed(0)
+    assert torch.equal(layer(hidden), first)
+
+
+@pytest.mark.parametrize("sparse", [HASH, QK, {**QK, "keep_queries": 1e-9}], ids=["hash", "qk", "no query"])
+@pytest.mark.parametrize("tokens", [1, 2, 80])
+def test_hidden_states_of_zeros_and_short_sequences(sparse: dict[str, Any], tokens: int) -> None:
+    """All queries alike: all in one bucket."""
+    module = attention(sparse)
+    hidden = torch.zeros(1, tokens, 32, requires_grad=True)
+    module(hidden, torch.arange(tokens)).sum().backward()
+    assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
+def test_in_bf16(sparse: dict[str, Any]) -> None:
+    layer = block(sparse).bfloat16()
+    hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).bfloat16().requires_grad_()
+    made = layer(hidden)
+    made.sum().backward()
+    assert made.dtype == torch.bfloat16
+    assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
+
+
+# -- FlexAttention: block masks, and its forward pass, which a CPU has ---------------------------------------
+
+
+def in_tiles(pattern: torch.Tensor) -> torch.Tensor:
+    """Which tiles have a pair in them."""
+    tile = kernels.FLEX_TILE
+    query, key = (-size % tile for size in pattern.shape[-2:])
+    padded = torch.nn.functional.pad(pattern, (0, key, 0, query))
+    return padded.unflatten(-1, (-1, tile)).unflatten(-3, (-1, tile)).any(-1).any(-2)
+
+
+def computed_tiles(mask: BlockMask) -> torch.Tensor:
+    return mask.to_dense().bool()
+
+
+def test_flex_computes_the_tiles_that_can_have_a_pair() -> None:
+    buckets = torch.randint(0, 20, (2, 3, 700), generator=generator_for("flex")).sort(dim=-1).values
+    mask = kernels._bucket_block_mask(buckets)
+    assert torch.equal(computed_tiles(mask), in_tiles(bucket_pattern(buckets)))
+    seen = torch.randint(0, 600, (2, 3, 300), generator=generator_for("flex")).sort(dim=-1).values
+    mask = kernels._kept_block_mask(seen, 650)
+    assert torch.equal(computed_tiles(mask), in_tiles(torch.arange(650) < seen[..., None]))
+
+
+@pytest.mark.parametrize("name", bucket_assignments())
+def test_flex_gives_the_same_in_buckets(name: str) -> None:
+    buckets, given = bucket_assignments()[name], [each.detach() for each in states()]
+    order = buckets.argsort(dim=-1, stable=True)
+    made = kernels._bucket_attention_flex(*given, buckets, order, flex=flex_attention)
+    torch.testing.assert_close(made, bucket_attention(*given, buckets, BUCKETS), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", keeps())
+def test_flex_gives_the_same_for_kept_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (keep_query, keep_key), given = keeps()[name], [each.detach() for each in states()]
+    expected = kept_attention(*given, keep_query, keep_key)
+    monkeypatch.setattr(kernels, "_flex_takes", lambda query: True)
+    monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex_attention)
+    torch.testing.assert_close(kept_attention(*given, keep_query, keep_key), expected, atol=1e-5, rtol=1e-5)
