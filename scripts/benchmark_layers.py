@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ def freezing() -> Iterator[Setting]:
     yield "frozen", lambda arguments: block_of(arguments).requires_grad_(False)
 
 
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing}
+def mod() -> Iterator[Setting]:
+    for capacity in (1.0, 0.5, 0.25, 0.125):
+        mod = {"capacity": capacity, "every": 1}
+        yield f"capacity {capacity:g}", partial(block_of, mod=mod)
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "mod": mod}
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:

@@ -6,6 +6,7 @@ from ds_dynmo.models.config import ModelConfig, read_model_config
 from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "FreezingConfig",
     "FreezingController",
     "GPTConfig",
+    "MixtureOfDepthsBlock",
+    "MixtureOfDepthsConfig",
     "ModelConfig",
     "dynamic_cases",
     "gpt_layers",

@@ -10,13 +10,20 @@ from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig
 from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
 
 __all__ = ["dynamic_cases", "model_layers"]
 
 
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
     """The layer list for a ``PipelineModule``."""
-    return gpt_layers(config, [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)])
+    return gpt_layers(config, [_block(config, layer) for layer in range(1, config.layers + 1)])
+
+
+def _block(config: ModelConfig, layer: int) -> LayerSpec:
+    if config.mod is not None and config.mod.routes(layer):
+        return LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod)
+    return LayerSpec(Block, config, layer)
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -12,6 +12,7 @@ from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -23,6 +24,14 @@ class ModelConfig(GPTConfig):
 
     vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
+    mod: MixtureOfDepthsConfig | None = Field(
+        default=None, description="mixture of depths: blocks that take some of the tokens; null: all blocks take all"
+    )
+
+    @property
+    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
+        """See :attr:`GPTConfig.carries`."""
+        return "auxiliary" if self.mod is not None and self.mod.sampling == "predictor" else "hidden"
 
     @field_validator("freezing")
     @classmethod
@@ -33,6 +42,14 @@ class ModelConfig(GPTConfig):
             if most > layers:
                 raise ValueError(f"schedule freezes {most} blocks, the model has {layers} (layers)")
         return freezing
+
+    @field_validator("mod")
+    @classmethod
+    def _routes_a_block(cls, mod: MixtureOfDepthsConfig | None, info: ValidationInfo) -> MixtureOfDepthsConfig | None:
+        layers = info.data.get("layers")
+        if mod is not None and layers is not None and mod.every > layers:
+            raise ValueError(f"every {mod.every} blocks one is routed (every), the model has {layers} (layers)")
+        return mod
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:

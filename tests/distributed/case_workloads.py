@@ -21,6 +21,9 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
     "automatic freezing": {"freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
+    "mod": {"mod": {"capacity": 0.25}},
+    "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
+    "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
 }
 
 
