@@ -270,7 +270,11 @@ def test_evaluation_by_top_k_is_what_training_does() -> None:
         hidden = hidden_states()
         trained = run(block, hidden).hidden
         block.eval().sampling = "topk"
-        assert torch.equal(run(block, hidden).hidden, trained)
+        evaluated = run(block, hidden)
+        assert torch.equal(evaluated.hidden, trained)
+        assert evaluated.auxiliary is None or evaluated.auxiliary.item() == 0
+        run(block, hidden[:, :5])
+        assert block.load_signal() == 3 / 12
 
 
 def test_only_its_own_sampling_needs_a_predictor() -> None:

@@ -67,6 +67,13 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"freezing": {"schedule": [[0.1]]}}, "model.freezing.schedule", "should hold pairs"),
         ({"layers": 4, "freezing": {"schedule": [[0.1, 5]]}}, "model.freezing", "freezes 5 blocks, the model has 4"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
+        ({"mod": {"capacity": 0}}, "model.mod.capacity = 0", "greater than 0"),
+        ({"mod": {"capacity": 1.5}}, "model.mod.capacity = 1.5", "less than or equal to 1"),
+        ({"mod": {"every": 0}}, "model.mod.every = 0", "greater than or equal to 1"),
+        ({"mod": {"sampling": "router"}}, 'model.mod.sampling = "router"', "'topk' or 'predictor'"),
+        ({"mod": {"predictor_coefficient": 0}}, "model.mod.predictor_coefficient = 0", "greater than 0"),
+        ({"mod": {"capacities": 1}}, "model.mod.capacities", 'did you mean "capacity"'),
+        ({"layers": 2, "mod": {"every": 3}}, "model.mod", "every 3 blocks one is routed (every), the model has 2"),
     ],
 )
 def test_what_is_wrong_is_named(block: dict[str, Any], key: str, allowed: str) -> None:
