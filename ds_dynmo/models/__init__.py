@@ -3,6 +3,7 @@
 from ds_dynmo.models.assembly import dynamic_cases, model_layers
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig, read_model_config
+from ds_dynmo.models.egeria import Egeria, EgeriaController
 from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
@@ -13,6 +14,8 @@ __all__ = [
     "Batches",
     "ByteText",
     "DynamicCase",
+    "Egeria",
+    "EgeriaController",
     "Freezing",
     "FreezingConfig",
     "FreezingController",

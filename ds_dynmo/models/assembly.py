@@ -8,6 +8,7 @@ from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig
+from ds_dynmo.models.egeria import Egeria
 from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
@@ -34,6 +35,8 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         total_steps: of the run: schedules are fractions of it.
     """
     cases: list[DynamicCase] = []
-    if config.freezing is not None:
+    if config.freezing is not None and config.freezing.egeria is not None:
+        cases.append(Egeria(config.freezing.egeria, engine, num_blocks=config.layers, total_steps=total_steps))
+    elif config.freezing is not None:
         cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
     return cases

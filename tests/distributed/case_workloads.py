@@ -16,11 +16,16 @@ from tests.distributed import workloads
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
 
+# Evaluates before every step, freezes a block each as soon as there is a slope: before the last two steps.
+EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold": 100.0}
+
 # The "model" block of each dynamic case, as small as it can be.
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
     "automatic freezing": {"freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
+    "egeria": {"freezing": {"egeria": EGERIA}},
+    "egeria and mod": {"freezing": {"egeria": EGERIA}, "mod": {"capacity": 0.25}},
     "mod": {"mod": {"capacity": 0.25}},
     "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
     "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
