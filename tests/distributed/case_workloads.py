@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,12 +85,25 @@ def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[to
         number += 1
 
 
-def train(run: CaseRun) -> dict[str, Any]:
-    """Losses, the loss of an evaluation, and the state of this rank's layers afterwards."""
+def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
+    """Losses, the loss of an evaluation, and the state of this rank's layers afterwards.
+
+    Args:
+        folder: where to save, load into another engine and go on,
+        stop: after so many steps.
+    """
     engine, model = build(run)
     data, losses = batches(engine, model), []
     cases = dynamic_cases(model, engine, total_steps=run.steps)
     for step in range(run.steps):
+        if step == stop and folder is not None:
+            states = json.dumps([case.state_dict() for case in cases])
+            engine.save_checkpoint(folder)
+            engine, model = build(run)
+            engine.load_checkpoint(folder)
+            cases = dynamic_cases(model, engine, total_steps=run.steps)
+            for case, state in zip(cases, json.loads(states), strict=True):
+                case.load_state_dict(state)
         for case in cases:
             case.before_batch(step)
         if step in run.moves:
