@@ -81,6 +81,13 @@ def sparse_attention() -> Iterator[Setting]:
 
 
 CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "sparse attention": sparse_attention}
+def mod() -> Iterator[Setting]:
+    for capacity in (1.0, 0.5, 0.25, 0.125):
+        mod = {"capacity": capacity, "every": 1}
+        yield f"capacity {capacity:g}", partial(block_of, mod=mod)
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "mod": mod}
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:

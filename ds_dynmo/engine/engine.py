@@ -149,6 +149,10 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         """
         self._require_block("zero_elements")
         self._state.zero_elements(parameter, where)
+    def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum of a tensor over all ranks, replicas too. Collective."""
+        self._require_block("sum_over_world")
+        return self._comm.sum_over_world(numbers)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""

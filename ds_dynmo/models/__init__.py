@@ -3,6 +3,7 @@
 from ds_dynmo.models.assembly import dynamic_cases, model_layers
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig, read_model_config
+from ds_dynmo.models.egeria import Egeria, EgeriaController
 from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
@@ -10,6 +11,7 @@ from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.routing import MoEConfig
 from ds_dynmo.models.pruning import Pruning, PruningConfig
 from ds_dynmo.models.sparse_attention import SparseAttentionConfig
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [
@@ -17,12 +19,16 @@ __all__ = [
     "ByteText",
     "DynamicCase",
     "ExpertBalance",
+    "Egeria",
+    "EgeriaController",
     "Freezing",
     "FreezingConfig",
     "FreezingController",
     "GPTConfig",
     "MixtureOfExperts",
     "MoEConfig",
+    "MixtureOfDepthsBlock",
+    "MixtureOfDepthsConfig",
     "ModelConfig",
     "Pruning",
     "PruningConfig",

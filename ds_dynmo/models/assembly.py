@@ -9,12 +9,14 @@ from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig
+from ds_dynmo.models.egeria import Egeria
 from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
 from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.routing import moe_blocks
 from ds_dynmo.models.pruning import PrunableBlock, Pruning
 from ds_dynmo.models.sparse_attention import HashSparseAttention, QKSparseAttention
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
 
 __all__ = ["dynamic_cases", "model_layers"]
 
@@ -39,6 +41,9 @@ def _block(config: ModelConfig, layer: int) -> LayerSpec:
     attention = None if config.sparse_attention is None else SPARSE_ATTENTION[config.sparse_attention.kind]
     blocks = [LayerSpec(Block, config, layer, attention=attention) for layer in range(1, config.layers + 1)]
     return gpt_layers(config, blocks)
+    if config.mod is not None and config.mod.routes(layer):
+        return LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod)
+    return LayerSpec(Block, config, layer)
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
@@ -49,7 +54,9 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         total_steps: of the run: schedules are fractions of it.
     """
     cases: list[DynamicCase] = []
-    if config.freezing is not None:
+    if config.freezing is not None and config.freezing.egeria is not None:
+        cases.append(Egeria(config.freezing.egeria, engine, num_blocks=config.layers, total_steps=total_steps))
+    elif config.freezing is not None:
         cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
     if config.moe is not None:
         cases.append(ExpertBalance(config.moe, engine, num_layers=len(model_layers(config))))

@@ -15,6 +15,7 @@ from ds_dynmo.models.gpt import GPTConfig
 from ds_dynmo.models.routing import MoEConfig, moe_blocks
 from ds_dynmo.models.pruning import PruningConfig
 from ds_dynmo.models.sparse_attention import SparseAttentionConfig
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
@@ -35,6 +36,14 @@ class ModelConfig(GPTConfig):
     sparse_attention: SparseAttentionConfig | None = Field(
         default=None, description="attention over a pattern drawn anew in every pass; null: dense causal attention"
     )
+    mod: MixtureOfDepthsConfig | None = Field(
+        default=None, description="mixture of depths: blocks that take some of the tokens; null: all blocks take all"
+    )
+
+    @property
+    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
+        """See :attr:`GPTConfig.carries`."""
+        return "auxiliary" if self.mod is not None and self.mod.sampling == "predictor" else "hidden"
 
     @field_validator("freezing")
     @classmethod
@@ -63,6 +72,13 @@ class ModelConfig(GPTConfig):
         if sparse is not None and sparse.buckets is not None and tokens is not None and sparse.buckets > tokens:
             raise ValueError(f"hashes into {sparse.buckets} buckets, a sequence has {tokens} tokens (sequence_length)")
         return sparse
+    @field_validator("mod")
+    @classmethod
+    def _routes_a_block(cls, mod: MixtureOfDepthsConfig | None, info: ValidationInfo) -> MixtureOfDepthsConfig | None:
+        layers = info.data.get("layers")
+        if mod is not None and layers is not None and mod.every > layers:
+            raise ValueError(f"every {mod.every} blocks one is routed (every), the model has {layers} (layers)")
+        return mod
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:

@@ -1,5 +1,7 @@
 """Layer freezing of the model's front: by a schedule, or by AutoFreeze's criterion (paper, section 2, layer freezing).
 
+Egeria's criterion is in :mod:`ds_dynmo.models.egeria`.
+
 Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without a word. A frozen
 block takes the blocks before it and the embedding with it; the final norm and the head are never frozen. A tied
 embedding is the head's weight too: freezing it freezes every copy, the head's included. Models that
@@ -22,6 +24,7 @@ from ds_dynmo.models.local_layers import local_layers, tie_of
 
 __all__ = [
     "AutoFreezeConfig",
+    "EgeriaConfig",
     "Freezing",
     "FreezingConfig",
     "FreezingController",
@@ -48,15 +51,50 @@ class AutoFreezeConfig(_Block):
     start: float = Field(default=0.2, ge=0, lt=1, description="before the first decision, as a fraction of the steps")
 
 
+class EgeriaConfig(_Block):
+    """Egeria's criterion: the "egeria" object in the "freezing" block.
+
+    Egeria bounds the slope of the plasticity itself, whose scale differs between models; here the bound is relative.
+    """
+
+    interval: float = Field(
+        default=0.02, gt=0, le=1, description="between two references and evaluations, as a fraction of the steps"
+    )
+    delay: float = Field(
+        default=0.01,
+        gt=0,
+        le=1,
+        description="from the batch that is evaluated to the verdict taking effect, as a fraction of the steps; at "
+        "most interval",
+    )
+    start: float = Field(default=0.1, ge=0, lt=1, description="before the first reference, as a fraction of the steps")
+    window: int = Field(default=4, ge=2, description="evaluations in a moving average, and averages in a slope")
+    threshold: float = Field(
+        default=0.05, gt=0, description="slope per evaluation over a block's largest average, below which it is frozen"
+    )
+    learning_rate_factor: float = Field(
+        default=10.0, gt=1, description="a fall of the learning rate by this unfreezes all, and halves the window"
+    )
+
+    @field_validator("delay")
+    @classmethod
+    def _before_the_next(cls, delay: float, info: ValidationInfo) -> float:
+        interval = info.data.get("interval")  # absent if it is wrong itself
+        if interval is not None and delay > interval:
+            raise ValueError(f"should be at most interval, {interval}")
+        return delay
+
+
 class FreezingConfig(_Block):
-    """The "freezing" block: exactly one of "schedule" and "automatic"."""
+    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria"."""
 
     schedule: Schedule | None = Field(
         default=None,
         description="[[fraction, blocks], ...]: from that fraction of the steps on, so many front blocks are frozen",
     )
-    automatic: AutoFreezeConfig | None = Field(
-        default=None, validate_default=True, description="AutoFreeze's criterion; {} for its defaults"
+    automatic: AutoFreezeConfig | None = Field(default=None, description="AutoFreeze's criterion; {} for its defaults")
+    egeria: EgeriaConfig | None = Field(
+        default=None, validate_default=True, description="Egeria's criterion; {} for its defaults"
     )
 
     @field_validator("schedule", mode="before")
@@ -79,14 +117,14 @@ class FreezingConfig(_Block):
             raise ValueError(f"should have increasing fractions of the steps, not {fractions}")
         return tuple((float(fraction), blocks) for fraction, blocks in schedule)
 
-    @field_validator("automatic")
+    @field_validator("egeria")
     @classmethod
-    def _one_of_both(cls, automatic: AutoFreezeConfig | None, info: ValidationInfo) -> AutoFreezeConfig | None:
-        if "schedule" not in info.data:  # wrong itself
-            return automatic
-        if (automatic is None) == (info.data["schedule"] is None):
-            raise ValueError('exactly one of "schedule" and "automatic" should be given')
-        return automatic
+    def _one_of_them(cls, egeria: EgeriaConfig | None, info: ValidationInfo) -> EgeriaConfig | None:
+        if not info.data.keys() >= {"schedule", "automatic"}:  # one is wrong itself
+            return egeria
+        if sum(way is not None for way in (info.data["schedule"], info.data["automatic"], egeria)) != 1:
+            raise ValueError('exactly one of "schedule", "automatic" and "egeria" should be given')
+        return egeria
 
 
 def scheduled_blocks(schedule: Sequence[tuple[float, int]], step: int, total_steps: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from ds_dynmo.models import ModelConfig, dynamic_cases, language_model_loss, mod
 from tests.distributed import workloads
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
+
+# Evaluates before every step, freezes a block each as soon as there is a slope: before the last two steps.
+EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold": 100.0}
 
 # The "model" block of each dynamic case, as small as it can be.
 CASES: dict[str, dict[str, Any]] = {
@@ -37,6 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
     "moe auxiliary loss and freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}, "moe": {"experts": 4}},
     "hash-sparse attention": {"sparse_attention": {"kind": "hash", "buckets": 4}},
     "qk-sparse attention": {"sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4}},
+    "egeria": {"freezing": {"egeria": EGERIA}},
+    "egeria and mod": {"freezing": {"egeria": EGERIA}, "mod": {"capacity": 0.25}},
+    "mod": {"mod": {"capacity": 0.25}},
+    "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
+    "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
 }
 
 
@@ -94,12 +103,25 @@ def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[to
         number += 1
 
 
-def train(run: CaseRun) -> dict[str, Any]:
-    """Losses, the loss of an evaluation, and the state of this rank's layers afterwards."""
+def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
+    """Losses, the loss of an evaluation, and the state of this rank's layers afterwards.
+
+    Args:
+        folder: where to save, load into another engine and go on,
+        stop: after so many steps.
+    """
     engine, model = build(run)
     data, losses = batches(engine, model), []
     cases = dynamic_cases(model, engine, total_steps=run.steps)
     for step in range(run.steps):
+        if step == stop and folder is not None:
+            states = json.dumps([case.state_dict() for case in cases])
+            engine.save_checkpoint(folder)
+            engine, model = build(run)
+            engine.load_checkpoint(folder)
+            cases = dynamic_cases(model, engine, total_steps=run.steps)
+            for case, state in zip(cases, json.loads(states), strict=True):
+                case.load_state_dict(state)
         for case in cases:
             case.before_batch(step)
         if step in run.moves:

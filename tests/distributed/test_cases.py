@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_with_activation_checkpointing(name: str) -> None:
 def test_switched_off_it_learns_the_same(name: str) -> None:
     on, off = (run(2, work.train, CaseRun(CASES[name], enabled=enabled)) for enabled in (True, False))
     assert on[0]["losses"] == off[0]["losses"] and on[0]["evaluated"] == off[0]["evaluated"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
+    whole_run, resumed = (
+        run(2, work.train, CaseRun(CASES[name])),
+        run(2, work.train, CaseRun(CASES[name]), str(tmp_path), 4),
+    )
+    assert whole_run[0]["losses"] == resumed[0]["losses"] and whole_run[0]["evaluated"] == resumed[0]["evaluated"]
+    assert whole(whole_run) == whole(resumed)
 
 
 @pytest.mark.fuzz

@@ -25,7 +25,7 @@ def test_every_default_is_a_value_that_the_block_takes() -> None:
 
 
 def test_a_dumped_block_reads_as_it_was() -> None:
-    for freezing in ({"schedule": [[0, 1], [0.5, 3]]}, {"automatic": {"interval": 0.5}}):
+    for freezing in ({"schedule": [[0, 1], [0.5, 3]]}, {"automatic": {"interval": 0.5}}, {"egeria": {}}):
         config = read(layers=3, freezing=freezing)
         assert read(**config.model_dump(mode="json")) == config
     config = read(moe={"routing": "bias", "bias_rate": 0.01})
@@ -74,8 +74,15 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"vocab_size": 255}, "model.vocab_size = 255", "greater than or equal to 256"),
         ({"tied_embedding": 1}, "model.tied_embedding = 1", "valid boolean"),
         ({"freezing": 3}, "model.freezing = 3", "an object"),
-        ({"freezing": {}}, "model.freezing", 'exactly one of "schedule" and "automatic"'),
-        ({"freezing": {"schedule": [[0.1, 1]], "automatic": {}}}, "model.freezing.automatic", "exactly one"),
+        ({"freezing": {}}, "model.freezing", 'exactly one of "schedule", "automatic" and "egeria"'),
+        ({"freezing": {"schedule": [[0.1, 1]], "automatic": {}}}, "model.freezing", "exactly one"),
+        ({"freezing": {"egeria": {}, "automatic": {}}}, "model.freezing.egeria", "exactly one"),
+        ({"freezing": {"egeria": {"window": 1}}}, "model.freezing.egeria.window = 1", "greater than or equal to 2"),
+        (
+            {"freezing": {"egeria": {"interval": 0.1, "delay": 0.2}}},
+            "model.freezing.egeria.delay = 0.2",
+            "interval, 0.1",
+        ),
         ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
         ({"freezing": {"schedule": []}}, "model.freezing.schedule", "one or more"),
         ({"freezing": {"schedule": 0.5}}, "model.freezing.schedule", "should be null or a list"),
@@ -145,6 +152,13 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "model.sparse_attention",
             "hashes into 16 buckets, a sequence has 8 tokens",
         ),
+        ({"mod": {"capacity": 0}}, "model.mod.capacity = 0", "greater than 0"),
+        ({"mod": {"capacity": 1.5}}, "model.mod.capacity = 1.5", "less than or equal to 1"),
+        ({"mod": {"every": 0}}, "model.mod.every = 0", "greater than or equal to 1"),
+        ({"mod": {"sampling": "router"}}, 'model.mod.sampling = "router"', "'topk' or 'predictor'"),
+        ({"mod": {"predictor_coefficient": 0}}, "model.mod.predictor_coefficient = 0", "greater than 0"),
+        ({"mod": {"capacities": 1}}, "model.mod.capacities", 'did you mean "capacity"'),
+        ({"layers": 2, "mod": {"every": 3}}, "model.mod", "every 3 blocks one is routed (every), the model has 2"),
     ],
 )
 def test_what_is_wrong_is_named(block: dict[str, Any], key: str, allowed: str) -> None:

@@ -1,0 +1,112 @@
+"""How much a block still changes: its activations against those of a reference, itself some steps ago.
+
+Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing" (EuroSys 2023). Egeria runs a whole
+reference model; here each block's reference gets the very input that the block got, so that a stage needs nothing of
+another and a block is judged by its own change, not by that of the blocks before it.
+
+References run on a thread beside the training: a block that draws random numbers there would disturb the layers' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_dynmo.models.stream import Activations, Stream
+
+__all__ = ["Watched", "capture_first", "similarity_loss", "watch"]
+
+MOST_SAMPLES = 512  # their products are a square matrix
+REFERENCE_DTYPE = torch.bfloat16
+
+# On a block, as plain attributes: they are where it is.
+WATCHING, CAPTURED, REFERENCE = "egeria_watching", "egeria_captured", "egeria_reference"
+
+
+def similarity_loss(activations: torch.Tensor, reference: torch.Tensor) -> float:
+    """Similarity-preserving loss ``||norm(A A^T) - norm(R R^T)||_F^2 / b^2``, rows normed to length 1.
+
+    Args:
+        activations, reference: ``A`` and ``R``, ``[..., width]``; each of the ``b`` tokens is a sample, or evenly
+            spaced ones where there are more than 512.
+    """
+    similarities = []
+    for states in (activations, reference):
+        samples = states.reshape(-1, states.shape[-1]).float()
+        samples = samples[:: math.ceil(len(samples) / MOST_SAMPLES)]
+        similarities.append(F.normalize(samples @ samples.T, dim=1))
+    return float((similarities[0] - similarities[1]).square().sum()) / len(similarities[0]) ** 2
+
+
+def capture_first(block: nn.Module, inputs: tuple[Activations], output: Activations) -> None:
+    """A forward hook: keeps, on the CPU, the first input and output of a block that is being watched."""
+    state = vars(block)
+    if block.training and state.get(WATCHING) and state.get(CAPTURED) is None:
+        state[CAPTURED] = (_on_cpu(inputs[0]), _on_cpu(Stream.unpack(output).hidden))
+
+
+def watch(block: nn.Module, watching: bool) -> None:
+    """Let :func:`capture_first` keep what comes next, or nothing and forget the reference too."""
+    state = vars(block)
+    state[WATCHING], state[CAPTURED] = watching, None
+    if not watching:
+        state[REFERENCE] = None
+
+
+class Watched:
+    """A block that was watched in a batch: what it did, and its reference, apart from the block from here on.
+
+    Made before the batch's step, it leaves a new reference on the block: its present weights in bf16, on the CPU.
+
+    Attributes:
+        comparable: was there a reference, and did the block run?
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        state = vars(block)
+        captured, reference = state.get(CAPTURED), state.get(REFERENCE)
+        state[WATCHING], state[CAPTURED], state[REFERENCE] = False, None, None
+        self.comparable = captured is not None and reference is not None
+        if captured is not None and reference is not None:
+            self._inputs, self._hidden = captured
+            self._model = _twin(block, reference)
+        state[REFERENCE] = {
+            name: tensor.detach().to("cpu", _reference_dtype(tensor), copy=True) for name, tensor in _tensors(block)
+        }
+
+    def plasticity(self) -> float:
+        """The similarity-preserving loss between the two; on any thread."""
+        with torch.no_grad():
+            reference = Stream.unpack(self._model(self._inputs)).hidden
+        return similarity_loss(self._hidden, reference)
+
+
+def _tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*block.named_parameters(), *block.named_buffers()]
+
+
+def _reference_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return REFERENCE_DTYPE if tensor.is_floating_point() else tensor.dtype
+
+
+def _twin(block: nn.Module, reference: dict[str, torch.Tensor]) -> nn.Module:
+    """A copy of ``block`` on the CPU that has the reference's weights, in fp32, and no hooks."""
+    memo: dict[int, Any] = {}
+    for name, tensor in _tensors(block):
+        weights = reference[name].float() if tensor.is_floating_point() else reference[name]
+        memo[id(tensor)] = nn.Parameter(weights, False) if isinstance(tensor, nn.Parameter) else weights
+    for module in block.modules():
+        memo.update({id(held): type(held)() for name, held in vars(module).items() if name.endswith("_hooks")})
+    return copy.deepcopy(block, memo)
+
+
+def _on_cpu(activations: Activations) -> Any:
+    if isinstance(activations, tuple):
+        return tuple(_on_cpu(part) for part in activations)
+    copied = activations.detach().to("cpu", copy=True)
+    return copied.float() if copied.is_floating_point() else copied

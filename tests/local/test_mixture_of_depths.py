@@ -1,0 +1,333 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models.gpt import Block, CausalSelfAttention, GPTConfig, apply_rotary
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig, top_tokens
+from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.stream import Stream
+
+SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "tied_embedding": False}
+SEQUENCE, BATCH = 12, 3
+
+
+def model_config(**mod: Any) -> ModelConfig:
+    return parse_block(ModelConfig, {**SIZES, "mod": {"capacity": 0.25, **mod}}, "model")
+
+
+def block_of(attention: Any = None, **mod: Any) -> MixtureOfDepthsBlock:
+    """A block whose parts all matter: weights larger than initial ones."""
+    config = model_config(**mod)
+    assert config.mod is not None
+    block = MixtureOfDepthsBlock(config, 2, config.mod, attention)
+    with torch.no_grad():
+        for name, parameter in sorted(block.named_parameters()):
+            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator_for(name)))
+    return block
+
+
+def hidden_states(seed: int = 0) -> torch.Tensor:
+    return torch.randn(BATCH, SEQUENCE, 16, generator=generator_for("hidden", seed)).requires_grad_()
+
+
+def run(block: nn.Module, hidden: torch.Tensor) -> Stream:
+    packed = Stream(hidden, torch.zeros(1)).pack() if block.carries == "auxiliary" else hidden
+    return Stream.unpack(block(packed))
+
+
+def slow_top(weights: list[float], count: int) -> set[int]:
+    return set(sorted(range(len(weights)), key=lambda position: (-weights[position], position))[:count])
+
+
+def slow_block(block: MixtureOfDepthsBlock, hidden: torch.Tensor, members: list[set[int]], window: int) -> torch.Tensor:
+    """The whole sequence through the whole block, token by token, others masked out; then equation 1 token by token."""
+    rows = []
+    for sequence, chosen in zip(hidden, members, strict=True):
+        attention = block.attention
+        query, key, value = (block.attention_norm(sequence) @ attention.query_key_value.weight.T).chunk(3, dim=-1)
+        parts = []
+        for head in range(2):
+            part = slice(8 * head, 8 * head + 8)
+            turned_query, turned_key = (apply_rotary(x[:, part], torch.arange(SEQUENCE), 10000.0) for x in (query, key))
+            scores = turned_query @ turned_key.T / math.sqrt(8)
+            seen = torch.tensor(
+                [
+                    [(b in chosen and b <= a and a - b < window) or a == b for b in range(SEQUENCE)]
+                    for a in range(SEQUENCE)
+                ]
+            )
+            parts.append(scores.masked_fill(~seen, -math.inf).softmax(dim=-1) @ value[:, part])
+        middle = sequence + torch.cat(parts, dim=-1) @ attention.output.weight.T
+        added = middle + block.mlp(block.mlp_norm(middle)) - sequence
+        weights = sequence @ block.router.weight[0]
+        rows.append(
+            torch.stack([sequence[t] + weights[t] * added[t] if t in chosen else sequence[t] for t in range(SEQUENCE)])
+        )
+    return torch.stack(rows)
+
+
+class WindowAttention(CausalSelfAttention):
+    """Sees tokens fewer than 5 positions back: another attention, which needs the positions to be right."""
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        batch, count, width = hidden.shape
+        assert positions.shape == (batch, count)
+        query, key, value = self.query_key_value(hidden).view(batch, count, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key = (apply_rotary(x, positions.unsqueeze(1), self.rope_base) for x in (query, key))
+        distance = positions.unsqueeze(2) - positions.unsqueeze(1)
+        mask = ((distance >= 0) & (distance < 5)).unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.output(mixed.transpose(1, 2).reshape(batch, count, width))
+
+
+# -- choice ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "count", "chosen"),
+    [
+        ([0.1, 0.9, 0.3, 0.8], 2, [1, 3]),
+        ([0.5, 0.9, 0.5, 0.1, 0.5], 2, [0, 1]),  # a tie at the threshold: the first
+        ([0.5, 0.9, 0.5, 0.1, 0.5], 3, [0, 1, 2]),
+        ([0.0] * 40, 3, [0, 1, 2]),
+        ([-3.0, -1.0, -2.0], 1, [1]),
+        ([1.0, 2.0], 2, [0, 1]),
+    ],
+)
+def test_the_largest_weights_are_chosen_in_order(weights: list[float], count: int, chosen: list[int]) -> None:
+    assert top_tokens(torch.tensor([weights, weights]), count).tolist() == [chosen, chosen]
+
+
+def test_the_choice_is_that_of_a_stable_sort() -> None:
+    weights = torch.randint(0, 4, (50, 30), generator=generator_for("ties")).float()
+    for count in (1, 7, 30):
+        chosen = top_tokens(weights, count)
+        assert chosen.shape == (50, count)
+        for row, found in zip(weights.tolist(), chosen.tolist(), strict=True):
+            assert found == sorted(slow_top(row, count))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "sequence", "tokens"), [(0.125, 256, 32), (0.125, 3, 1), (1.0, 7, 7), (0.29, 100, 29)]
+)
+def test_capacity_is_a_fraction_of_the_sequence(capacity: float, sequence: int, tokens: int) -> None:
+    assert MixtureOfDepthsConfig(capacity=capacity).tokens(sequence) == tokens
+
+
+@pytest.mark.parametrize(("every", "routed"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (4, [4])])
+def test_every_so_many_blocks_one_is_routed(every: int, routed: list[int]) -> None:
+    specs = model_layers(model_config(every=every))
+    assert [n for n, spec in enumerate(specs) if spec.typename is MixtureOfDepthsBlock] == routed
+    assert [n for n, spec in enumerate(specs) if spec.typename is Block] == sorted({1, 2, 3, 4} - set(routed))
+
+
+# -- the block ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize(("attention", "window"), [(None, SEQUENCE), (WindowAttention, 5)])
+def test_it_is_equation_1(capacity: float, attention: Any, window: int) -> None:
+    block = block_of(attention, capacity=capacity, sampling="topk")
+    inputs = [hidden_states(), hidden_states()]
+    with torch.no_grad():
+        weights = (inputs[0] @ block.router.weight[0]).tolist()
+    members = [slow_top(row, max(1, round(capacity * SEQUENCE))) for row in weights]
+    outputs = [run(block, inputs[0]).hidden, slow_block(block, inputs[1], members, window)]
+    gradients = []
+    for hidden, output in zip(inputs, outputs, strict=True):
+        block.zero_grad()
+        (output * torch.randn(output.shape, generator=generator_for("weights"))).sum().backward()
+        gradients.append([hidden.grad, *(parameter.grad for parameter in block.parameters())])
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
+    for mine, slow in zip(*gradients, strict=True):
+        assert mine is not None and mine.abs().sum() > 0
+        torch.testing.assert_close(mine, slow, atol=1e-5, rtol=1e-5)
+
+
+def test_other_tokens_are_left_as_they_are() -> None:
+    block, hidden = block_of(sampling="topk"), hidden_states()
+    changed = (run(block, hidden).hidden != hidden).any(dim=-1)
+    assert changed.sum(dim=1).tolist() == [3, 3, 3]
+    assert changed.nonzero()[:, 1].view(BATCH, 3).tolist() == top_tokens(hidden @ block.router.weight[0], 3).tolist()
+
+
+def test_weights_that_are_all_the_same_take_the_first_tokens() -> None:
+    block = block_of(sampling="topk")
+    with torch.no_grad():
+        block.router.weight.zero_()
+    hidden = hidden_states()
+    output = run(block, hidden).hidden
+    assert torch.equal(output, hidden)  # r is 0
+    output.sum().backward()
+    assert block.router.weight.grad is not None and block.router.weight.grad.abs().sum() > 0
+    assert all(p.grad.isfinite().all() for p in block.parameters())  # type: ignore[union-attr]
+
+
+def test_a_router_in_bf16_tells_tokens_apart_that_bf16_does_not() -> None:
+    block = block_of(capacity=0.25, sampling="topk").bfloat16()
+    with torch.no_grad():
+        block.router.weight.zero_()[0, :2] = torch.tensor([1.0, 2.0**-10])
+    hidden = torch.zeros(1, SEQUENCE, 16, dtype=torch.bfloat16)
+    hidden[0, :, 0], hidden[0, 7:10, 1] = 1.0, 1.0
+    output = run(block, hidden).hidden
+    assert output.dtype == torch.bfloat16
+    assert (output != hidden).any(dim=-1).nonzero()[:, 1].tolist() == [7, 8, 9]
+
+
+def test_positions_may_differ_between_sequences() -> None:
+    block, hidden = block_of(sampling="topk"), hidden_states()
+    positions = torch.arange(SEQUENCE) * torch.tensor([[1], [2], [3]])
+    whole, _ = block.transform(hidden, positions)
+    for number in range(BATCH):
+        alone, _ = block.transform(hidden[number : number + 1], positions[number])
+        torch.testing.assert_close(whole[number], alone[0])
+
+
+@pytest.mark.parametrize("sampling", ["topk", "predictor"])
+def test_activation_checkpointing_gives_the_same(sampling: str) -> None:
+    found = []
+    for recompute in (False, True):
+        block, hidden = block_of(sampling=sampling), hidden_states()
+        packed = Stream(hidden, torch.zeros(1, requires_grad=True)).pack() if sampling == "predictor" else hidden
+        output = checkpoint(block, packed, use_reentrant=False) if recompute else block(packed)
+        stream = Stream.unpack(output)
+        (stream.hidden.square().sum() + (0 if stream.auxiliary is None else stream.auxiliary.sum())).backward()
+        found.append([stream.hidden, hidden.grad, *(parameter.grad for parameter in block.parameters())])
+        assert block.load_signal() == 0.25
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+# -- the predictor -----------------------------------------------------------------------------------------
+
+
+def test_the_predictors_loss_is_the_binary_cross_entropy_of_membership() -> None:
+    block, hidden = block_of(predictor_coefficient=0.3), hidden_states()
+    stream = run(block, hidden)
+    expected = 0.0
+    with torch.no_grad():
+        for row, weights in zip(hidden, hidden @ block.router.weight[0], strict=True):
+            chosen = slow_top(weights.tolist(), 3)
+            for position, state in enumerate(row):
+                logit = block.predictor.decide(F.gelu(block.predictor.expand(state))) + block.predictor.bias
+                share = torch.sigmoid(logit).item()
+                expected -= math.log(share if position in chosen else 1 - share)
+    assert stream.auxiliary is not None and stream.auxiliary.shape == (1,)
+    assert stream.auxiliary.item() == pytest.approx(0.3 * expected / (BATCH * SEQUENCE), rel=1e-5)
+
+
+def test_the_predictor_learns_from_its_loss_and_nothing_else_does() -> None:
+    block, hidden = block_of(), hidden_states()
+    stream = run(block, hidden)
+    stream.auxiliary.sum().backward(retain_graph=True)  # type: ignore[union-attr]
+    assert hidden.grad is None
+    for name, parameter in block.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.abs().sum() > 0) == name.startswith("predictor."), name
+    block.zero_grad()
+    stream.hidden.sum().backward()
+    for name, parameter in block.named_parameters():
+        assert (parameter.grad is None) == name.startswith("predictor."), name
+
+
+def test_evaluation_takes_the_tokens_that_the_predictor_says() -> None:
+    block, hidden = block_of().eval(), hidden_states()
+    members = [set(row.nonzero().flatten().tolist()) for row in block.predictor(hidden) > 0]
+    assert len({len(chosen) for chosen in members}) > 1
+    stream = run(block, hidden)
+    torch.testing.assert_close(stream.hidden, slow_block(block, hidden, members, SEQUENCE), atol=1e-5, rtol=1e-5)
+    assert stream.auxiliary is not None and stream.auxiliary.item() == 0
+
+
+def test_evaluation_by_the_predictor_does_not_look_ahead() -> None:
+    block, hidden = block_of().eval(), hidden_states()
+    before = run(block, hidden).hidden
+    with torch.no_grad():
+        changed = hidden.clone()
+        changed[:, 8:] = 10 * torch.randn(BATCH, 4, 16, generator=generator_for("later"))
+    torch.testing.assert_close(run(block, changed).hidden[:, :8], before[:, :8])
+    block.sampling = "topk"
+    assert not torch.allclose(run(block, changed).hidden[:, :8], run(block, hidden).hidden[:, :8])
+
+
+@pytest.mark.parametrize(("bias", "taken"), [(-1e4, 0), (1e4, SEQUENCE)])
+def test_the_predictor_may_take_none_or_all(bias: float, taken: int) -> None:
+    block, hidden = block_of().eval(), hidden_states()
+    with torch.no_grad():
+        block.predictor.bias.fill_(bias)
+    output = run(block, hidden).hidden
+    assert output.isfinite().all()
+    assert (output != hidden).any(dim=-1).sum(dim=1).tolist() == [taken] * BATCH
+
+
+def test_evaluation_by_top_k_is_what_training_does() -> None:
+    for block in (block_of(sampling="topk"), block_of()):
+        hidden = hidden_states()
+        trained = run(block, hidden).hidden
+        block.eval().sampling = "topk"
+        evaluated = run(block, hidden)
+        assert torch.equal(evaluated.hidden, trained)
+        assert evaluated.auxiliary is None or evaluated.auxiliary.item() == 0
+        run(block, hidden[:, :5])
+        assert block.load_signal() == 3 / 12
+
+
+def test_only_its_own_sampling_needs_a_predictor() -> None:
+    assert block_of(sampling="topk").predictor is None
+    assert model_config(sampling="topk").carries == "hidden" and model_config().carries == "auxiliary"
+    assert GPTConfig().carries == ModelConfig().carries == "hidden"
+
+
+def test_the_predictor_learns_what_the_router_does() -> None:
+    config = model_config(predictor_coefficient=1.0)
+    block = MixtureOfDepthsBlock(config, 2, config.mod)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(block.predictor.parameters(), lr=1e-2)
+    for step in range(150):
+        loss = run(block, hidden_states(step)).auxiliary
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        optimizer.step()
+    hidden = hidden_states(1000)
+    chosen = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool).scatter(
+        1, top_tokens(block.router(hidden).squeeze(-1), 3), True
+    )
+    assert ((block.predictor(hidden) > 0) == chosen).float().mean() > 0.85  # 0.75 by always saying no
+
+
+# -- the load ----------------------------------------------------------------------------------------------
+
+
+def test_the_load_signal_is_the_share_of_routed_tokens_in_the_last_training_batch() -> None:
+    block = block_of(capacity=0.3)
+    assert block.load_signal() == 4 / 12
+    run(block, hidden_states()[:, :5])
+    assert block.load_signal() == 2 / 5
+    run(block.eval(), hidden_states())
+    assert block.load_signal() == 2 / 5
+    block.requires_grad_(False)
+    assert block.load_signal() == 0.0  # layer freezing's formula
+
+
+def test_a_frozen_block_routes_and_has_no_loss() -> None:
+    block, hidden = block_of().requires_grad_(False), hidden_states().detach()
+    stream = run(block, hidden)
+    assert not stream.hidden.requires_grad and stream.auxiliary is not None and stream.auxiliary.item() == 0
+    assert torch.equal(stream.hidden, run(block_of(), hidden).hidden)
+
+
+def test_a_model_learns_a_sentence_by_heart() -> None:
+    model = nn.Sequential(*(spec.build() for spec in model_layers(model_config())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    text = torch.randint(256, (1, SEQUENCE + 1), generator=generator_for("text"))
+    for _ in range(80):
+        loss = language_model_loss(model(text[:, :-1]), text[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.2
+    assert all(parameter.grad is not None for parameter in model.parameters())
