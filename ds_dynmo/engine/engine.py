@@ -139,7 +139,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         if self.dynmo is None:
             return super().train_batch(data_iter)
         self._check_trainable()
-        self._layers.refresh_twins()
+        self._layers.refresh_twins(training=True)
         if self._controller.profile_batch(self.global_steps + 1):
             loss = self._profiled_batch(data_iter)
         else:
@@ -150,7 +150,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``eval_batch``."""
         if self.dynmo is not None:
-            self._layers.refresh_twins()
+            self._layers.refresh_twins(training=False)
             self.total_loss = self.total_additional_losses = None  # DeepSpeed would add outputs to an earlier loss
         return super().eval_batch(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -31,7 +32,8 @@ def instructions(
         streams: of random numbers per layer; None: layers draw from the rank's.
     """
     stock: Instructions = PipelineEngine._INSTRUCTION_MAP
-    changed: Instructions = frozen.instructions(layers.start, layers.stop, prefix)
+    changed: Instructions = {schedule.BackwardPass: _backward}
+    changed.update(frozen.instructions(layers.start, layers.stop, prefix))
     if layers.has_twins:
         changed[schedule.ReduceTiedGrads] = _reduce_tied_gradients
         if accumulates and prefix < layers.stop:
@@ -40,7 +42,7 @@ def instructions(
         changed[schedule.OptimizerStep] = _call_back_and_step
     if streams is not None:
         changed.update(streams.instructions({**stock, **changed}))
-    return {**stock, **changed} if changed else stock
+    return {**stock, **changed}
 
 
 def marked(bare: Instructions, *, backward: bool) -> Instructions:
@@ -57,8 +59,38 @@ def _one_pass(instruction: Callable[..., None], is_backward: bool) -> Callable[.
     return one_pass
 
 
-def _backward_and_accumulate_twins(engine: Any, buffer_id: int) -> None:
+class _Joined(torch.autograd.Function):
+    """One tensor whose backward gives several outputs their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[torch.Tensor, ...], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_ones(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+def _backward(engine: Any, buffer_id: int) -> None:
+    """DeepSpeed's, in one pass where a stage has several floating outputs.
+
+    DeepSpeed (0.19.8, runtime/pipe/engine.py:846) goes back once per output. That is work twice, it is more than
+    reentrant checkpointing can do, and it sums gradients in another order than the last stage, which starts at its
+    loss: numbers would depend on where a stage ends.
+    """
+    outputs, gradients = engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer
+    if engine.is_last_stage() or engine.is_pipe_partitioned or not isinstance(outputs, tuple):
+        PipelineEngine._exec_backward_pass(engine, buffer_id)
+        return
+    joined = _Joined.apply(tuple(gradients), *(tensor for tensor in outputs if tensor.is_floating_point()))
+    engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer = joined, torch.ones_like(joined)
     PipelineEngine._exec_backward_pass(engine, buffer_id)
+    engine.grad_layer = gradients  # where the next ones are received
+
+
+def _backward_and_accumulate_twins(engine: Any, buffer_id: int) -> None:
+    _backward(engine, buffer_id)
     engine._layers.accumulate_twin_gradients(engine.optimizer.grad_acc_dtype)
 
 

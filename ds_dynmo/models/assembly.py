@@ -8,6 +8,7 @@ from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig
+from ds_dynmo.models.early_exit import EarlyExit, exit_layers
 from ds_dynmo.models.freezing import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
 
@@ -16,6 +17,8 @@ __all__ = ["dynamic_cases", "model_layers"]
 
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
     """The layer list for a ``PipelineModule``."""
+    if config.early_exit is not None:
+        return exit_layers(config, config.early_exit)
     return gpt_layers(config, [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)])
 
 
@@ -29,4 +32,6 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
     cases: list[DynamicCase] = []
     if config.freezing is not None:
         cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
+    if config.early_exit is not None:
+        cases.append(EarlyExit(config.early_exit, engine, total_steps=total_steps))
     return cases

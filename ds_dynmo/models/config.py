@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.early_exit import EarlyExitConfig
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
 
@@ -23,6 +24,11 @@ class ModelConfig(GPTConfig):
 
     vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
+    early_exit: EarlyExitConfig | None = Field(default=None, description="lets confident tokens leave; null: none")
+
+    @property
+    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
+        return "hidden" if self.early_exit is None else "exits"
 
     @field_validator("freezing")
     @classmethod
@@ -33,6 +39,21 @@ class ModelConfig(GPTConfig):
             if most > layers:
                 raise ValueError(f"schedule freezes {most} blocks, the model has {layers} (layers)")
         return freezing
+
+    @field_validator("early_exit")
+    @classmethod
+    def _exits_fit(cls, early_exit: EarlyExitConfig | None, info: ValidationInfo) -> EarlyExitConfig | None:
+        if early_exit is None:
+            return None
+        if info.data.get("freezing") is not None:
+            raise ValueError("cannot be combined with freezing, which counts layers without exits")
+        layers = info.data.get("layers")
+        if layers is not None:
+            exits = early_exit.exits(layers)
+            if not exits or exits[-1] >= layers:
+                last = exits[-1] if exits else 1
+                raise ValueError(f"has an exit after block {last}, exits lie before the last of {layers} (layers)")
+        return early_exit
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:
