@@ -3,6 +3,8 @@
 from ds_dynmo.models.assembly import dynamic_cases, model_layers
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig, read_model_config
+from ds_dynmo.models.early_exit import EarlyExit
+from ds_dynmo.models.exit_criteria import EarlyExitConfig
 from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
@@ -12,6 +14,8 @@ __all__ = [
     "Batches",
     "ByteText",
     "DynamicCase",
+    "EarlyExit",
+    "EarlyExitConfig",
     "Freezing",
     "FreezingConfig",
     "FreezingController",

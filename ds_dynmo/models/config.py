@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.early_exit import EarlyExitConfig
+from ds_dynmo.models.exit_criteria import EarlyExitConfig
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
 

@@ -38,6 +38,13 @@ def test_it_is_read_from_a_file(tmp_path: Path) -> None:
         read_model_config(tmp_path / "nowhere.json")
 
 
+def test_dumped_exits_read_as_they_were() -> None:
+    for exits in ({"method": "calm", "confidence": "classifier"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
+        config = read(early_exit=exits)
+        assert read(**config.model_dump(mode="json")) == config
+        assert config.carries == "exits"
+
+
 def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
     freezing = read(freezing={"schedule": [[0.2, 2], [0.4, 0]]}).freezing
     assert freezing is not None
@@ -66,6 +73,35 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"freezing": {"schedule": [[0.1, 1.5]]}}, "model.freezing.schedule", "0 or more, not 1.5"),
         ({"freezing": {"schedule": [[0.1]]}}, "model.freezing.schedule", "should hold pairs"),
         ({"layers": 4, "freezing": {"schedule": [[0.1, 5]]}}, "model.freezing", "freezes 5 blocks, the model has 4"),
+        ({"early_exit": {}}, "model.early_exit.method", "required"),
+        ({"early_exit": {"method": "adp"}}, 'model.early_exit.method = "adp"', "'calm' or 'adpc'"),
+        ({"early_exit": {"method": "adpc"}}, "model.early_exit", "adpc needs depths"),
+        ({"early_exit": {"method": "calm", "depths": []}}, "model.early_exit.depths", "null or a list"),
+        ({"early_exit": {"method": "calm", "depths": [0, 1]}}, "model.early_exit.depths", "each 1 or more"),
+        ({"early_exit": {"method": "calm", "depths": [2, 2]}}, "model.early_exit.depths", "should increase"),
+        (
+            {"early_exit": {"method": "adpc", "depths": [1], "confidence": "state"}},
+            'model.early_exit.confidence = "state"',
+            "adpc has one of its own",
+        ),
+        (
+            {"early_exit": {"method": "calm", "threshold": 1.1}},
+            "model.early_exit.threshold = 1.1",
+            "less than or equal",
+        ),
+        ({"early_exit": {"method": "calm", "start": 1}}, "model.early_exit.start = 1", "less than 1"),
+        ({"early_exit": {"method": "calm", "startt": 0}}, "model.early_exit.startt", 'did you mean "start"'),
+        (
+            {"layers": 4, "early_exit": {"method": "calm", "depths": [1, 4]}},
+            "model.early_exit",
+            "has an exit after block 4, exits lie before the last of 4 (layers)",
+        ),
+        ({"layers": 1, "early_exit": {"method": "calm"}}, "model.early_exit", "before the last of 1 (layers)"),
+        (
+            {"freezing": {"automatic": {}}, "early_exit": {"method": "calm"}},
+            "model.early_exit",
+            "cannot be combined with freezing",
+        ),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
     ],
 )
