@@ -200,8 +200,8 @@ def test_confidences_by_hand() -> None:
 def test_calms_threshold_decays_with_the_position() -> None:
     by_hand = [0.45 + 0.1 * math.exp(-4 * t / 8) for t in range(8)]
     torch.testing.assert_close(calm_threshold(0.5, torch.arange(8), 8), torch.tensor(by_hand))
-    assert calm_threshold(1.0, torch.tensor([0]), 8).item() == 1.0
-    assert calm_threshold(0.0, torch.tensor([10**6]), 8).item() == 0.0
+    assert calm_threshold(1.5, torch.tensor([0]), 8).item() == 1.0
+    assert calm_threshold(-0.5, torch.tensor([10**6]), 8).item() == 0.0
 
 
 def test_adpc_is_over_0_998() -> None:
