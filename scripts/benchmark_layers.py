@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ from ds_dynmo.models.stream import Activations, Stream
 Setting = tuple[str, Callable[[argparse.Namespace], torch.nn.Module]]
 
 
+def model_of(arguments: argparse.Namespace, **case: Any) -> ModelConfig:
+    sizes = {"hidden_size": arguments.hidden_size, "heads": arguments.heads, "sequence_length": arguments.sequence}
+    return parse_block(ModelConfig, {**sizes, "layers": 2, "tied_embedding": False, **case}, "model")
+
+
 def block_of(arguments: argparse.Namespace, **case: Any) -> torch.nn.Module:
     """The first block of a model with this case."""
-    sizes = {"hidden_size": arguments.hidden_size, "heads": arguments.heads, "sequence_length": arguments.sequence}
-    model = parse_block(ModelConfig, {**sizes, "layers": 2, "tied_embedding": False, **case}, "model")
-    block: torch.nn.Module = model_layers(model)[1].build()
+    block: torch.nn.Module = model_layers(model_of(arguments, **case))[1].build()
     return block
 
 
@@ -53,7 +57,6 @@ def moe() -> Iterator[Setting]:
     yield from (setting(top_k=2, routing=routing) for routing in ("sbase", "bias"))
 
 
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "moe": moe}
 def pruned(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module:
     """A block of which the smallest weights are pruned."""
     block = block_of(arguments, pruning={})
@@ -70,7 +73,6 @@ def pruning() -> Iterator[Setting]:
         yield f"{sparsity:.0%} pruned", partial(pruned, sparsity=sparsity)
 
 
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "pruning": pruning}
 def sparse_attention() -> Iterator[Setting]:
     for buckets in (2, 4, 8, 16, 32):
         sparse = {"kind": "hash", "buckets": buckets}
@@ -80,14 +82,58 @@ def sparse_attention() -> Iterator[Setting]:
         yield f"qk, {keep:.0%} kept", partial(block_of, sparse_attention=kept)
 
 
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "sparse attention": sparse_attention}
 def mod() -> Iterator[Setting]:
     for capacity in (1.0, 0.5, 0.25, 0.125):
         mod = {"capacity": capacity, "every": 1}
         yield f"capacity {capacity:g}", partial(block_of, mod=mod)
 
 
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {"freezing": freezing, "mod": mod}
+class SomeLeft(torch.nn.Module):
+    """A layer to which a share of the tokens comes; the others, at random places, have left before."""
+
+    def __init__(self, block: torch.nn.Module, layer: Callable[[Activations], Activations], share: float) -> None:
+        super().__init__()
+        self.block, self.layer, self.share = block, layer, share
+        self.carries = "exits"
+
+    def forward(self, given: Activations) -> Activations:
+        stream = Stream.unpack(given)
+        assert stream.exited is not None
+        generator = torch.Generator().manual_seed(1)
+        places = torch.randperm(stream.exited.numel(), generator=generator)
+        left = places >= round(self.share * stream.exited.numel())
+        return self.layer(replace(stream, exited=left.long().view_as(stream.exited)).pack())
+
+    def load_signal(self) -> float:
+        signal: float = self.block.load_signal()  # type: ignore[operator]
+        return signal
+
+
+def early_exit() -> Iterator[Setting]:
+    exits = {"method": "calm", "threshold": 1.0}
+
+    def second_block(arguments: argparse.Namespace, share: float) -> torch.nn.Module:
+        block = model_layers(model_of(arguments, early_exit=exits))[3].build()
+        return SomeLeft(block, block, share)
+
+    def exit_of_all(arguments: argparse.Namespace) -> torch.nn.Module:
+        spec = model_layers(model_of(arguments, early_exit=exits))[2]
+        head = spec.build()
+        return SomeLeft(head, partial(spec.forward_fn, head), 1.0)
+
+    for share in (1.0, 0.75, 0.5, 0.25, 0.1, 0.0):
+        yield f"{share:.0%} of tokens remain", partial(second_block, share=share)
+    yield "an exit, all tokens", exit_of_all
+
+
+CASES: dict[str, Callable[[], Iterator[Setting]]] = {
+    "freezing": freezing,
+    "moe": moe,
+    "pruning": pruning,
+    "sparse attention": sparse_attention,
+    "mod": mod,
+    "early_exit": early_exit,
+}
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:

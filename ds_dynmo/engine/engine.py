@@ -138,6 +138,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         """The elementwise sum of a tensor over the data-parallel replicas of this rank's stage. Collective."""
         self._require_block("sum_over_replicas")
         return self._comm.sum_over_replicas(numbers)
+
     def zero_elements(self, parameter: torch.nn.Parameter, where: torch.Tensor) -> None:
         """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
 
@@ -149,6 +150,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         """
         self._require_block("zero_elements")
         self._state.zero_elements(parameter, where)
+
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """The elementwise sum of a tensor over all ranks, replicas too. Collective."""
         self._require_block("sum_over_world")
@@ -159,7 +161,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         if self.dynmo is None:
             return super().train_batch(data_iter)
         self._check_trainable()
-        self._layers.refresh_twins()
+        self._layers.refresh_twins(training=True)
         if self._controller.profile_batch(self.global_steps + 1):
             loss = self._profiled_batch(data_iter)
         else:
@@ -170,7 +172,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``eval_batch``."""
         if self.dynmo is not None:
-            self._layers.refresh_twins()
+            self._layers.refresh_twins(training=False)
             self.total_loss = self.total_additional_losses = None  # DeepSpeed would add outputs to an earlier loss
         return super().eval_batch(*args, **kwargs)
 

@@ -361,6 +361,7 @@ class FlatState:
             parked=id(parameter) in self._parked,
             park=not parameter.requires_grad,
         )
+
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)
         for held in self.state_of(parameter).values():

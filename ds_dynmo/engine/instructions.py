@@ -77,10 +77,11 @@ def _backward_from_all_outputs(engine: Any, buffer_id: int) -> None:
     """One pass for all outputs of a stage that sends a tuple.
 
     DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs a pass for each: all layers that several outputs depend on
-    do their backward work again, and one that is checkpointed fails, as it recomputes once only.
+    do their backward work again, one that is checkpointed fails, as it recomputes once only, and gradients are summed
+    in another order than on the last stage, so that numbers would depend on where a stage ends.
     """
     outputs, gradients = engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer
-    if engine.is_last_stage() or not isinstance(outputs, tuple):
+    if engine.is_last_stage() or engine.is_pipe_partitioned or not isinstance(outputs, tuple):
         PipelineEngine._exec_backward_pass(engine, buffer_id)
         return
     joined = _Join.apply(tuple(gradients), *(output for output in outputs if output.is_floating_point()))

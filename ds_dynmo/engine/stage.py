@@ -207,8 +207,10 @@ class StageLayers:
                 self._twin_of[index] = key
                 self._module.forward_funcs[index - self.start] = _use(self.spec(index), self._twins[index])
 
-    def refresh_twins(self) -> None:
-        """Point the twins at the parameters' present memory."""
+    def refresh_twins(self, *, training: bool) -> None:
+        """Point the twins at the parameters' present memory, and put them in training or evaluation mode."""
+        for twin in self._twins.values():
+            twin.train(training)
         for parameter, own in self._twin_pairs():
             own.data = parameter.data
             own.requires_grad_(parameter.requires_grad)

@@ -10,16 +10,30 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.exit_criteria import EarlyExitConfig
 from ds_dynmo.models.freezing import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
-from ds_dynmo.models.routing import MoEConfig, moe_blocks
-from ds_dynmo.models.pruning import PruningConfig
-from ds_dynmo.models.sparse_attention import SparseAttentionConfig
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsConfig
+from ds_dynmo.models.pruning import PruningConfig
+from ds_dynmo.models.routing import MoEConfig, moe_blocks
+from ds_dynmo.models.sparse_attention import SparseAttentionConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
+
+# By case, those before it in the block that it cannot be combined with, and why.
+_APART = {
+    "pruning": {"moe": "experts are not pruned"},
+    "mod": {"pruning": "a routed block has no weights that can be pruned"},
+    "early_exit": {
+        "freezing": "it counts layers without exits",
+        "moe": "blocks that tokens leave have one feed-forward part",
+        "pruning": "blocks that tokens leave have no weights that can be pruned",
+        "sparse_attention": "tokens that left are attended to by all that remain",
+        "mod": "both choose a block's tokens",
+    },
+}
 
 
 class ModelConfig(GPTConfig):
@@ -28,10 +42,6 @@ class ModelConfig(GPTConfig):
     vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
     moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")
-
-    @property
-    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
-        return "auxiliary" if self.moe is not None and self.moe.routing == "aux_loss" else "hidden"
     pruning: PruningConfig | None = Field(default=None, description="prunes the blocks' weights; null: nothing")
     sparse_attention: SparseAttentionConfig | None = Field(
         default=None, description="attention over a pattern drawn anew in every pass; null: dense causal attention"
@@ -39,11 +49,24 @@ class ModelConfig(GPTConfig):
     mod: MixtureOfDepthsConfig | None = Field(
         default=None, description="mixture of depths: blocks that take some of the tokens; null: all blocks take all"
     )
+    early_exit: EarlyExitConfig | None = Field(default=None, description="lets confident tokens leave; null: none")
 
     @property
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
         """See :attr:`GPTConfig.carries`."""
-        return "auxiliary" if self.mod is not None and self.mod.sampling == "predictor" else "hidden"
+        if self.early_exit is not None:
+            return "exits"
+        balanced = self.moe is not None and self.moe.routing == "aux_loss"
+        predicted = self.mod is not None and self.mod.sampling == "predictor"
+        return "auxiliary" if balanced or predicted else "hidden"
+
+    @field_validator(*_APART)
+    @classmethod
+    def _can_be_combined(cls, case: Any, info: ValidationInfo) -> Any:
+        for other, why in _APART[str(info.field_name)].items():
+            if case is not None and info.data.get(other) is not None:
+                raise ValueError(f"cannot be combined with {other}: {why}")
+        return case
 
     @field_validator("freezing")
     @classmethod
@@ -65,13 +88,18 @@ class ModelConfig(GPTConfig):
                 f"the model has {layers} (layers)"
             )
         return moe
+
     @field_validator("sparse_attention")
     @classmethod
     def _buckets_fill(cls, sparse: SparseAttentionConfig | None, info: ValidationInfo) -> SparseAttentionConfig | None:
         tokens = info.data.get("sequence_length")  # absent if it is wrong itself
+        freezing = info.data.get("freezing")
+        if sparse is not None and freezing is not None and freezing.egeria is not None:
+            raise ValueError("cannot be combined with freezing.egeria: its references would draw other patterns")
         if sparse is not None and sparse.buckets is not None and tokens is not None and sparse.buckets > tokens:
             raise ValueError(f"hashes into {sparse.buckets} buckets, a sequence has {tokens} tokens (sequence_length)")
         return sparse
+
     @field_validator("mod")
     @classmethod
     def _routes_a_block(cls, mod: MixtureOfDepthsConfig | None, info: ValidationInfo) -> MixtureOfDepthsConfig | None:
@@ -79,6 +107,19 @@ class ModelConfig(GPTConfig):
         if mod is not None and layers is not None and mod.every > layers:
             raise ValueError(f"every {mod.every} blocks one is routed (every), the model has {layers} (layers)")
         return mod
+
+    @field_validator("early_exit")
+    @classmethod
+    def _exits_fit(cls, early_exit: EarlyExitConfig | None, info: ValidationInfo) -> EarlyExitConfig | None:
+        if early_exit is None:
+            return None
+        layers = info.data.get("layers")
+        if layers is not None:
+            exits = early_exit.exits(layers)
+            if not exits or exits[-1] >= layers:
+                last = exits[-1] if exits else 1
+                raise ValueError(f"has an exit after block {last}, exits lie before the last of {layers} (layers)")
+        return early_exit
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:

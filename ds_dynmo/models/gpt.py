@@ -31,6 +31,7 @@ __all__ = [
     "OutputHead",
     "TokenEmbedding",
     "apply_rotary",
+    "embed",
     "gpt_layers",
     "init_linear",
     "init_normal",
@@ -101,11 +102,7 @@ class TokenEmbedding(_Layer):
         init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
 
     def forward(self, tokens: torch.Tensor) -> Activations:
-        hidden = F.embedding(tokens, self.weight)
-        auxiliary = torch.zeros(1, device=tokens.device) if self.carries != "hidden" else None
-        if self.carries == "exits":
-            return Stream(hidden, auxiliary, tokens, torch.zeros_like(tokens)).pack()
-        return Stream(hidden, auxiliary).pack()
+        return embed(self.weight, tokens, self.carries)
 
 
 class Block(_Layer):
@@ -261,6 +258,15 @@ def language_model_loss(outputs: Activations, labels: torch.Tensor) -> torch.Ten
     logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
     return loss if auxiliary is None else loss + auxiliary.squeeze()
+
+
+def embed(weight: torch.Tensor, tokens: torch.Tensor, carries: str) -> Activations:
+    """What an embedding sends: rows of ``weight`` for ``tokens``, and what travels beside them."""
+    hidden = F.embedding(tokens, weight)
+    auxiliary = torch.zeros(1, device=tokens.device) if carries != "hidden" else None
+    if carries == "exits":
+        return Stream(hidden, auxiliary, tokens, torch.zeros_like(tokens)).pack()
+    return Stream(hidden, auxiliary).pack()
 
 
 def _tied_logits(embedding: TokenEmbedding, activations: Activations) -> Activations:

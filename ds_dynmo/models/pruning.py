@@ -85,8 +85,8 @@ def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
 class PrunableBlock(Block):
     """A block with linear layers that can be pruned; every other part is as the block made it."""
 
-    def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None) -> None:
-        super().__init__(config, layer)
+    def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None, **parts: Any) -> None:
+        super().__init__(config, layer, **parts)
         for parent in list(self.modules()):
             for name, part in list(parent.named_children()):
                 if isinstance(part, nn.Linear):

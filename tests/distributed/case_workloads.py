@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 import ds_dynmo
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, dynamic_cases, language_model_loss, model_layers
+from ds_dynmo.models.early_exit import ExitHead
 from tests.distributed import workloads
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
@@ -46,6 +47,15 @@ CASES: dict[str, dict[str, Any]] = {
     "mod": {"mod": {"capacity": 0.25}},
     "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
     "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    # Thresholds at which some tokens leave at every exit, but for the last case.
+    "exits, calm": {"early_exit": {"method": "calm", "threshold": 0.02, "start": 0.3}},
+    "exits, calm tied": {"early_exit": {"method": "calm", "threshold": 0.1}, "tied_embedding": True},
+    "exits, state": {"early_exit": {"method": "calm", "confidence": "state", "threshold": 0.98}},
+    "exits, classifier": {
+        "early_exit": {"method": "calm", "confidence": "classifier", "threshold": 0.51, "depths": [1, 3]}
+    },
+    "exits, adpc": {"early_exit": {"method": "adpc", "depths": [1, 2], "threshold": 0.15, "evaluation": False}},
+    "exits, all leave": {"early_exit": {"method": "adpc", "depths": [2], "threshold": 0.0}, "tied_embedding": True},
 }
 
 
@@ -75,8 +85,16 @@ class CaseRun:
         return self.stages * self.replicas
 
 
+def model_of(run: CaseRun) -> ModelConfig:
+    return parse_block(ModelConfig, {**SIZES, **run.model}, "model")
+
+
+def num_layers(run: CaseRun) -> int:
+    return len(model_layers(model_of(run)))
+
+
 def build(run: CaseRun) -> tuple[Any, ModelConfig]:
-    model = parse_block(ModelConfig, {**SIZES, **run.model}, "model")
+    model = model_of(run)
     torch.manual_seed(0)
     module = PipelineModule(
         layers=model_layers(model),
@@ -85,6 +103,9 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
         partition_method="uniform",
         activation_checkpoint_interval=run.checkpoint_interval,
     )
+    for part in module.modules():
+        if isinstance(part, ExitHead):
+            part.weight.data.mul_(40.0)  # or an untrained model would be sure of nothing
     settings = {
         **workloads.config(workloads.Case(precision=run.precision, dynmo=None)),
         "dynmo": {**run.dynmo, "enabled": run.enabled},
@@ -133,7 +154,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
             case.after_batch(step + 1)
     signals = {
         index: module.load_signal()
-        for index, module in engine._layers.modules().items()
+        for index, module in engine._layers.counted_modules().items()
         if hasattr(module, "load_signal")
     }
     return {

@@ -58,6 +58,13 @@ def test_pruning_with_its_defaults_is_the_papers() -> None:
     assert read(**dumped.model_dump(mode="json")) == dumped
 
 
+def test_dumped_exits_read_as_they_were() -> None:
+    for exits in ({"method": "calm", "confidence": "classifier"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
+        config = read(early_exit=exits)
+        assert read(**config.model_dump(mode="json")) == config
+        assert config.carries == "exits"
+
+
 def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
     freezing = read(freezing={"schedule": [[0.2, 2], [0.4, 0]]}).freezing
     assert freezing is not None
@@ -120,6 +127,35 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"pruning": {"times": 0}}, "model.pruning.times = 0", "greater than or equal to 1"),
         ({"pruning": {"times": 2.5}}, "model.pruning.times = 2.5", "valid integer"),
         ({"pruning": {"csr_from": 1.5}}, "model.pruning.csr_from = 1.5", "less than or equal to 1"),
+        ({"early_exit": {}}, "model.early_exit.method", "required"),
+        ({"early_exit": {"method": "adp"}}, 'model.early_exit.method = "adp"', "'calm' or 'adpc'"),
+        ({"early_exit": {"method": "adpc"}}, "model.early_exit", "adpc needs depths"),
+        ({"early_exit": {"method": "calm", "depths": []}}, "model.early_exit.depths", "null or a list"),
+        ({"early_exit": {"method": "calm", "depths": [0, 1]}}, "model.early_exit.depths", "each 1 or more"),
+        ({"early_exit": {"method": "calm", "depths": [2, 2]}}, "model.early_exit.depths", "should increase"),
+        (
+            {"early_exit": {"method": "adpc", "depths": [1], "confidence": "state"}},
+            'model.early_exit.confidence = "state"',
+            "adpc has one of its own",
+        ),
+        (
+            {"early_exit": {"method": "calm", "threshold": 1.1}},
+            "model.early_exit.threshold = 1.1",
+            "less than or equal",
+        ),
+        ({"early_exit": {"method": "calm", "start": 1}}, "model.early_exit.start = 1", "less than 1"),
+        ({"early_exit": {"method": "calm", "startt": 0}}, "model.early_exit.startt", 'did you mean "start"'),
+        (
+            {"layers": 4, "early_exit": {"method": "calm", "depths": [1, 4]}},
+            "model.early_exit",
+            "has an exit after block 4, exits lie before the last of 4 (layers)",
+        ),
+        ({"layers": 1, "early_exit": {"method": "calm"}}, "model.early_exit", "before the last of 1 (layers)"),
+        (
+            {"freezing": {"automatic": {}}, "early_exit": {"method": "calm"}},
+            "model.early_exit",
+            "cannot be combined with freezing",
+        ),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
         ({"sparse_attention": True}, "model.sparse_attention = true", "an object"),
         ({"sparse_attention": {}}, "model.sparse_attention.kind", "is required"),

@@ -1,0 +1,324 @@
+"""Early exit: tokens leave the model where an exit is sure of them (paper, section 2, early exit).
+
+A token that left keeps its hidden state to the end. Later blocks run queries, attention rows and the feed-forward
+part on the tokens that are still in; keys and values they compute for all tokens, from the states that were kept.
+
+All exits use the final norm and the output head, tied over the stages (:class:`ExitHead`). At an exit both are
+constants: the exit's loss trains the blocks before it, and only the final use trains norm and head. A gradient from
+three or more uses would be summed in an order that depends on the partition.
+
+Who leaves when is in ``exit_criteria``, with the sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.exit_criteria import EarlyExitConfig, largest_probability, softmax_margin, state_similarity
+from ds_dynmo.models.gpt import (
+    INIT_STD,
+    Block,
+    CausalSelfAttention,
+    GPTConfig,
+    TokenEmbedding,
+    apply_rotary,
+    embed,
+    init_normal,
+)
+from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.stream import Activations, Stream
+
+__all__ = [
+    "EarlyExit",
+    "ExitBlock",
+    "ExitHead",
+    "exit_layers",
+]
+
+NO_LABEL = -100
+
+
+class ExitBlock(Block):
+    """A block that runs on the tokens that are still in the model.
+
+    Args:
+        depth: its number, counted from 1: a token that leaves after it has that number in ``Stream.exited``.
+
+    Attributes:
+        leaving: may tokens leave (see "start")?
+    """
+
+    attention: RemainingAttention
+
+    def __init__(self, config: GPTConfig, exits: EarlyExitConfig, depth: int) -> None:
+        super().__init__(config, depth, attention=RemainingAttention)
+        self.exits = exits
+        self.depth = depth
+        self.leaving = exits.start == 0
+        self.decides = exits.confidence == "state" and depth in exits.exits(config.layers)
+        self._count_anew = True
+        self._tokens_ran = self._tokens = 0
+
+    def begin_batch(self) -> None:
+        """Count tokens anew from the next training batch on."""
+        self._count_anew = True
+
+    def load_signal(self) -> float:
+        """The paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
+        return super().load_signal() * (self._tokens_ran / self._tokens if self._tokens else 1.0)
+
+    def forward(self, activations: Activations) -> Activations:
+        stream = Stream.unpack(activations)
+        assert stream.exited is not None
+        batch, sequence, width = stream.hidden.shape
+        remain = stream.exited == 0
+        index = remain.flatten().nonzero().squeeze(1)
+        if self.training:
+            self._count(len(index), batch * sequence)
+        if len(index) == batch * sequence:
+            hidden, _ = self.transform(stream.hidden, torch.arange(sequence, device=remain.device))
+        else:
+            hidden = self._transform_remaining(stream.hidden, remain, index)
+        exited = stream.exited
+        if self.decides and self.leaving and (self.training or self.exits.evaluation):
+            before, after = (states.detach().view(-1, width)[index] for states in (stream.hidden, hidden))
+            leave = self.exits.confident(state_similarity(before, after), index % sequence, sequence)
+            exited = _leave(exited, index[leave], self.depth)
+        return replace(stream, hidden=hidden, exited=exited).pack()
+
+    def _transform_remaining(self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        rows = hidden.flatten(0, 1).index_select(0, index)
+        if len(index) == 0:  # nobody asks for keys and values; gradients stay defined, as zeros
+            kept, remain = hidden[:, :0], remain[:, :0]
+        else:
+            kept = hidden
+        rows = rows + self.attention.remaining(self.attention_norm(kept), remain, index)
+        rows = rows + self.mlp(self.mlp_norm(rows))
+        return hidden.flatten(0, 1).index_copy(0, index, rows).view_as(hidden)
+
+    def _count(self, ran: int, tokens: int) -> None:
+        if self._count_anew:
+            self._tokens_ran, self._tokens, self._count_anew = 0, 0, False
+        self._tokens_ran += ran
+        self._tokens += tokens
+
+
+class RemainingAttention(CausalSelfAttention):
+    """Causal attention, of all tokens or of some of them to all."""
+
+    def remaining(self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Rows of the attention of some tokens.
+
+        Args:
+            hidden: normalised states of all tokens, ``[batch, sequence, hidden]``: keys and values are made of them.
+            remain: which tokens ask, bool ``[batch, sequence]``.
+            index: their numbers in ``[batch * sequence]``, int64 ``[tokens]``.
+
+        Returns:
+            ``[tokens, hidden]``.
+        """
+        batch, sequence, width = hidden.shape
+        query_weight, key_value_weight = self.query_key_value.weight.split([width, 2 * width])
+        rows = F.linear(hidden.flatten(0, 1).index_select(0, index), query_weight)
+        key_value = F.linear(hidden, key_value_weight).view(batch, sequence, 2, self.heads, width // self.heads)
+        key, value = key_value.permute(2, 0, 3, 1, 4)
+
+        # Sequences keep different numbers of tokens: each is filled up to the most, with rows that nobody reads.
+        counts = remain.sum(dim=1)
+        most = int(counts.max())
+        slots = (remain.cumsum(dim=1) - 1 + most * torch.arange(batch, device=index.device).unsqueeze(1))[remain]
+        query = rows.new_zeros(batch * most, width).index_copy(0, slots, rows)
+        positions = index.new_zeros(batch * most).index_copy(0, slots, index % max(sequence, 1)).view(batch, 1, most)
+        query = query.view(batch, most, self.heads, width // self.heads).transpose(1, 2)
+
+        every = torch.arange(sequence, device=index.device)
+        query, key = apply_rotary(query, positions, self.rope_base), apply_rotary(key, every, self.rope_base)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=positions.unsqueeze(-1) >= every)
+        mixed = mixed.transpose(1, 2).reshape(batch * most, width).index_select(0, slots)
+        output: torch.Tensor = self.output(mixed)
+        return output
+
+
+class ExitHead(TokenEmbedding):
+    """The final norm and the output head, for the end of the model and every exit; the embedding too if it is tied.
+
+    Each use gives every parameter a gradient, zeros if no other: DeepSpeed waits for ever in the sum over the stages
+    of a tie if one of them has none.
+
+    Args:
+        layer: what the weight is drawn by: 0 for the embedding's, the head's number for one of its own.
+
+    Attributes:
+        leaving: may tokens leave (see "start")? A buffer, bool: uses of a tied layer on one stage share buffers.
+    """
+
+    leaving: torch.Tensor
+
+    def __init__(self, config: GPTConfig, exits: EarlyExitConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.exits = exits
+        self.blocks = config.layers
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.classifiers = nn.ModuleDict()
+        if exits.confidence == "classifier":
+            for depth in exits.exits(config.layers):
+                self.classifiers[str(depth)] = _classifier(config, depth)
+        self.register_buffer("leaving", torch.tensor(exits.start == 0))
+
+    def embed(self, tokens: torch.Tensor) -> Activations:
+        """As :class:`TokenEmbedding` does."""
+        stream = Stream.unpack(embed(self.weight, tokens, self.carries))
+        return replace(stream, hidden=self._all_get_gradients(stream.hidden)).pack()
+
+    def forward(self, activations: Activations) -> Activations:
+        """Logits ``[batch, sequence, vocabulary]`` of the last states, wherever tokens left, and the auxiliary loss."""
+        stream = Stream.unpack(activations)
+        assert stream.auxiliary is not None
+        return F.linear(self.norm(self._all_get_gradients(stream.hidden)), self.weight), stream.auxiliary
+
+    def exit(self, activations: Activations, *, depth: int) -> Activations:
+        """The exit after ``depth`` blocks: adds its loss, in training, and lets confident tokens leave.
+
+        The loss is the cross entropy of the true next tokens, for tokens that ran in the block before, over the number
+        of all tokens that have a next one; a token that left before adds nothing. The classifier learns (binary
+        cross entropy, states detached) whether the exit's prediction is the true next token: CALM's target, whether
+        it is the model's final one, would have to come back from the last stage.
+        """
+        stream = Stream.unpack(activations)
+        hidden, auxiliary, tokens, exited = stream.hidden, stream.auxiliary, stream.tokens, stream.exited
+        assert auxiliary is not None and tokens is not None and exited is not None
+        hidden = self._all_get_gradients(hidden)
+        by_head = self.exits.confidence != "state"  # else the block before has decided
+        leaves = by_head and bool(self.leaving) and (self.training or self.exits.evaluation)
+        if not (self.training or leaves):
+            return replace(stream, hidden=hidden).pack()
+
+        sequence = hidden.shape[1]
+        index = ((exited == 0) | (exited == depth)).flatten().nonzero().squeeze(1)
+        rows = hidden.flatten(0, 1).index_select(0, index)
+        logits = classified = None
+        if self.classifiers:
+            classified = self.classifiers[str(depth)](rows.detach()).squeeze(-1).float()
+        if self.training or classified is None:
+            logits = self._constant_logits(rows)
+        if self.training:
+            assert logits is not None
+            auxiliary = auxiliary + self._loss(logits, classified, tokens, index, depth)
+        if leaves:
+            confidence = self._confidence(logits, classified).detach()
+            exited = _leave(exited, index[self.exits.confident(confidence, index % sequence, sequence)], depth)
+        return replace(stream, hidden=hidden, auxiliary=auxiliary, exited=exited).pack()
+
+    def _constant_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.norm.weight.detach(), self.norm.bias.detach()
+        return F.linear(
+            F.layer_norm(rows, self.norm.normalized_shape, weight, bias, self.norm.eps), self.weight.detach()
+        )
+
+    def _confidence(self, logits: torch.Tensor | None, classified: torch.Tensor | None) -> torch.Tensor:
+        if classified is not None:
+            return classified.sigmoid()
+        assert logits is not None
+        return largest_probability(logits) if self.exits.method == "adpc" else softmax_margin(logits)
+
+    def _loss(
+        self,
+        logits: torch.Tensor,
+        classified: torch.Tensor | None,
+        tokens: torch.Tensor,
+        index: torch.Tensor,
+        depth: int,
+    ) -> torch.Tensor:
+        labels = F.pad(tokens[:, 1:], (0, 1), value=NO_LABEL).flatten().index_select(0, index)
+        count = max(tokens[:, 1:].numel(), 1)
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=NO_LABEL, reduction="sum") / count
+        loss = self.exits.loss_weight(depth, self.blocks) * loss
+        if classified is not None:
+            right = (logits.argmax(dim=-1) == labels).float()
+            labelled = (labels != NO_LABEL).float()
+            mistakes = F.binary_cross_entropy_with_logits(classified, right, weight=labelled, reduction="sum")
+            loss = loss + mistakes / (count * len(self.classifiers))
+        return loss
+
+    def _all_get_gradients(self, hidden: torch.Tensor) -> torch.Tensor:
+        passed: torch.Tensor = _ZeroGradients.apply(hidden, *self.parameters())  # type: ignore[no-untyped-call]
+        return passed
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Hidden states as they are; parameters get gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zeros = [torch.zeros_like(p) if needed else None for p, needed in zip(ctx.parameters, ctx.needs_input_grad[1:])]
+        return (gradients[0], *zeros)
+
+
+def _leave(exited: torch.Tensor, index: torch.Tensor, depth: int) -> torch.Tensor:
+    """``exited`` with the tokens ``index`` gone after ``depth`` blocks."""
+    return exited.flatten().index_fill(0, index, depth).view_as(exited)
+
+
+def _classifier(config: GPTConfig, depth: int) -> nn.Linear:
+    linear = nn.utils.skip_init(nn.Linear, config.hidden_size, 1)
+    init_normal(linear.weight, INIT_STD, generator_for("exit", config.seed, depth))
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def exit_layers(config: GPTConfig, exits: EarlyExitConfig) -> list[LayerSpec]:
+    """Embedding, blocks with an exit after those of ``exits.depths``, and final norm and head as one layer.
+
+    Exits and head are one ``TiedLayerSpec`` key, "embedding" with ``tied_embedding`` and then the embedding too, else
+    "head". Weights are drawn as those of the model without exits.
+    """
+    layer = 0 if config.tied_embedding else config.layers + 2
+    names = ["weight", "norm.weight", "norm.bias"]
+    if exits.confidence == "classifier":
+        names += [f"classifiers.{d}.{name}" for d in exits.exits(config.layers) for name in ("weight", "bias")]
+    key = "embedding" if config.tied_embedding else "head"
+    head = partial(TiedLayerSpec, key, ExitHead, config, exits, layer, tied_weight_attr=names)
+    layers = [head(forward_fn=ExitHead.embed) if config.tied_embedding else LayerSpec(TokenEmbedding, config, 0)]
+    for depth in range(1, config.layers + 1):
+        layers.append(LayerSpec(ExitBlock, config, exits, depth))
+        if depth in exits.exits(config.layers):
+            layers.append(head(forward_fn=partial(ExitHead.exit, depth=depth)))
+    return [*layers, head()]  # without a function: checkpoints hold the state of the tied layer that has none
+
+
+class EarlyExit(DynamicCase):
+    """Lets tokens leave from the step on that the configuration says."""
+
+    name = "early_exit"
+
+    def __init__(self, config: EarlyExitConfig, engine: Any, *, total_steps: int) -> None:
+        super().__init__(engine)
+        self._first_step = round(config.start * total_steps)
+        self._leaving = config.start == 0
+
+    def before_batch(self, step: int) -> None:
+        """Tells the layers that are here now whether tokens may leave, and the engine if that changed."""
+        leaving = step >= self._first_step
+        for _, layer in local_layers(self.engine.module):
+            if isinstance(layer, ExitBlock):
+                layer.leaving = leaving
+                layer.begin_batch()
+            elif isinstance(layer, ExitHead):
+                layer.leaving.fill_(leaving)
+        if leaving != self._leaving:
+            self._leaving = leaving
+            self.engine.model_changed("early exit: confident tokens leave from now on")

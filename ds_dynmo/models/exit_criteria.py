@@ -1,0 +1,112 @@
+"""When a token leaves at an exit: the "early_exit" block, and the measures of confidence.
+
+Sources: CALM, Schuster et al., "Confident Adaptive Language Modeling", NeurIPS 2022, section 3; ADP-C, Liu et al.,
+"Anytime Dense Prediction with Confidence Adaptivity", ICLR 2022.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+__all__ = [
+    "EarlyExitConfig",
+    "calm_threshold",
+    "largest_probability",
+    "softmax_margin",
+    "state_similarity",
+]
+
+ADPC_THRESHOLD = 0.998  # Liu et al.
+CALM_THRESHOLD = 0.9
+
+
+class EarlyExitConfig(BaseModel):
+    """The "early_exit" block."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    method: Literal["calm", "adpc"] = Field(description="whose confidence, threshold and weights of the losses")
+    depths: tuple[int, ...] | None = Field(
+        default=None,
+        validate_default=True,
+        description="after how many blocks there are exits, such as [3, 6, 9]; null, calm only: after all but the last",
+    )
+    confidence: Literal["softmax", "state", "classifier"] | None = Field(
+        default=None,
+        description="calm only, null is softmax: the two largest probabilities' difference, the cosine similarity of "
+        "the states before and after the last block, or a linear classifier's output",
+    )
+    threshold: float | None = Field(
+        default=None, ge=0, le=1, description="of confidence; null: 0.9 with calm, which lets it decay, 0.998 with adpc"
+    )
+    start: float = Field(default=0.0, ge=0, lt=1, description="before that fraction of the steps no token leaves")
+    evaluation: bool = Field(default=True, description="do tokens leave in evaluations too")
+
+    @field_validator("depths", mode="before")
+    @classmethod
+    def _increasing(cls, depths: Any, info: ValidationInfo) -> tuple[int, ...] | None:
+        if depths is None:
+            if info.data.get("method") == "adpc":
+                raise ValueError("adpc needs depths, a list of numbers of blocks such as [3, 6, 9]")
+            return None
+        if not isinstance(depths, list | tuple) or not depths or any(type(d) is not int or d < 1 for d in depths):
+            raise ValueError("should be null or a list of numbers of blocks, each 1 or more")
+        if any(later <= earlier for earlier, later in zip(depths, depths[1:])):
+            raise ValueError("should increase")
+        return tuple(depths)
+
+    @field_validator("confidence")
+    @classmethod
+    def _of_calm(cls, confidence: str | None, info: ValidationInfo) -> str | None:
+        if confidence is not None and info.data.get("method") == "adpc":
+            raise ValueError("adpc has one of its own, the largest probability; should be null")
+        return confidence
+
+    def exits(self, blocks: int) -> tuple[int, ...]:
+        """After how many of ``blocks`` blocks there are exits."""
+        return tuple(range(1, blocks)) if self.depths is None else self.depths
+
+    def loss_weight(self, depth: int, blocks: int) -> float:
+        """Of the loss of an exit, where that of the last block weighs 1: CALM's by depth, ADP-C's all alike.
+
+        CALM's average gives exit ``i`` of ``L`` the weight ``i / sum(1..L)``: in proportion, ``i / L`` to 1.
+        """
+        return depth / blocks if self.method == "calm" else 1.0
+
+    def confident(self, confidence: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """Which tokens leave, bool ``[tokens]``, by their confidence and positions, both ``[tokens]``."""
+        if self.method == "adpc":
+            return confidence > (ADPC_THRESHOLD if self.threshold is None else self.threshold)
+        return confidence >= calm_threshold(
+            CALM_THRESHOLD if self.threshold is None else self.threshold, positions, length
+        )
+
+
+def calm_threshold(level: float, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """CALM's ``clip(0.9 level + 0.1 exp(-4 t / T), 0, 1)``, fp32: early tokens, that many later ones see, need more.
+
+    Args:
+        positions: ``t``, ints of any shape.
+        length: ``T``, how long the sequence is.
+    """
+    return (0.9 * level + 0.1 * torch.exp(-4 * positions.float() / length)).clamp(0, 1)
+
+
+def softmax_margin(logits: torch.Tensor) -> torch.Tensor:
+    """CALM's softmax confidence: largest minus second largest probability, fp32 ``[tokens]``."""
+    first, second = logits.float().softmax(dim=-1).topk(2, dim=-1).values.unbind(dim=-1)
+    return first - second
+
+
+def largest_probability(logits: torch.Tensor) -> torch.Tensor:
+    """ADP-C's confidence, fp32 ``[tokens]``."""
+    return logits.float().softmax(dim=-1).amax(dim=-1)
+
+
+def state_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """CALM's hidden-state saturation: cosine of the states before and after a block, fp32 ``[tokens]``."""
+    return F.cosine_similarity(before.float(), after.float(), dim=-1)

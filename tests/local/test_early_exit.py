@@ -1,0 +1,360 @@
+import math
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import TiedLayerSpec
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models.early_exit import EarlyExit, ExitBlock, ExitHead
+from ds_dynmo.models.exit_criteria import (
+    EarlyExitConfig,
+    calm_threshold,
+    largest_probability,
+    softmax_margin,
+    state_similarity,
+)
+from ds_dynmo.models.gpt import apply_rotary
+from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.stream import Stream
+
+SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 9, "mlp_ratio": 2, "tied_embedding": False}
+
+
+def config(tied: bool = False, **exits: Any) -> ModelConfig:
+    return parse_block(ModelConfig, {**SIZES, "tied_embedding": tied, "early_exit": exits}, "model")
+
+
+class Model(nn.Module):
+    """The layers in one process: every use of a tied layer is one module. An untrained head made 40 times as sure."""
+
+    def __init__(self, model: ModelConfig, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self._layer_specs = model_layers(model)
+        self._local_start, self._local_stop = 0, len(self._layer_specs)
+        self.tied_modules = nn.ModuleDict()
+        self.functions: list[Any] = []
+        for number, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+                layer = self.tied_modules[spec.key]
+                self.functions.append(partial(spec.forward_fn, layer) if spec.forward_fn else layer)
+            else:
+                self.add_module(str(number), spec.build())
+                self.functions.append(self._modules[str(number)])
+        self.head.weight.data.mul_(40)
+
+    @property
+    def head(self) -> ExitHead:
+        return next(iter(self.tied_modules.values()))  # type: ignore[return-value]
+
+    @property
+    def blocks(self) -> list[ExitBlock]:
+        return [layer for layer in self.functions if isinstance(layer, ExitBlock)]
+
+    def streams(self, tokens: torch.Tensor) -> Iterator[Any]:
+        states: Any = tokens
+        for layer in self.functions:
+            states = checkpoint(layer, states, use_reentrant=False) if self.recompute else layer(states)
+            yield states
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return list(self.streams(tokens))[-1]
+
+
+def text(batch: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(256, (batch, length + 1), generator=generator_for("text", batch, length))
+
+
+def loss_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    return language_model_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+# -- a slow reference: token by token ----------------------------------------------------------------------
+
+
+def slow_block(block: ExitBlock, hidden: torch.Tensor, remain: torch.Tensor) -> torch.Tensor:
+    """``[sequence, hidden]`` of one text: each token that remains attends by a loop over the earlier ones."""
+    heads = block.attention.heads
+    width = hidden.shape[1] // heads
+    projected = block.attention_norm(hidden) @ block.attention.query_key_value.weight.T
+    every = torch.arange(len(hidden))
+    parts = [part.view(len(hidden), heads, width) for part in projected.chunk(3, dim=-1)]
+    query, key = (apply_rotary(part, every.unsqueeze(-1), 10000.0) for part in parts[:2])
+    rows = []
+    for t in range(len(hidden)):
+        if not remain[t]:
+            rows.append(hidden[t])
+            continue
+        mixed = []
+        for head in range(heads):
+            scores = torch.stack([query[t, head] @ key[u, head] / math.sqrt(width) for u in range(t + 1)])
+            mixed.append(sum(p * parts[2][u, head] for u, p in enumerate(scores.softmax(dim=0))))
+        row = hidden[t] + torch.cat(mixed) @ block.attention.output.weight.T
+        rows.append(row + block.mlp(block.mlp_norm(row)))
+    return torch.stack(rows)
+
+
+def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
+    """The whole training loss of texts ``[batch, sequence + 1]``, and after how many blocks each token left."""
+    head, depths, layers = model.head, exits.exits(SIZES["layers"]), SIZES["layers"]
+    batch, length = tokens.shape[0], tokens.shape[1] - 1
+    weight = model.functions[0].weight if isinstance(model.functions[0], nn.Module) else head.weight
+    final, auxiliary, left = [], [], []
+    for line in tokens:
+        hidden, exited = weight[line[:-1]], [0] * length
+        for block in model.blocks:
+            before = hidden
+            came = [t for t in range(length) if not exited[t]]
+            hidden = slow_block(block, hidden, torch.tensor([not e for e in exited]))
+            if block.depth not in depths:
+                continue
+            for t in came:
+                normed = F.layer_norm(hidden[t], (16,), head.norm.weight.detach(), head.norm.bias.detach(), 1e-5)
+                logits = normed @ head.weight.detach().T
+                best = logits.softmax(dim=0).sort(descending=True).values
+                threshold = min(max(0.9 * (exits.threshold or 0) + 0.1 * math.exp(-4 * t / length), 0), 1)
+                if exits.method == "adpc":
+                    leave = bool(best[0] > (exits.threshold or 0))
+                elif exits.confidence == "state":
+                    leave = bool(before[t] @ hidden[t] / (before[t].norm() * hidden[t].norm()) >= threshold)
+                elif exits.confidence == "classifier":
+                    guess = head.classifiers[str(block.depth)](hidden[t].detach()).squeeze().sigmoid()
+                    leave = bool(guess >= threshold)
+                else:
+                    leave = bool(best[0] - best[1] >= threshold)
+                if t + 1 < length:
+                    share = block.depth / layers if exits.method == "calm" else 1.0
+                    auxiliary.append(-share * logits.log_softmax(dim=0)[line[t + 1]])
+                    if exits.confidence == "classifier":
+                        right = logits.argmax() == line[t + 1]
+                        auxiliary.append(-(guess if right else 1 - guess).log() / len(depths))
+                if leave:
+                    exited[t] = block.depth
+        left.append(exited)
+        logits = head.norm(hidden) @ head.weight.T
+        final += [-row.log_softmax(dim=0)[label] for row, label in zip(logits, line[1:])]
+    total = sum(final) / (batch * length) + sum(auxiliary) / (batch * (length - 1))
+    return torch.as_tensor(total), left
+
+
+CONFIDENCES = {
+    "softmax": {"method": "calm", "threshold": 0.03},
+    "softmax, one exit": {"method": "calm", "threshold": 0.03, "depths": [2]},
+    "state": {"method": "calm", "confidence": "state", "threshold": 0.99},
+    "classifier": {"method": "calm", "confidence": "classifier", "threshold": 0.51, "depths": [1, 3]},
+    "adpc": {"method": "adpc", "depths": [1, 2], "threshold": 0.2},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", CONFIDENCES)
+def test_losses_gradients_and_exits_are_those_of_the_slow_reference(name: str, tied: bool) -> None:
+    exits = parse_block(EarlyExitConfig, CONFIDENCES[name], "early_exit")
+    fast, slow = (Model(config(tied, **CONFIDENCES[name])).double() for _ in range(2))
+    for model in (fast, slow):  # signs of states beyond those of a model that has learned nothing
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(
+                    0.1 * torch.randn(parameter.shape, generator=generator_for("shift", *parameter.shape))
+                )
+    expected, left = slow_loss(slow, exits, text())
+    streams = list(fast.streams(text()[:, :-1]))
+    actual = language_model_loss(streams[-1], text()[:, 1:])
+    assert Stream.unpack(streams[-2]).exited.tolist() == left
+    assert tied or len({depth for row in left for depth in row}) > 1  # tokens part
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-6)  # cross entropies are fp32
+    actual.backward()
+    expected.backward()
+    for (key, ours), theirs in zip(fast.named_parameters(), slow.parameters(), strict=True):
+        wanted = torch.zeros_like(ours) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(ours.grad, wanted, rtol=1e-5, atol=1e-6, msg=lambda m: f"{key}: {m}")  # noqa: B023
+    for block in fast.blocks:
+        ran = sum(not e or e >= block.depth for row in left for e in row)
+        assert block.load_signal() == ran / 18  # the paper's t_i / t
+
+
+# -- confidence --------------------------------------------------------------------------------------------
+
+
+def test_confidences_by_hand() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2], [1.0, 1e-9, 1e-9], [0.4, 0.4, 0.2]]).log()
+    torch.testing.assert_close(softmax_margin(logits), torch.tensor([0.2, 1.0, 0.0]))
+    torch.testing.assert_close(largest_probability(logits), torch.tensor([0.5, 1.0, 0.4]))
+    before, after = (
+        torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 4.0]]),
+        torch.tensor([[2.0, 0.0], [0.0, 5.0], [4.0, 3.0]]),
+    )
+    torch.testing.assert_close(state_similarity(before, after), torch.tensor([1.0, 0.0, 0.96]))
+
+
+def test_calms_threshold_decays_with_the_position() -> None:
+    by_hand = [0.45 + 0.1 * math.exp(-4 * t / 8) for t in range(8)]
+    torch.testing.assert_close(calm_threshold(0.5, torch.arange(8), 8), torch.tensor(by_hand))
+    assert calm_threshold(1.5, torch.tensor([0]), 8).item() == 1.0
+    assert calm_threshold(-0.5, torch.tensor([10**6]), 8).item() == 0.0
+
+
+def test_adpc_is_over_0_998() -> None:
+    adpc = EarlyExitConfig(method="adpc", depths=[1])
+    confidence = torch.tensor([0.99, 0.998, 0.9981], dtype=torch.float64)
+    assert adpc.confident(confidence, torch.arange(3), 3).tolist() == [False, False, True]
+
+
+def test_losses_weigh_by_depth_with_calm() -> None:
+    calm, adpc = EarlyExitConfig(method="calm"), EarlyExitConfig(method="adpc", depths=[1, 2])
+    weights = [calm.loss_weight(depth, 4) for depth in (*calm.exits(4), 4)]
+    assert [w / sum(weights) for w in weights] == [0.1, 0.2, 0.3, 0.4]  # i / sum
+    assert [adpc.loss_weight(depth, 4) for depth in adpc.exits(4)] == [1, 1]
+
+
+# -- tokens that left --------------------------------------------------------------------------------------
+
+
+def stream_with(exited: torch.Tensor) -> Stream:
+    hidden = torch.randn(*exited.shape, 16, generator=generator_for("hidden")).requires_grad_()
+    return Stream(hidden, torch.zeros(1, requires_grad=True), text(*exited.shape)[:, :-1], exited)
+
+
+def test_a_token_that_left_keeps_its_state_and_gives_keys_and_values() -> None:
+    block = Model(config(method="calm")).blocks[1]
+    exited = torch.zeros(1, 9, dtype=torch.long)
+    exited[0, 3] = 1
+    stream = stream_with(exited)
+    out = Stream.unpack(block(stream.pack()))
+    assert torch.equal(out.hidden[0, 3], stream.hidden[0, 3])
+    (gradient,) = torch.autograd.grad(out.hidden[0, 5].square().sum(), stream.hidden)
+    assert gradient[0, 3].abs().sum() > 0 and gradient[0, 6:].abs().sum() == 0
+
+
+def test_no_token_that_stays_is_changed_by_gathering() -> None:
+    block = Model(config(method="calm")).double().blocks[1]
+    exited = torch.zeros(2, 9, dtype=torch.long)
+    exited[1, 4:] = 1
+    stream = stream_with(exited)
+    hidden = stream.hidden.double()
+    dense, _ = block.transform(hidden, torch.arange(9))
+    out = Stream.unpack(block(Stream(hidden, stream.auxiliary, stream.tokens, exited).pack())).hidden
+    torch.testing.assert_close(out[exited == 0], dense[exited == 0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(out[exited == 1], hidden[exited == 1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CONFIDENCES)
+def test_with_no_token_left_all_gradients_are_zeros(name: str, training: bool) -> None:
+    model = Model(config(**{**CONFIDENCES[name], "threshold": 0.0})).train(training)
+    stream = stream_with(torch.full((2, 9), 1))
+    states: Any = stream.pack()
+    for layer in model.functions[model.functions.index(model.blocks[1]) : -1]:
+        states = layer(states)
+    out = Stream.unpack(states)
+    assert torch.equal(out.hidden, stream.hidden) and out.auxiliary.item() == 0
+    (out.hidden.sum() + out.auxiliary.sum()).backward()
+    assert torch.equal(stream.hidden.grad, torch.ones_like(stream.hidden))
+    for block in model.blocks[1:]:
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in block.parameters())
+    assert [block.load_signal() for block in model.blocks[1:]] == [0.0 if training else 1.0] * 3
+
+
+def test_a_sequence_may_be_empty_while_another_is_not() -> None:
+    block = Model(config(method="calm")).blocks[1]
+    exited = torch.tensor([[1] * 9, [1] * 8 + [0]])
+    stream = stream_with(exited)
+    out = Stream.unpack(block(stream.pack()))
+    out.hidden.sum().backward()
+    assert out.hidden.isfinite().all() and all(parameter.grad.isfinite().all() for parameter in block.parameters())
+    assert torch.equal(out.hidden[0], stream.hidden[0]) and not torch.equal(out.hidden[1, 8], stream.hidden[1, 8])
+
+
+def test_a_single_token_has_no_label_and_no_exit_loss() -> None:
+    model = Model(config(method="calm"))
+    logits, auxiliary = model(text(2, 1)[:, :1])
+    assert logits.isfinite().all() and auxiliary.item() == 0
+
+
+# -- training and evaluation -------------------------------------------------------------------------------
+
+
+def test_every_use_of_the_head_gives_all_its_parameters_gradients() -> None:
+    model = Model(config(tied=True, method="calm", confidence="classifier"))
+    tokens = text()[:, :-1]
+    uses = [layer for layer in model.functions if not isinstance(layer, ExitBlock)]
+    for use in uses:
+        model.zero_grad()
+        given: Any = tokens if use is uses[0] else stream_with(torch.zeros(2, 9, dtype=torch.long)).pack()
+        made = use(given)
+        made[0].sum().backward()
+        assert all(parameter.grad is not None for parameter in model.head.parameters())
+
+
+def test_exits_train_neither_norm_nor_head() -> None:
+    model = Model(config(method="calm"))
+    _, auxiliary = model(text()[:, :-1])
+    auxiliary.sum().backward()
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in model.head.parameters())
+    assert all(parameter.grad.any() for parameter in model.blocks[0].parameters())
+
+
+@pytest.mark.parametrize("evaluation", [True, False])
+@pytest.mark.parametrize("name", CONFIDENCES)
+def test_evaluation_has_no_exit_losses_and_exits_if_wanted(name: str, evaluation: bool) -> None:
+    model = Model(config(**{**CONFIDENCES[name], "evaluation": evaluation}))
+    trained = list(model.streams(text()[:, :-1]))
+    model.eval()
+    evaluated = list(model.streams(text()[:, :-1]))
+    assert trained[-1][1].item() > 0 and evaluated[-1][1].item() == 0
+    exited = Stream.unpack(evaluated[-2]).exited
+    if evaluation:
+        assert torch.equal(exited, Stream.unpack(trained[-2]).exited) and exited.any()
+        assert torch.equal(evaluated[-1][0], trained[-1][0])
+    else:
+        assert not exited.any()
+
+
+@pytest.mark.parametrize("name", CONFIDENCES)
+def test_recomputing_gives_the_same_numbers(name: str) -> None:
+    plain, recomputed = (Model(config(**CONFIDENCES[name]), recompute) for recompute in (False, True))
+    losses = []
+    for model in (plain, recomputed):
+        loss = loss_of(model, text())
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    for ours, theirs in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert [block.load_signal() for block in plain.blocks] == [block.load_signal() for block in recomputed.blocks]
+
+
+def test_weights_are_those_of_the_model_without_exits() -> None:
+    with_exits = model_layers(config(method="calm"))
+    without = model_layers(parse_block(ModelConfig, SIZES, "model"))
+    assert torch.equal(with_exits[1].build().mlp.expand.weight, without[1].build().mlp.expand.weight)
+    assert torch.equal(with_exits[-1].build().weight, without[-1].build().weight)
+    tied = model_layers(config(tied=True, method="calm"))
+    assert torch.equal(tied[0].build().weight, without[0].build().weight)
+
+
+def test_tokens_leave_from_start_on() -> None:
+    model, said = Model(config(method="calm", threshold=0.03, start=0.5)), []
+    case = EarlyExit(
+        EarlyExitConfig(method="calm", start=0.5),
+        SimpleNamespace(module=model, model_changed=said.append),
+        total_steps=4,
+    )
+    signals = []
+    for step in range(4):
+        case.before_batch(step)
+        for _ in range(2):
+            loss_of(model, text())
+        signals.append(model.blocks[3].load_signal())
+        assert len(said) == (step >= 2)
+    assert signals[:2] == [1.0, 1.0] and signals[2] == signals[3] < 1.0
