@@ -12,5 +12,8 @@ setup(
         "numpy",
         "pydantic>=2",
     ],
-    extras_require={"test": ["pytest", "ruff>=0.17,<0.18", "mypy"]},
+    extras_require={
+        "huggingface": ["transformers>=5", "safetensors"],  # 5 keeps the experts of a Mixtral layer in one tensor
+        "test": ["pytest", "ruff>=0.17,<0.18", "mypy"],
+    },
 )

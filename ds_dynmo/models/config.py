@@ -6,7 +6,14 @@ import difflib
 import os
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
@@ -16,13 +23,37 @@ from ds_dynmo.models.gpt import GPTConfig
 __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
+BYTES = 256  # the text's different tokens
+BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed"}
 
 
 class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
 
-    vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
+    vocab_size: int = Field(default=BYTES, ge=BYTES, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
+
+    huggingface: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
+        'or what is in one; beside it "sequence_length" and "seed" alone may be given',
+    )
+
+    @model_validator(mode="after")
+    def _sizes_are_huggingfaces(self) -> ModelConfig:
+        others = sorted(self.model_fields_set - BESIDE_HUGGINGFACE)
+        if self.huggingface is not None and others:
+            raise ValueError(
+                f"{', '.join(others)}: cannot be given beside huggingface, whose config says what the model is"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_does_not_count(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        dumped: dict[str, Any] = dump(self)
+        if self.huggingface is None:
+            return dumped
+        return {key: value for key, value in dumped.items() if key in BESIDE_HUGGINGFACE}
 
     @field_validator("freezing")
     @classmethod
