@@ -311,7 +311,14 @@ def _config_of(transformers: Any, values: dict[str, Any], place: str) -> Any:
 
 def _check_keys(config: Any, values: dict[str, Any]) -> None:
     """Refuse keys that the library would keep and never look at."""
-    known = {*type(config)().to_dict(), *config.attribute_map, "torch_dtype", "rope_theta", "rope_scaling"}
+    known = {
+        *type(config)().to_dict(),
+        *config.attribute_map,
+        "torch_dtype",
+        "rope_theta",
+        "rope_scaling",
+        "experts_implementation",
+    }
     for key in values:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)

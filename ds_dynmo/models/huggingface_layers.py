@@ -168,7 +168,8 @@ class OutputHead(nn.Module):
 
 def tied_logits(embedding: TokenEmbedding, activations: Activations) -> Activations:
     """What :class:`OutputHead` gives, by the embedding's weights."""
-    return _outputs(lambda hidden: F.linear(hidden, embedding.part.weight), embedding.router_loss, activations)
+    weight = embedding.get_parameter("part.weight")
+    return _outputs(lambda hidden: F.linear(hidden, weight), embedding.router_loss, activations)
 
 
 def _outputs(

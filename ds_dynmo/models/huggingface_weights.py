@@ -83,7 +83,7 @@ class InMemory:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.place = "the model"
         self._tensors = tensors
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """These tensors alone."""
@@ -102,13 +102,14 @@ class Folder:
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.place = str(folder)
-        self.shapes = {}
         self._found: dict[str, tuple[Path, str]] = {}
+        shapes = {}
         for path in _files(folder):
             for key, shape in _header(path).items():
                 name = key if key.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{key}"
-                self.shapes[name] = shape
+                shapes[name] = shape
                 self._found[name] = (path, key)
+        self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """These tensors alone."""

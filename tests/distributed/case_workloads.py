@@ -29,7 +29,7 @@ class CaseRun:
     """One training run of a case.
 
     Attributes:
-        model: the "model" block but for :data:`SIZES`.
+        model: the "model" block but for :data:`SIZES`, which a Hugging Face model does not take.
         moves: by step, where to go before it.
         precision: see ``workloads.PRECISIONS``.
     """
@@ -49,7 +49,8 @@ class CaseRun:
 
 
 def build(run: CaseRun) -> tuple[Any, ModelConfig]:
-    model = parse_block(ModelConfig, {**SIZES, **run.model}, "model")
+    sizes = {} if "huggingface" in run.model else SIZES
+    model = parse_block(ModelConfig, {**sizes, **run.model}, "model")
     torch.manual_seed(0)
     module = PipelineModule(
         layers=model_layers(model),

@@ -28,6 +28,9 @@ def test_a_dumped_block_reads_as_it_was() -> None:
     for freezing in ({"schedule": [[0, 1], [0.5, 3]]}, {"automatic": {"interval": 0.5}}):
         config = read(layers=3, freezing=freezing)
         assert read(**config.model_dump(mode="json")) == config
+    for model in ("folder", {"model_type": "llama", "bos_token_id": None}):
+        config = read(huggingface=model, sequence_length=32)
+        assert read(**config.model_dump(mode="json")) == config
 
 
 def test_it_is_read_from_a_file(tmp_path: Path) -> None:
@@ -66,6 +69,9 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"freezing": {"schedule": [[0.1, 1.5]]}}, "model.freezing.schedule", "0 or more, not 1.5"),
         ({"freezing": {"schedule": [[0.1]]}}, "model.freezing.schedule", "should hold pairs"),
         ({"layers": 4, "freezing": {"schedule": [[0.1, 5]]}}, "model.freezing", "freezes 5 blocks, the model has 4"),
+        ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
+        ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
+        ({"huggingface": {}, "freezing": None}, "model = ", "freezing: cannot be given beside huggingface"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
     ],
 )
