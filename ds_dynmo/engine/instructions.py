@@ -1,6 +1,7 @@
 """Which function carries out each of DeepSpeed's pipeline instructions on this stage.
 
-DeepSpeed's own do, but for what a frozen prefix, twins of tied layers, callbacks, random streams or a profile need.
+DeepSpeed's own do, but for what several outputs, a frozen prefix, twins of tied layers, callbacks, random streams or a
+profile need.
 These functions take the engine as DeepSpeed's do.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -31,7 +33,8 @@ def instructions(
         streams: of random numbers per layer; None: layers draw from the rank's.
     """
     stock: Instructions = PipelineEngine._INSTRUCTION_MAP
-    changed: Instructions = frozen.instructions(layers.start, layers.stop, prefix)
+    changed: Instructions = {schedule.BackwardPass: _backward_from_all_outputs}
+    changed.update(frozen.instructions(layers.start, layers.stop, prefix))
     if layers.has_twins:
         changed[schedule.ReduceTiedGrads] = _reduce_tied_gradients
         if accumulates and prefix < layers.stop:
@@ -40,7 +43,7 @@ def instructions(
         changed[schedule.OptimizerStep] = _call_back_and_step
     if streams is not None:
         changed.update(streams.instructions({**stock, **changed}))
-    return {**stock, **changed} if changed else stock
+    return {**stock, **changed}
 
 
 def marked(bare: Instructions, *, backward: bool) -> Instructions:
@@ -57,8 +60,37 @@ def _one_pass(instruction: Callable[..., None], is_backward: bool) -> Callable[.
     return one_pass
 
 
-def _backward_and_accumulate_twins(engine: Any, buffer_id: int) -> None:
+class _Join(torch.autograd.Function):
+    """Something of no elements whose gradient is that of several tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return (None, *ctx.gradients)
+
+
+def _backward_from_all_outputs(engine: Any, buffer_id: int) -> None:
+    """One pass for all outputs of a stage that sends a tuple.
+
+    DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs a pass for each: all layers that several outputs depend on
+    do their backward work again, and one that is checkpointed fails, as it recomputes once only.
+    """
+    outputs, gradients = engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer
+    if engine.is_last_stage() or not isinstance(outputs, tuple):
+        PipelineEngine._exec_backward_pass(engine, buffer_id)
+        return
+    joined = _Join.apply(tuple(gradients), *(output for output in outputs if output.is_floating_point()))
+    engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer = joined, torch.empty_like(joined)
     PipelineEngine._exec_backward_pass(engine, buffer_id)
+    engine.grad_layer = gradients  # DeepSpeed receives the next ones into them
+
+
+def _backward_and_accumulate_twins(engine: Any, buffer_id: int) -> None:
+    _backward_from_all_outputs(engine, buffer_id)
     engine._layers.accumulate_twin_gradients(engine.optimizer.grad_acc_dtype)
 
 

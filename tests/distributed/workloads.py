@@ -310,7 +310,7 @@ def code_that_runs(case: Case) -> dict[str, Any]:
 
     engine = build(case)
     data = batches(engine)
-    found: dict[str, Any] = {"stock instructions": True, "bare layers": True, "profiled": []}
+    found: dict[str, Any] = {"changed instructions": set(), "bare layers": True, "profiled": []}
     train_batch, exec_schedule = PipelineEngine.train_batch, PipelineEngine._exec_schedule
     profiled = False
 
@@ -326,7 +326,9 @@ def code_that_runs(case: Case) -> dict[str, Any]:
             found["profiled"].append(self.global_steps + 1)
         else:
             found["bare layers"] &= bare
-            found["stock instructions"] &= self._INSTRUCTION_MAP is PipelineEngine._INSTRUCTION_MAP
+            stock = PipelineEngine._INSTRUCTION_MAP
+            changed = {kind.__name__ for kind, function in self._INSTRUCTION_MAP.items() if function is not stock[kind]}
+            found["changed instructions"] |= changed
         exec_schedule(self, pipe_schedule)
 
     PipelineEngine.train_batch, PipelineEngine._exec_schedule = watch_profile, watch
