@@ -259,8 +259,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f'huggingface: needs transformers, which is the extra "huggingface": pip install ds_dynmo[huggingface] '
-            f"({error})"
+            f'needs transformers, the extra "huggingface": pip install ds_dynmo[huggingface] ({error})'
         ) from error
     return transformers
 

@@ -1,11 +1,12 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ModelConfig, gpt_layers, read_model_config
+from ds_dynmo.models import ModelConfig, gpt_layers, model_layers, read_model_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
@@ -81,6 +82,12 @@ def test_what_is_wrong_is_named(block: dict[str, Any], key: str, allowed: str) -
     assert str(caught.value).startswith(key)
     assert allowed in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"model\.huggingface: .*pip install ds_dynmo\[huggingface\]"):
+        model_layers(read(huggingface={"model_type": "llama"}))
 
 
 def test_a_missing_block_is_named() -> None:
