@@ -12,5 +12,8 @@ setup(
         "numpy",
         "pydantic>=2",
     ],
-    extras_require={"test": ["pytest", "ruff>=0.17,<0.18", "mypy"]},
+    extras_require={
+        "huggingface": ["transformers>=5.23", "safetensors"],  # what was tested; before 5, experts were modules
+        "test": ["pytest", "ruff>=0.17,<0.18", "mypy"],
+    },
 )

@@ -7,8 +7,10 @@ from typing import Any
 
 from deepspeed.pipe import LayerSpec
 
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import huggingface
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.config import ModelConfig
+from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
 from ds_dynmo.models.early_exit import EarlyExit, exit_layers
 from ds_dynmo.models.egeria import Egeria
 from ds_dynmo.models.freezing import Freezing
@@ -25,7 +27,21 @@ SPARSE_ATTENTION = {"hash": HashSparseAttention, "qk": QKSparseAttention}
 
 
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
-    """The layer list for a ``PipelineModule``."""
+    """The layer list for a ``PipelineModule``.
+
+    Raises:
+        ConfigError: what "huggingface" names cannot be had; nothing has been built.
+    """
+    if config.huggingface is not None:
+        try:
+            return huggingface.layers(
+                config.huggingface,
+                seed=config.seed,
+                sequence_length=config.sequence_length,
+                vocab_size=BYTES,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
     if config.early_exit is not None:
         return exit_layers(config, config.early_exit)
     return gpt_layers(config, [_block(config, layer) for layer in range(1, config.layers + 1)])

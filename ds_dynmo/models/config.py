@@ -6,7 +6,14 @@ import difflib
 import os
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
@@ -21,6 +28,8 @@ from ds_dynmo.models.sparse_attention import SparseAttentionConfig
 __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
+BYTES = 256  # the text's different tokens
+BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed"}
 
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
@@ -39,7 +48,7 @@ _APART = {
 class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
 
-    vocab_size: int = Field(default=256, ge=256, description="at least 256, the text is bytes")
+    vocab_size: int = Field(default=BYTES, ge=BYTES, description="at least 256, the text is bytes")
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
     moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")
     pruning: PruningConfig | None = Field(default=None, description="prunes the blocks' weights; null: nothing")
@@ -50,6 +59,12 @@ class ModelConfig(GPTConfig):
         default=None, description="mixture of depths: blocks that take some of the tokens; null: all blocks take all"
     )
     early_exit: EarlyExitConfig | None = Field(default=None, description="lets confident tokens leave; null: none")
+
+    huggingface: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
+        'or what is in one; beside it "sequence_length" and "seed" alone may be given',
+    )
 
     @property
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
@@ -67,6 +82,22 @@ class ModelConfig(GPTConfig):
             if case is not None and info.data.get(other) is not None:
                 raise ValueError(f"cannot be combined with {other}: {why}")
         return case
+
+    @model_validator(mode="after")
+    def _sizes_are_huggingfaces(self) -> ModelConfig:
+        others = sorted(self.model_fields_set - BESIDE_HUGGINGFACE)
+        if self.huggingface is not None and others:
+            raise ValueError(
+                f"{', '.join(others)}: cannot be given beside huggingface, whose config says what the model is"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_does_not_count(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        dumped: dict[str, Any] = dump(self)
+        if self.huggingface is None:
+            return dumped
+        return {key: value for key, value in dumped.items() if key in BESIDE_HUGGINGFACE}
 
     @field_validator("freezing")
     @classmethod

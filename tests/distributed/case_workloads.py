@@ -56,6 +56,15 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "exits, adpc": {"early_exit": {"method": "adpc", "depths": [1, 2], "threshold": 0.15, "evaluation": False}},
     "exits, all leave": {"early_exit": {"method": "adpc", "depths": [2], "threshold": 0.0}, "tied_embedding": True},
+    "mod, moe and hash-sparse attention": {
+        "mod": {"capacity": 0.5},
+        "moe": {"experts": 4},
+        "sparse_attention": {"kind": "hash", "buckets": 4},
+    },
+    "pruning and qk-sparse attention": {
+        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
+        "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
+    },
 }
 
 
@@ -64,7 +73,7 @@ class CaseRun:
     """One training run of a case.
 
     Attributes:
-        model: the "model" block but for :data:`SIZES`.
+        model: the "model" block but for :data:`SIZES`, which a Hugging Face model does not take.
         moves: by step, where to go before it.
         precision: see ``workloads.PRECISIONS``.
         dynmo: the "dynmo" block but for "enabled"; by default nothing moves by itself.
@@ -86,7 +95,8 @@ class CaseRun:
 
 
 def model_of(run: CaseRun) -> ModelConfig:
-    return parse_block(ModelConfig, {**SIZES, **run.model}, "model")
+    sizes = {} if "huggingface" in run.model else SIZES
+    return parse_block(ModelConfig, {**sizes, **run.model}, "model")
 
 
 def num_layers(run: CaseRun) -> int:

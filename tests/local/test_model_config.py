@@ -1,11 +1,12 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ModelConfig, gpt_layers, read_model_config
+from ds_dynmo.models import ModelConfig, gpt_layers, model_layers, read_model_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
@@ -27,6 +28,9 @@ def test_every_default_is_a_value_that_the_block_takes() -> None:
 def test_a_dumped_block_reads_as_it_was() -> None:
     for freezing in ({"schedule": [[0, 1], [0.5, 3]]}, {"automatic": {"interval": 0.5}}, {"egeria": {}}):
         config = read(layers=3, freezing=freezing)
+        assert read(**config.model_dump(mode="json")) == config
+    for model in ("folder", {"model_type": "llama", "bos_token_id": None}):
+        config = read(huggingface=model, sequence_length=32)
         assert read(**config.model_dump(mode="json")) == config
     config = read(moe={"routing": "bias", "bias_rate": 0.01})
     assert read(**config.model_dump(mode="json")) == config
@@ -156,6 +160,17 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "model.early_exit",
             "cannot be combined with freezing",
         ),
+        ({"moe": {}, "early_exit": {"method": "calm"}}, "model.early_exit", "cannot be combined with moe"),
+        ({"moe": {}, "pruning": {}}, "model.pruning", "cannot be combined with moe: experts are not pruned"),
+        ({"pruning": {}, "mod": {}}, "model.mod", "cannot be combined with pruning"),
+        (
+            {"freezing": {"egeria": {}}, "sparse_attention": {"kind": "hash"}},
+            "model.sparse_attention",
+            "cannot be combined with freezing.egeria",
+        ),
+        ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
+        ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
+        ({"huggingface": {}, "freezing": None}, "model = ", "freezing: cannot be given beside huggingface"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
         ({"sparse_attention": True}, "model.sparse_attention = true", "an object"),
         ({"sparse_attention": {}}, "model.sparse_attention.kind", "is required"),
@@ -203,6 +218,12 @@ def test_what_is_wrong_is_named(block: dict[str, Any], key: str, allowed: str) -
     assert str(caught.value).startswith(key)
     assert allowed in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"model\.huggingface: .*pip install ds_dynmo\[huggingface\]"):
+        model_layers(read(huggingface={"model_type": "llama"}))
 
 
 def test_a_missing_block_is_named() -> None:

@@ -13,13 +13,15 @@ PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
 
 
 def imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return {name for node in ast.walk(ast.parse(path.read_text())) for name in imported(node)}
+
+
+def imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return set()
 
 
 def forbidden(folder: str, *prefixes: str) -> list[str]:
@@ -58,6 +60,15 @@ def test_one_module_of_the_engine_communicates() -> None:
                 and node.value.id in ("torch", "deepspeed")
                 for node in ast.walk(ast.parse(path.read_text()))
             ), path
+
+
+def test_one_module_imports_transformers_and_only_when_it_is_used() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        names = {name.split(".")[0] for name in imports(path)}
+        assert "transformers" not in names or path.name == "huggingface.py", path
+        at_once = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {name.split(".")[0] for node in at_once for name in imported(node)}
+        assert not names & {"transformers", "safetensors"}, path
 
 
 @pytest.mark.parametrize("module", ["ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners"])

@@ -1,0 +1,376 @@
+"""The layers of a Hugging Face model against the library's own forward and backward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    **{"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
+}
+MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2 untied": {**GPT2, "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},
+    "llama": {"model_type": "llama", **SIZES, "rope_theta": 5000.0},
+    "llama tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True, "pad_token_id": 7},
+    "qwen2": {"model_type": "qwen2", **SIZES},
+    "qwen2 sliding": {
+        **{"model_type": "qwen2", **SIZES, "use_sliding_window": True, "sliding_window": 5},
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16},
+    "mixtral": MIXTRAL,
+    "mixtral sliding": {**MIXTRAL, "sliding_window": 6, "num_experts_per_tok": 1},
+    "mixtral balanced": {**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+}
+BATCH = 3
+LENGTH = 11
+
+
+def library_model(name: str, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    settings = dict(MODELS[name])
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    with torch.no_grad():  # weights as they come are so small that much could be wrong and not be seen
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def batch(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 300, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Whole(nn.Module):
+    """What a PipelineModule makes of the layer list, on one stage."""
+
+    def __init__(self, specs: list[LayerSpec]) -> None:
+        super().__init__()
+        self.tied: dict[str, nn.Module] = {}
+        self.layers = nn.ModuleList()
+        self.functions: list[Any] = []
+        for spec in specs:
+            assert isinstance(spec, LayerSpec)
+            layer = spec.build() if self._is_new(spec) else None
+            if layer is not None:
+                self.layers.append(layer)
+            if isinstance(spec, TiedLayerSpec):
+                tied = self.tied.setdefault(spec.key, layer)  # type: ignore[arg-type]
+                function = spec.forward_fn
+                self.functions.append(tied if function is None else lambda x, m=tied, f=function: f(m, x))
+            else:
+                self.functions.append(layer)
+
+    def _is_new(self, spec: LayerSpec) -> bool:
+        return not isinstance(spec, TiedLayerSpec) or spec.key not in self.tied
+
+    def forward(self, activations: Any) -> Any:
+        for function in self.functions:
+            activations = function(activations)
+        return activations
+
+    def gradients(self, reference: Any) -> dict[str, torch.Tensor | None]:
+        """By the library's names."""
+        path = {id(module): name for name, module in reference.named_modules()}
+        base = reference.base_model
+        parts = [reference.get_input_embeddings()]
+        parts += [base.wpe, *base.h, base.ln_f] if hasattr(base, "wpe") else [*base.layers, base.norm]
+        parts += [] if len(parts) == len(self.layers) else [reference.get_output_embeddings()]
+        return {
+            f"{path[id(part)]}.{name.removeprefix('part.')}": parameter.grad
+            for part, layer in zip(parts, self.layers, strict=True)
+            for name, parameter in layer.named_parameters()
+        }
+
+
+def built(model: Any, **settings: Any) -> Whole:
+    return Whole(huggingface.layers(model, **settings)).train()
+
+
+def library_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and total loss; the library takes unshifted labels, so the cross entropy is ours."""
+    outputs = model(tokens)
+    loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+    if getattr(outputs, "aux_loss", None) is not None:
+        loss = loss + model.router_aux_loss_coef * outputs.aux_loss
+    return outputs.logits, loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients_are_the_librarys(name: str) -> None:
+    reference, (tokens, labels) = library_model(name), batch()
+    ours = built(reference)
+    logits, loss = library_loss(reference, tokens, labels)
+    outputs = ours(tokens)
+    own_logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    own_loss = language_model_loss(outputs, labels)
+    assert torch.equal(own_logits, logits)
+    torch.testing.assert_close(own_loss, loss, rtol=1e-6, atol=0)
+    loss.backward()
+    own_loss.backward()
+    gradients = ours.gradients(reference)
+    assert gradients.keys() == dict(reference.named_parameters()).keys()
+    for parameter_name, parameter in reference.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any()
+        torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=1e-5, atol=1e-7)
+    if not isinstance(outputs, tuple):
+        assert all(torch.equal(gradients[n], p.grad) for n, p in reference.named_parameters())  # type: ignore[arg-type]
+
+
+def test_the_router_loss_is_the_librarys_in_training_and_none_in_evaluation() -> None:
+    reference, (tokens, _) = library_model("mixtral balanced"), batch()
+    ours = built(reference)
+    expected = reference.router_aux_loss_coef * reference(tokens).aux_loss
+    logits, auxiliary = ours(tokens)
+    assert auxiliary.shape == (1,) and auxiliary.item() > 0.5
+    torch.testing.assert_close(auxiliary[0], expected, rtol=1e-6, atol=0)
+    evaluated, nothing = ours.eval()(tokens)
+    assert nothing.item() == 0 and torch.equal(evaluated, logits)
+
+
+def test_in_bf16_it_is_still_the_librarys() -> None:
+    """DeepSpeed makes bf16 of layers as torch does; the library keeps rotary frequencies in fp32 and so do we."""
+    for name in ("llama", "mixtral balanced", "gpt2"):
+        reference, (tokens, _) = library_model(name), batch()
+        ours = built(reference).bfloat16()
+        exact = dict(reference.named_buffers())
+        reference.bfloat16()
+        for buffer_name, buffer in exact.items():
+            module, _, leaf = buffer_name.rpartition(".")
+            setattr(reference.get_submodule(module), leaf, buffer)
+        outputs = ours(tokens)
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        assert logits.dtype == torch.bfloat16 and torch.equal(logits, reference(tokens).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_is_read_layer_by_layer(name: str, tmp_path: Path) -> None:
+    reference = library_model(name)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    tokens, _ = batch()
+    ours = built(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    outputs = ours(tokens)
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert torch.equal(logits, loaded(tokens).logits) and torch.equal(logits, reference(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_layer_reads_its_own_tensors_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_model(name).save_pretrained(tmp_path, max_shard_size="20KB")
+    specs = huggingface.layers(tmp_path)
+    read: list[str] = []
+    original = huggingface.Folder.read
+    monkeypatch.setattr(huggingface.Folder, "read", lambda self, names: (read.extend(names), original(self, names))[1])
+    specs[2].build()
+    assert read and all(name.startswith("model.layers.1.") for name in read)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {index[name] for name in read}
+    for path in tmp_path.glob("*.safetensors"):
+        if path.name not in needed:
+            path.unlink()
+    specs[2].build()  # the other files are not even opened
+
+
+def test_a_file_of_the_model_without_its_head_will_do(tmp_path: Path) -> None:
+    """As the first GPT-2 files are: no prefix, and buffers that are no more."""
+    reference, (tokens, _) = library_model("gpt2"), batch()
+    reference.config.save_pretrained(tmp_path)
+    state = {name: value.contiguous() for name, value in reference.transformer.state_dict().items()}
+    state |= {"h.0.attn.bias": torch.ones(4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    safetensors_torch.save_file(state, tmp_path / "model.safetensors")
+    assert torch.equal(built(tmp_path)(tokens), reference(tokens).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fresh_weights_are_drawn_as_the_librarys(name: str) -> None:
+    """Each layer from a generator of its own: no layer's weights depend on which others are built, or on torch's."""
+    settings = MODELS[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**settings)
+    reference = transformers.AutoModelForCausalLM.from_config(config)
+    state = torch.get_rng_state()
+    ours = built(settings, seed=5)
+    assert torch.equal(state, torch.get_rng_state())
+    weights = dict(zip(ours.gradients(reference), ours.parameters(), strict=True))
+    for parameter_name, parameter in reference.named_parameters():
+        found = weights[parameter_name]
+        assert found.shape == parameter.shape
+        if parameter.numel() > 500:
+            assert found.std().item() == pytest.approx(parameter.std().item(), rel=0.15)
+            assert abs(found.mean() - parameter.mean()) < 0.25 * parameter.std()
+        elif parameter.std() == 0:
+            assert torch.equal(found, parameter)
+    alone = huggingface.layers(settings, seed=5)[2].build()
+    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), ours.layers[2].parameters(), strict=True))
+    other = huggingface.layers(settings, seed=6)[2].build()
+    assert not all(torch.equal(a, b) for a, b in zip(alone.parameters(), other.parameters(), strict=True))
+
+
+def test_a_frozen_parameter_of_a_model_stays_frozen() -> None:
+    reference = library_model("llama")
+    reference.get_input_embeddings().requires_grad_(False)
+    ours = built(reference)
+    frozen = [name for name, parameter in ours.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["layers.0.part.weight"]
+
+
+def test_the_models_config_is_left_alone() -> None:
+    settings = dict(MODELS["llama"])
+    config = transformers.AutoConfig.for_model(**settings)
+    before = config.to_dict()
+    huggingface.layers(config)
+    assert config.to_dict() == before and config._attn_implementation_internal is None
+
+
+# -- export -------------------------------------------------------------------------------------------------
+
+
+def checkpoint_of(whole: Whole, folder: Path) -> Path:
+    """The layer files of a DeepSpeed checkpoint."""
+    (folder / "global_step3").mkdir(parents=True)
+    (folder / "latest").write_text("global_step3")
+    for number, layer in enumerate(whole.layers):
+        torch.save(layer.state_dict(), folder / "global_step3" / f"layer_{number:02d}-model_states.pt")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference, (tokens, _) = library_model(name), batch()
+    checkpoint = checkpoint_of(built(reference).to(dtype), tmp_path / "checkpoint")
+    huggingface.export(reference.config, checkpoint, tmp_path / "out")
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.dtype == dtype
+    for parameter_name, parameter in reference.named_parameters():
+        assert torch.equal(loaded.get_parameter(parameter_name), parameter.to(dtype))
+    reference.save_pretrained(tmp_path / "library", max_shard_size="20KB")
+    ours, theirs = (
+        json.loads((tmp_path / folder / "model.safetensors.index.json").read_text()) for folder in ("out", "library")
+    )
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert built(tmp_path / "out")(tokens) is not None  # our own reader takes it too
+
+
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    reference = library_model("llama")
+    checkpoint = checkpoint_of(built(reference), tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="is there already"):
+        huggingface.export(reference.config, checkpoint, tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        huggingface.export(reference.config, tmp_path / "nowhere", tmp_path / "out")
+    wider = transformers.AutoConfig.for_model(**{**MODELS["llama"], "intermediate_size": 64})
+    with pytest.raises(
+        CheckpointError, match=r"layer_01.*down_proj\.weight has shape \[32, 48\], expected.*\[32, 64\]"
+    ):
+        huggingface.export(wider, checkpoint, tmp_path / "out")
+    (checkpoint / "global_step3" / "layer_02-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"layer_02-model_states\.pt: there is no such file"):
+        huggingface.export(reference.config, checkpoint, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**MODELS["llama"], **changes}))
+    return folder
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    def refused(model: Any, message: str, **settings: Any) -> None:
+        with pytest.raises(ConfigError, match=message):
+            huggingface.layers(model, **settings)
+
+    refused(tmp_path / "nowhere", "nowhere: there is no such folder or file")
+    refused(tmp_path, r"config\.json: cannot be read")
+    refused(write_config(tmp_path, model_type="bert"), r'config\.json: model_type "bert": should be one of gpt2, llama')
+    refused(write_config(tmp_path), r"has no file model\.safetensors; .*config\.json instead")
+    refused(write_config(tmp_path, hidden_size="wide"), r"config\.json: is no config of a llama model")
+    refused(
+        {**MODELS["llama"], "hiden_size": 8}, "hiden_size: a llama config has no such key; did you mean hidden_size"
+    )
+    refused({**MODELS["llama"], "hidden_act": "none"}, "cannot build the model")
+    refused({"vocab_size": 300}, "model_type null")
+    refused({**GPT2, "add_cross_attention": True}, "add_cross_attention")
+    refused({**MODELS["llama"]}, "sequence_length 65: the model has 64 positions", sequence_length=65)
+    refused({**MODELS["llama"]}, "vocab_size 300: should be at least 301", vocab_size=301)
+    refused(3, "got int")
+    refused(nn.Linear(2, 2), "got Linear")
+    refused(transformers.T5Config(), "model_type t5: should be one of")
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            huggingface.layers(tmp_path)
+
+    library_model("llama").save_pretrained(tmp_path)
+    write_config(tmp_path, num_hidden_layers=4)
+    refused(r"lacks model\.layers\.3\.self_attn\.q_proj\.weight, .* and 5 more, which its config asks for")
+    write_config(tmp_path, num_hidden_layers=2)
+    refused(r"has .*model\.layers\.2\..* and 5 more, which its config knows nothing of")
+    write_config(tmp_path, vocab_size=299)
+    refused(r"embed_tokens\.weight \[300, 32\] not \[299, 32\] and 1 more")
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not at all")
+    refused(r"model\.safetensors: cannot be read")
+    (tmp_path / "model.safetensors").unlink()
+    library_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    next(iter(tmp_path.glob("model-00002-*"))).unlink()
+    refused(r"has no file model-00002-of-\d+\.safetensors")
+
+
+# -- the "model" block --------------------------------------------------------------------------------------
+
+
+def test_the_model_block_takes_a_config(tmp_path: Path) -> None:
+    config = parse_block(ModelConfig, {"huggingface": MODELS["qwen3"], "sequence_length": 64, "seed": 3}, "model")
+    specs = model_layers(config)
+    assert [spec.typename.__name__ for spec in specs] == [
+        *["TokenEmbedding", "DecoderLayer", "DecoderLayer", "DecoderLayer", "FinalNorm", "OutputHead"]
+    ]
+    path = write_config(tmp_path) / "config.json"
+    assert len(model_layers(parse_block(ModelConfig, {"huggingface": str(path), "sequence_length": 64}, "model"))) == 6
+    for changes, message in (
+        ({"sequence_length": 65}, "model.huggingface: sequence_length 65"),
+        ({"huggingface": {**MODELS["qwen3"], "vocab_size": 200}}, "model.huggingface: vocab_size 200: .* 256"),
+        ({"huggingface": "nowhere"}, "model.huggingface: nowhere: there is no such"),
+    ):
+        block = {"huggingface": MODELS["qwen3"], "sequence_length": 64, **changes}
+        with pytest.raises(ConfigError, match=message):
+            model_layers(parse_block(ModelConfig, block, "model"))
