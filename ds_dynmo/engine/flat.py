@@ -18,6 +18,7 @@ from torch import nn
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.flat_layout import Container, Member, Unit, shard_size
 from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
+from ds_dynmo.engine.membership import Membership
 from ds_dynmo.engine.parameter_groups import options_of
 from ds_dynmo.engine.relayout import MASTER, Holdings, Relayout, work_out
 from ds_dynmo.engine.shard_exchange import exchange_shards
@@ -47,8 +48,7 @@ class FlatState:
     ) -> None:
         self._wrapper, self._layers, self._comm, self._grid = wrapper, layers, comm, grid
         self._placeholders = list(placeholders)
-        self._group = {id(p): number for number, group in enumerate(groups) for p in group}
-        self._parked = {id(p) for group in groups for p in group if not p.requires_grad}
+        self._membership = Membership(groups)
         self._stash: dict[int, dict[str, torch.Tensor]] = {}  # per group, its parked buffer's tensors
         self._next: Relayout | None = None
         self._flats: dict[int, torch.Tensor] = {}  # per group, the weights' next flat buffer while layers move
@@ -65,12 +65,12 @@ class FlatState:
     @property
     def members(self) -> list[list[nn.Parameter]]:
         """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
-        return self._by_group(self._layers.parameters(), parked=False)
+        return self._membership.by_group(self._layers.parameters(), parked=False)
 
     @property
     def parked(self) -> list[list[nn.Parameter]]:
         """Per group, its frozen parameters, in the order of its parked buffer."""
-        return self._by_group(self._layers.parameters(), parked=True)
+        return self._membership.by_group(self._layers.parameters(), parked=True)
 
     @property
     def shard_numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -84,24 +84,15 @@ class FlatState:
 
     def group_of(self, parameter: nn.Parameter) -> int | None:
         """The number of a parameter's group; None if no group has it."""
-        return self._group.get(id(parameter))
+        return self._membership.group(parameter)
 
     def is_current(self) -> bool:
         """Is every parameter where its ``requires_grad`` says: trainable ones with the optimizer, others parked?"""
-        return all(
-            p.requires_grad != (id(p) in self._parked) for p in self._layers.parameters() if id(p) in self._group
-        )
-
-    def _by_group(self, parameters: Iterable[nn.Parameter], *, parked: bool) -> list[list[nn.Parameter]]:
-        found: list[list[nn.Parameter]] = [[] for _ in self._placeholders]
-        for parameter in parameters:
-            if id(parameter) in self._group and (id(parameter) in self._parked) == parked:
-                found[self._group[id(parameter)]].append(parameter)
-        return found
+        return all(self._membership.is_current(p) for p in self._layers.parameters() if p in self._membership)
 
     def _first_stash(self, group: int) -> dict[str, torch.Tensor]:
         """The parked buffer of parameters that were frozen from the start: their weights, and no state."""
-        parameters = self._by_group(self._layers.parameters(), parked=True)[group]
+        parameters = self.parked[group]
         shard = shard_size(sum(p.numel() for p in parameters), self._shards, parked=True)
         if not shard:
             return {}
@@ -141,7 +132,7 @@ class FlatState:
 
     def content(self, module: nn.Module) -> LayerContent:
         parameters = list(module.parameters())
-        numbers = [self._group.get(id(parameter)) for parameter in parameters]
+        numbers = [self._membership.group(parameter) for parameter in parameters]
         groups = self._wrapper.inner.param_groups
         return LayerContent(
             module=module,
@@ -170,8 +161,7 @@ class FlatState:
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             unbind(parameter)
-            self._group.pop(id(parameter), None)
-            self._parked.discard(id(parameter))
+            self._membership.leave(parameter)
 
     def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
         following, self._next = self._next, None
@@ -179,7 +169,7 @@ class FlatState:
         for content in arrived.values():
             for parameter, number in zip(content.parameters, content.groups):
                 if number is not None:
-                    self._group[id(parameter)] = number
+                    self._membership.join(parameter, number)
         self._take_options(parameters, arrived)
         laid_out: list[tuple[list[list[nn.Parameter]], list[torch.Tensor]]] = []
         self._exchange(following, meanwhile=lambda: laid_out.append(self._lay_out(parameters)))
@@ -188,10 +178,11 @@ class FlatState:
     def _lay_out(self, parameters: Sequence[nn.Parameter]) -> tuple[list[list[nn.Parameter]], list[torch.Tensor]]:
         """The groups' parameters, placeholders where there are none, and the flat buffers that they now lie in."""
         for parameter in parameters:
-            if id(parameter) in self._group:
+            if parameter in self._membership:
                 unbind(parameter)
-        self._park(parameters)
-        live = self._by_group(parameters, parked=False)
+                if self._membership.follow(parameter) and not parameter.requires_grad:
+                    parameter.data = parameter.data.clone()  # no longer a part of the flat weights
+        live = self._membership.by_group(parameters, parked=False)
         groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
         flats = [self._flatten(number, group) for number, group in enumerate(groups)]
         self._flats.clear()
@@ -247,13 +238,14 @@ class FlatState:
         """
         assert all(rows.keys() <= {MASTER, *kinds.get(number, ())} for _, number, rows in members)
         pieces = {id(parameter): rows for parameter, _, rows in members}
-        self._group = {id(parameter): number for parameter, number, _ in members}
-        self._parked = {id(parameter) for parameter, _, _ in members if not parameter.requires_grad}
-        parameters = [parameter for parameter in self._layers.parameters() if id(parameter) in self._group]
+        groups: list[list[nn.Parameter]] = [[] for _ in self._placeholders]
+        for parameter, number, _ in members:
+            groups[number].append(parameter)
+        self._membership = Membership(groups)
         state = self._wrapper.inner.state
         for number in range(len(self._placeholders)):
             for parked in (False, True):
-                group = self._by_group(parameters, parked=parked)[number]
+                group = (self.parked if parked else self.members)[number]
                 fresh = {
                     name: self._shard(group, pieces, name, parked=parked) for name in {MASTER, *kinds.get(number, ())}
                 }
@@ -266,7 +258,7 @@ class FlatState:
                 if fresh:
                     state[master] = {**scalars[number], **fresh}
             self._wrapper.inner.param_groups[number].update(options.get(number, {}))
-        for parameter in parameters:
+        for parameter, _, _ in members:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
         self._wrap(*self._lay_out(self._layers.parameters()))
@@ -303,7 +295,7 @@ class FlatState:
         self._weights_lead = True
         layers: dict[Unit, list[tuple[nn.Parameter, nn.Parameter | None]]] = {}
         for key, parameter in before.items():
-            if id(parameter) in self._group:
+            if parameter in self._membership:
                 layers.setdefault(self._layers.unit(key[0]), []).append((parameter, after.get(key)))
         position = {id(p): n for module in self._layers.modules().values() for n, p in enumerate(module.parameters())}
         for unit, pairs in layers.items():
@@ -315,8 +307,9 @@ class FlatState:
                     members.append(self._member(old, position[id(old)]))
                     continue
                 members.append(replace(self._member(old, -1 - number), park=None))
-                if new is not None:
-                    self._group[id(new)] = self._group[id(old)]
+                group = self._membership.group(old)
+                if new is not None and group is not None:
+                    self._membership.join(new, group)
                     members.append(replace(self._member(new, position[id(new)]), parked=None))
                 self.drop([old])
 
@@ -328,22 +321,22 @@ class FlatState:
                     held.copy_(self._shard(group, {}, MASTER, parked=parked))
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
-        number = self._group.get(id(parameter))
+        number = self._membership.group(parameter)
         if number is None:
             return 0
         width = sum(tensor.dtype.itemsize for tensor in self._live(number).values())
         state = parameter.numel() * width // self._shards
-        if id(parameter) in self._parked:
+        if self._membership.is_parked(parameter):
             return state
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        number = self._group.get(id(parameter))
+        number = self._membership.group(parameter)
         if number is None:
             return {}
-        parked = id(parameter) in self._parked
+        parked = self._membership.is_parked(parameter)
         offset = 0
-        for other in self._by_group(self._layers.parameters(), parked=parked)[number]:
+        for other in (self.parked if parked else self.members)[number]:
             if other is parameter:
                 break
             offset += other.numel()
@@ -354,11 +347,13 @@ class FlatState:
         return found
 
     def _member(self, parameter: nn.Parameter, position: int) -> Member:
+        group = self._membership.group(parameter)
+        assert group is not None
         return Member(
             position=position,
             numel=parameter.numel(),
-            group=self._group[id(parameter)],
-            parked=id(parameter) in self._parked,
+            group=group,
+            parked=self._membership.is_parked(parameter),
             park=not parameter.requires_grad,
         )
 
@@ -376,7 +371,7 @@ class FlatState:
             members[unit] = self._exchanged.get(unit) or [
                 self._member(parameter, position)
                 for position, parameter in enumerate(module.parameters())
-                if id(parameter) in self._group
+                if parameter in self._membership
             ]
         numbers = range(len(self._placeholders))
         containers = [(number, parked) for number in numbers for parked in (False, True)]
@@ -395,7 +390,7 @@ class FlatState:
         """A group that was empty here takes its options, the learning rate too, from what arrives."""
         newcomers = {id(p) for content in arrived.values() for p in content.parameters}
         for number, group in enumerate(self._wrapper.inner.param_groups):
-            if not any(self._group.get(id(p)) == number for p in parameters if id(p) not in newcomers):
+            if not any(self._membership.group(p) == number for p in parameters if id(p) not in newcomers):
                 for content in arrived.values():
                     group.update(content.group_options.get(number, {}))
 
@@ -434,16 +429,6 @@ class FlatState:
     @property
     def _device(self) -> torch.device:
         return self._wrapper.masters[0].device
-
-    def _park(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if id(parameter) not in self._group:
-                continue
-            if parameter.requires_grad:
-                self._parked.discard(id(parameter))
-            elif id(parameter) not in self._parked:
-                self._parked.add(id(parameter))
-                parameter.data = parameter.data.clone()  # no longer a part of the flat weights
 
     def _flatten(self, number: int, group: list[nn.Parameter]) -> torch.Tensor:
         """The weights of a group in one buffer, of which the parameters become views; some lie there already."""

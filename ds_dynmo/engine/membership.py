@@ -1,0 +1,63 @@
+"""Which parameter group each parameter of a stage is in, and in which of the group's two flat buffers it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+
+class Membership:
+    """Frozen parameters are *parked*: they lie in a buffer of their group that the optimizer does not see.
+
+    Args:
+        groups: per parameter group, all of its parameters on this stage, frozen ones too.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._num_groups = len(groups)
+        self._group: dict[int, int] = {}
+        self._parked: set[int] = set()
+        for number, group in enumerate(groups):
+            for parameter in group:
+                self.join(parameter, number)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._group
+
+    def group(self, parameter: nn.Parameter) -> int | None:
+        """The number of a parameter's group; None if it is in none."""
+        return self._group.get(id(parameter))
+
+    def is_parked(self, parameter: nn.Parameter) -> bool:
+        """Does it lie in its group's parked buffer?"""
+        return id(parameter) in self._parked
+
+    def join(self, parameter: nn.Parameter, group: int) -> None:
+        """It is in ``group`` from now on, and parked if it is frozen."""
+        self._group[id(parameter)] = group
+        self.follow(parameter)
+
+    def follow(self, parameter: nn.Parameter) -> bool:
+        """It is where its ``requires_grad`` says from now on; True if it was not."""
+        if self.is_current(parameter):
+            return False
+        self._parked ^= {id(parameter)}
+        return True
+
+    def is_current(self, parameter: nn.Parameter) -> bool:
+        """Is it where its ``requires_grad`` says: with the optimizer if it trains, else parked?"""
+        return parameter.requires_grad != self.is_parked(parameter)
+
+    def leave(self, parameter: nn.Parameter) -> None:
+        """It was sent away."""
+        self._group.pop(id(parameter), None)
+        self._parked.discard(id(parameter))
+
+    def by_group(self, parameters: Iterable[nn.Parameter], *, parked: bool) -> list[list[nn.Parameter]]:
+        """Per group, those of ``parameters`` that lie in that buffer of it, in their order."""
+        found: list[list[nn.Parameter]] = [[] for _ in range(self._num_groups)]
+        for parameter in parameters:
+            if parameter in self and self.is_parked(parameter) == parked:
+                found[self._group[id(parameter)]].append(parameter)
+        return found
