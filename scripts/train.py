@@ -31,7 +31,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import ds_dynmo
 from ds_dynmo.config import load_json, read_dynmo_config
-from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
 from ds_dynmo.models import (
     Batches,
     ByteText,
@@ -426,7 +426,7 @@ def main(arguments: list[str]) -> int:
     deepspeed.init_distributed()
     try:
         engine = build_engine(run)
-    except (ConfigError, PartitionError) as error:
+    except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse(error)
     history = train(run, engine)
     if first_rank:

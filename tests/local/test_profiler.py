@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.profiler import Profiler
+from ds_dynmo.engine.profiler import Profiler, typical
 
 
 class Clock:
@@ -213,3 +213,28 @@ def test_activation_bytes_under_checkpointing_leave_the_checkpoint_working() -> 
         inner(reference).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, reference.grad)
     assert profiler.samples.activation_bytes[4] == 2 * 3 * 4 * 2
+
+
+def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most() -> None:
+    funcs = [lambda x: (x[: rows.pop(0)] ** 2).sum()]
+    module, rows = SimpleNamespace(forward_funcs=list(funcs)), [1, 4, 2]
+    profiler = Profiler(Clock())
+    with profiler.batch(module, 0, has_loss=True):
+        for _ in range(3):
+            with profiler.one_pass(backward=False):
+                module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
+    assert profiler.samples.activation_bytes == {0: 4 * 2 * 4}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([], 0.0),
+        ([3.0], 3.0),
+        ([0.0, 0.0, 0.0, 4.0], 1.0),  # work in one micro-batch of four
+        ([1.0] * 7 + [50.0], 1.0),  # a hiccup
+        ([0.0] * 9 + [2.0] * 7, 10 / 12),
+    ],
+)
+def test_what_a_layer_typically_takes(seconds: list[float], expected: float) -> None:
+    assert typical(seconds) == pytest.approx(expected)
