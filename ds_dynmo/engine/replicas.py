@@ -1,10 +1,10 @@
 """Parameters of which every data-parallel replica has others, such as its share of a layer's experts.
 
 A layer that has some marks them, ``parameter.replica_own = True``: they are neither broadcast at the start nor averaged
-with other replicas'. Their gradients have to be sums over all replicas' samples when a batch's backward work is done.
+with other replicas'. When a batch's backward work is done their gradients have to be sums over all replicas' samples.
 Such a layer reaches its peers by a method ``use_replicas(group)``, which is called when the engine is built, before the
-optimizer is, and again wherever the layer arrives. The group belongs to the stage: it must not be pickled or copied with
-the layer.
+optimizer is, and again wherever the layer arrives. The group belongs to the stage: it must not be pickled or copied
+with the layer.
 """
 
 from __future__ import annotations
