@@ -54,7 +54,7 @@ def train(run: CaseRun) -> dict[str, Any]:
         for case in cases:
             case.before_batch(step)
         losses.append(engine.train_batch(data).item())
-        norms.append(float(engine.get_global_grad_norm()))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
         for case in cases:
             case.after_batch(step + 1)
     first = {index: replica * len(part.expand) for index, part in experts(engine).items()}
@@ -69,7 +69,7 @@ def train(run: CaseRun) -> dict[str, Any]:
     }
 
 
-def watch(run: CaseRun, *, favourites: bool) -> list[dict[str, Any]]:
+def watch(run: CaseRun, favourites: bool) -> list[dict[str, Any]]:
     """One batch: per layer of experts what each micro-batch sent to each expert, and the layer's load signal.
 
     Args:

@@ -91,7 +91,7 @@ def test_the_load_signal_is_the_busiest_replicas_share(favourites: bool) -> None
     model = {"moe": {"experts": 4, "expert_parallel": True, "routing": "bias"}}
     case = CaseRun(model, replicas=2)
     layers: dict[int, list[dict[str, Any]]] = {}
-    for found in run(4, work.watch, case, favourites=favourites):
+    for found in run(4, work.watch, case, favourites):
         for layer in found:
             layers.setdefault(layer["layer"], []).append(layer)
     assert len(layers) == 4
@@ -105,7 +105,7 @@ def test_the_load_signal_is_the_busiest_replicas_share(favourites: bool) -> None
         assert one["finite"] and other["finite"]
         assert one["shapes"] == other["shapes"] == [[2, 32, 16], [2, 16, 32]]
     if favourites:
-        everywhere = run(4, work.watch, work.unsharded(case), favourites=True)
+        everywhere = run(4, work.watch, work.unsharded(case), True)
         assert layers[1][0]["loss"] == pytest.approx(everywhere[0][0]["loss"], rel=1e-6)
 
 
