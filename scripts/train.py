@@ -127,6 +127,8 @@ def prepare(arguments: list[str]) -> Run:
         raise ConfigError('model.freezing: needs a "dynmo" block, stock DeepSpeed cannot train a frozen front')
     if model.moe is not None and model.moe.routing == "bias" and dynmo is None:
         raise ConfigError('model.moe.routing = "bias": needs a "dynmo" block, its counts are summed over replicas')
+    if model.moe is not None and model.moe.expert_parallel and dynmo is None:
+        raise ConfigError('model.moe.expert_parallel: needs a "dynmo" block, stock DeepSpeed would average the experts')
     if model.pruning is not None and dynmo is None:
         raise ConfigError('model.pruning: needs a "dynmo" block, stock DeepSpeed cannot sum over its stages')
     if args.steps < 1:

@@ -21,6 +21,7 @@ from torch import nn
 
 from ds_dynmo.config import DynMoConfig, parse_type_partition
 from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.replicas import has_own
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.plan import check_partition
@@ -136,6 +137,11 @@ def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
         return (
             "layers with experts of deepspeed.moe cannot be moved: they keep process groups, and every data-parallel "
             "rank holds other experts, whose gradients are not those of its replicas"
+        )
+    if flat and has_own(model):
+        return (
+            "layers of which every data-parallel replica holds others (moe.expert_parallel) with bf16 or ZeRO: fp32 "
+            "weights and optimizer state would be sharded over replicas that do not have the same; train in fp32"
         )
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
     if sparse and flat:

@@ -8,17 +8,35 @@ summed per layer on the rank that owns it, and the layers' sums are added in lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from ds_dynmo.engine.replicas import is_own
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of the ranks that hold parts of the same layers.
+
+    Attributes:
+        slice_index, slices: its tensor-parallel index, and how many there are.
+        replica, replicas: its data-parallel index, and how many there are; 0 of 1 where all hold the same.
+    """
+
+    slice_index: int
+    slices: int
+    replica: int = 0
+    replicas: int = 1
+
 
 def gradient_norm(
     layers: Mapping[int, nn.Module],
     num_layers: int,
-    slices: tuple[int, int],
-    sum_over_model: Callable[[torch.Tensor], torch.Tensor],
+    place: Place,
+    sum_over_all: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
     gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> float:
@@ -26,19 +44,19 @@ def gradient_norm(
 
     Args:
         layers: this stage's layers by number. A tied layer is here only on the stage of its first use.
-        slices: this rank's tensor-parallel index, and how many there are.
-        sum_over_model: collective; the elementwise sum over stages and slices (zeros but for one rank in every
-            place, so that it is exact).
+        place: this rank's among the holders of its layers.
+        sum_over_all: collective; the elementwise sum over stages and places (zeros but for one rank in every element,
+            so that it is exact).
         gradient_of: the gradient of a parameter, or None.
     """
-    squares = torch.zeros(num_layers, slices[1], dtype=torch.float64, device=device)
+    squares = torch.zeros(num_layers, place.slices, place.replicas, dtype=torch.float64, device=device)
     for index, layer in layers.items():
-        counted = [p for p in layer.parameters() if counts(p, slices[0])]
+        counted = [p for p in layer.parameters() if counts(p, place)]
         gradients = [_elements(gradient).float() for p in counted if (gradient := gradient_of(p)) is not None]
         if gradients:
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-            squares[index, slices[0]] = norms.square().sum()
-    return float(sum_over_model(squares).sum().sqrt())
+            squares[index, place.slice_index, place.replica] = norms.square().sum()
+    return float(sum_over_all(squares).sum().sqrt())
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
@@ -46,9 +64,10 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def counts(parameter: nn.Parameter, slice_index: int) -> bool:
-    """Is it counted on this tensor-parallel slice: every part of a parameter that is split, others on the first?"""
-    return slice_index == 0 or bool(is_model_parallel_parameter(parameter))
+def counts(parameter: nn.Parameter, place: Place) -> bool:
+    """Is it counted here: every part of a parameter that is split over slices or replicas, others on the first?"""
+    in_slice = place.slice_index == 0 or bool(is_model_parallel_parameter(parameter))
+    return in_slice and (place.replica == 0 or is_own(parameter))
 
 
 def sharded_norm(

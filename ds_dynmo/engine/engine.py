@@ -61,6 +61,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
             self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
         check_sharing(self._layers, self._comm)
         self._layers.split_uses()
+        self._use_replicas()
         if dynmo.randomness.per_layer:
             seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
             self._streams = LayerStreams(seed, self.grid.get_data_parallel_id())
@@ -383,6 +384,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
 
     def _layers_moved(self) -> None:
         """Make everything in the engine that depends on the stage's layers right again."""
+        self._use_replicas()
         self._last_move_step = self.global_steps
         self._profiler.forget()
         self.reset_activation_shape()

@@ -7,6 +7,7 @@ differs from DeepSpeed (read in 0.19.8).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine import checks
-from ds_dynmo.engine.clipping import counts, gradient_norm, scale_gradients, sharded_norm
+from ds_dynmo.engine import checks, replicas
+from ds_dynmo.engine.clipping import Place, counts, gradient_norm, scale_gradients, sharded_norm
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.optimizer_state import OptimizerState, PerParameterState
@@ -33,6 +34,7 @@ class MendedPipelineEngine(PipelineEngine):
     _wrapper: FlatWrapper | None = None
     _members: list[list[nn.Parameter]]
     _timers_started: set[str]
+    _replicas_differ = False  # does the model have parameters that are each replica's own?
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
@@ -61,9 +63,39 @@ class MendedPipelineEngine(PipelineEngine):
         if self.dynmo is not None:
             self._connect()
             self._comm.enter("initialize")
-            flat = self.zero_optimization() or self.bfloat16_enabled()
-            checks.check_layers(self._comm.gather_objects(checks.unsupported_layers(model, flat=flat)))
+            every = self._comm.gather_objects((self._unsupported(model), replicas.has_own(model)))
+            checks.check_layers(problem for problem, _ in every)
+            self._replicas_differ = any(differ for _, differ in every)
         super()._configure_distributed_model(model)
+
+    def _unsupported(self, model: Any) -> str | None:
+        """Connect the layers of this stage to their replicas; what keeps them from being moved, in words."""
+        try:
+            replicas.use_replicas(model.modules(), self.mpu.get_data_parallel_group())
+        except ConfigError as error:
+            return str(error)
+        return checks.unsupported_layers(model, flat=self.zero_optimization() or self.bfloat16_enabled())
+
+    def _use_replicas(self) -> None:
+        """Connect the layers of this stage, others than before, to their replicas."""
+        replicas.use_replicas(self._layers.every_module(), self.grid.get_data_parallel_group())
+
+    def _broadcast_model(self) -> None:
+        """As DeepSpeed does, but for parameters that are a replica's own."""
+        kept = [(p, p.detach().clone()) for p in self.module.parameters() if replicas.is_own(p)]
+        super()._broadcast_model()
+        for parameter, own in kept:
+            parameter.data.copy_(own)
+
+    def _get_gradients_for_reduction(self) -> tuple[list[Any], dict[str, list[Any]]]:
+        """As DeepSpeed gathers them, once per batch, to be averaged; a replica's own are made means here."""
+        gradients, of_experts = super()._get_gradients_for_reduction()
+        if not self._replicas_differ:
+            return gradients, of_experts
+        reduced = [p for p in self.module.parameters() if p.requires_grad and p.numel()]
+        for parameter in filter(replicas.is_own, reduced):
+            parameter.grad.div_(self.grid.get_data_parallel_world_size())
+        return [g for p, g in zip(reduced, gradients, strict=True) if not replicas.is_own(p)], of_experts
 
     # -- optimizer ------------------------------------------------------------------------------------
 
@@ -143,8 +175,12 @@ class MendedPipelineEngine(PipelineEngine):
 
     def _gradient_norm(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> float:
         modules, count = self._layers.counted_modules(), self._layers.num_layers
-        slices = self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size
-        return gradient_norm(modules, count, slices, self._comm.sum_over_model, self.device, gradient_of)
+        place = Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size)
+        sum_over_all = self._comm.sum_over_model
+        if self._replicas_differ:
+            place = replace(place, replica=self.grid.get_data_parallel_id(), replicas=self.grid.data_parallel_size)
+            sum_over_all = self._comm.sum_over_world
+        return gradient_norm(modules, count, place, sum_over_all, self.device, gradient_of)
 
     def _norm_of_sums(self) -> float:
         assert self._wrapper is not None
@@ -153,7 +189,7 @@ class MendedPipelineEngine(PipelineEngine):
 
     def _norm_of_shards(self) -> float:
         assert self._wrapper is not None
-        mine = self.grid.get_slice_parallel_rank()
+        mine = Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size)
         modules = self._layers.counted_modules().values()
         counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
         gradients = [gradient for p, gradient in self._wrapper.gradients() if id(p) in counted]

@@ -116,6 +116,11 @@ class StageLayers:
         owners = [i for i in range(partition[stage], partition[stage + 1]) if self.owner(i, partition)]
         return {self.unit(index): index for index in sorted(owners, key=lambda i: (self.key(i) is None, i))}
 
+    def every_module(self) -> Iterator[nn.Module]:
+        """Every part of every layer that runs here, twins too."""
+        for whole in (self._module, *self._twins.values()):
+            yield from whole.modules()
+
     def parameters(self) -> list[nn.Parameter]:
         """This stage's parameters, each once, in the order that DeepSpeed's module gives them: tied layers first."""
         modules = self.modules()

@@ -118,6 +118,12 @@ class ModelConfig(GPTConfig):
                 f"leaves no block with experts: dense_blocks {moe.dense_blocks}, every {moe.every}, "
                 f"the model has {layers} (layers)"
             )
+        freezing = info.data.get("freezing")
+        if moe is not None and moe.expert_parallel and freezing is not None and freezing.schedule is None:
+            raise ValueError(
+                "expert_parallel can be combined with freezing.schedule only: other ways look at weights, of which "
+                "every replica has others"
+            )
         return moe
 
     @field_validator("sparse_attention")
@@ -137,6 +143,12 @@ class ModelConfig(GPTConfig):
         layers = info.data.get("layers")
         if mod is not None and layers is not None and mod.every > layers:
             raise ValueError(f"every {mod.every} blocks one is routed (every), the model has {layers} (layers)")
+        moe = info.data.get("moe")
+        if mod is not None and mod.sampling == "predictor" and moe is not None and moe.expert_parallel:
+            raise ValueError(
+                'sampling "predictor" cannot be combined with moe.expert_parallel: in an evaluation replicas would not '
+                'run their experts equally often; "topk" can'
+            )
         return mod
 
     @field_validator("early_exit")

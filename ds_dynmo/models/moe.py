@@ -1,20 +1,22 @@
 """Mixture of experts: tokens go to some of a layer's feed-forward networks (paper, section 2, MoE).
 
-All experts of a layer are on the rank that has the layer; their weights are ``[experts, ...]``, so that some of the
-experts are a slice of them.
+Their weights are ``[experts, ...]``. A rank that has the layer has all of them; with ``expert_parallel`` a slice, its
+share of what the data-parallel replicas hold together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.expert_parallel import Replicas, loads_of_replicas, share_of, through_replicas
 from ds_dynmo.models.gpt import INIT_STD, GPTConfig, init_normal, residual_std
 from ds_dynmo.models.grouped_linear import grouped_linear
 from ds_dynmo.models.local_layers import local_layers
@@ -29,18 +31,23 @@ class MixtureOfExperts(nn.Module):
 
     With a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * top_k * tokens / experts)`` choices of a
     micro-batch: first choices before second ones, earlier tokens before later ones. The others are dropped: they add
-    nothing to the residual stream.
+    nothing to the residual stream. With ``expert_parallel`` that goes for the tokens of each replica, so that what is
+    dropped does not depend on who has the experts.
 
     Attributes:
-        expand: ``[experts, mlp_ratio * hidden, hidden]``.
-        contract: ``[experts, hidden, mlp_ratio * hidden]``.
-        choices_per_expert: how many tokens of the last training batch, on this rank, chose each expert.
+        expand: ``[experts, mlp_ratio * hidden, hidden]``; of experts that replicas share, this one's.
+        contract: ``[experts, hidden, mlp_ratio * hidden]``, likewise.
+        choices_per_expert: how many tokens of the last training batch, on this rank, chose each expert of all.
         tokens_per_expert: how many of them it took; the same without capacity.
+        busiest_tokens: what the replica with most to do in a micro-batch had, summed over the last training batch's.
+        mean_choices: choices in the last training batch, the mean over the replicas that share the experts.
     """
 
     def __init__(self, config: GPTConfig, generator: torch.Generator, *, moe: MoEConfig) -> None:
         super().__init__()
         width = config.mlp_ratio * config.hidden_size
+        self.num_experts = moe.experts
+        self.expert_parallel = moe.expert_parallel
         self.top_k = moe.top_k
         self.capacity_factor = moe.capacity_factor
         self.router = Router(moe, config.hidden_size, generator)
@@ -48,11 +55,35 @@ class MixtureOfExperts(nn.Module):
         self.contract = nn.Parameter(torch.empty(moe.experts, config.hidden_size, width))
         init_normal(self.expand, INIT_STD, generator)
         init_normal(self.contract, residual_std(config), generator)
+        self._replicas = Replicas()
         self.start_batch()
 
-    @property
-    def num_experts(self) -> int:
-        return len(self.expand)
+    def use_replicas(self, group: Any) -> None:
+        """Says who the data-parallel replicas are, here and now: the engine does, after every move.
+
+        With ``expert_parallel``, the first call leaves this replica's share of the experts, as they were initialised.
+
+        Args:
+            group: the process group of the stage's replicas.
+
+        Raises:
+            ConfigError: the experts cannot be shared out evenly.
+        """
+        if not self.expert_parallel:
+            return
+        self._replicas = Replicas(group)
+        size = self._replicas.size
+        if self.num_experts % size:
+            raise ConfigError(
+                f"model.moe.expert_parallel = true: {self.num_experts} experts (model.moe.experts) cannot be shared "
+                f"out evenly over {size} data-parallel replicas"
+            )
+        if size == 1:
+            return
+        for weights in (self.expand, self.contract):
+            if len(weights) == self.num_experts:
+                weights.data = weights.data[share_of(self._replicas.index, size, self.num_experts)].clone()
+            weights.replica_own = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``[batch, sequence, hidden]`` to the same; with an auxiliary loss, fp32 ``[1]``, where the router has one."""
@@ -66,30 +97,43 @@ class MixtureOfExperts(nn.Module):
             capacity = math.ceil(self.capacity_factor * len(choices) / self.num_experts)
             order = torch.cat([of_expert[:capacity] for of_expert in order.split(chosen)])
             taken = [min(count, capacity) for count in chosen]
+        shared = len(self.expand) < self.num_experts
+        everyone = self._replicas.gather([*taken, len(choices)], hidden.device) if shared else [[*taken, len(choices)]]
+        table = [row[:-1] for row in everyone]
         if self.training and not is_recomputing():
             self._count(chosen, taken)
+            self.busiest_tokens += max(loads_of_replicas(table))
+            self.mean_choices += sum(row[-1] for row in everyone) / len(everyone)
 
         # Every place is read once: index_select's gradient then has one addend each, the same in any order.
         rows = tokens.repeat(self.top_k, 1).index_select(0, order)
-        outputs = grouped_linear(F.gelu(grouped_linear(rows, self.expand, taken)), self.contract, taken)
+        outputs = through_replicas(rows, table, self._replicas, self._experts) if shared else self._experts(rows, taken)
         placed = outputs.new_zeros(len(choices), outputs.shape[1]).index_copy(0, order, outputs)
         gates = routing.gates.t().unsqueeze(-1)
         mixed = (placed.view(self.top_k, *tokens.shape) * gates).sum(dim=0).to(hidden.dtype).view_as(hidden)
         return mixed if routing.auxiliary is None else (mixed, routing.auxiliary)
 
     def load_signal(self) -> float:
-        """The paper's load of the worker that has all experts of this layer, ``L = sum_e sum_{t in R^-1(e)} c_e``
-        (section 2, MoE), over the work of sending every token to every expert: tokens taken by the experts in the last
-        training batch, over experts times tokens. Without capacity that is ``top_k / experts``, as before any batch.
+        """The paper's load of a worker, ``L_j = sum_{e on j} sum_{t in R^-1(e)} c_e`` (section 2, MoE), of the one with
+        most to do, over its work if every token went to every expert: tokens taken by its experts, over experts times
+        the tokens of a replica. For the last training batch; the same on all replicas.
+
+        They wait for one another in every micro-batch, so the largest ``L_j`` of each counts. For a rank that has all
+        experts, and where replicas share the work evenly, it is ``top_k / experts`` (as before any batch) times what
+        capacity leaves of the choices.
         """
-        choices = sum(self.choices_per_expert)
-        share = sum(self.tokens_per_expert) / choices if choices else 1.0
+        share = self.busiest_tokens / self.mean_choices if self.mean_choices else 1.0
         return share * self.top_k / self.num_experts
 
     def start_batch(self) -> None:
         """From here on tokens are counted anew."""
         self.choices_per_expert = [0] * self.num_experts
         self.tokens_per_expert = [0] * self.num_experts
+        self.busiest_tokens, self.mean_choices = 0, 0.0
+
+    def _experts(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """What the experts here make of ``rows``, ``[rows, hidden]``, by expert; ``counts``: rows of each."""
+        return grouped_linear(F.gelu(grouped_linear(rows, self.expand, counts)), self.contract, counts)
 
     def _count(self, chosen: list[int], taken: list[int]) -> None:
         self.choices_per_expert = [sum(pair) for pair in zip(self.choices_per_expert, chosen)]

@@ -42,6 +42,9 @@ class MoEConfig(BaseModel):
         gt=0,
         description="an expert takes that multiple of an even share of a micro-batch's choices; null: all, dropless",
     )
+    expert_parallel: bool = Field(
+        default=False, description="data-parallel replicas share the experts: experts has to be a multiple of them"
+    )
     dense_blocks: int = Field(default=0, ge=0, description="leading blocks that stay dense")
     every: int = Field(default=1, ge=1, description="of the blocks after them, the last of so many has experts")
     auxiliary_coefficient: float = Field(default=0.02, ge=0, description="of the auxiliary loss, as in Mixtral")

@@ -77,6 +77,7 @@ class CaseRun:
         moves: by step, where to go before it.
         precision: see ``workloads.PRECISIONS``.
         dynmo: the "dynmo" block but for "enabled"; by default nothing moves by itself.
+        optimizer, clip: see ``workloads.Case``.
     """
 
     model: Mapping[str, Any]
@@ -88,6 +89,8 @@ class CaseRun:
     moves: Mapping[int, list[int]] = field(default_factory=dict)
     enabled: bool = True
     dynmo: Mapping[str, Any] = field(default_factory=lambda: {"interval": 0})
+    optimizer: str = "AdamW"
+    clip: float = 1.0
 
     @property
     def ranks(self) -> int:
@@ -116,8 +119,9 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     for part in module.modules():
         if isinstance(part, ExitHead):
             part.weight.data.mul_(40.0)  # or an untrained model would be sure of nothing
+    case = workloads.Case(precision=run.precision, optimizer=run.optimizer, clip=run.clip, dynmo=None)
     settings = {
-        **workloads.config(workloads.Case(precision=run.precision, dynmo=None)),
+        **workloads.config(case),
         "dynmo": {**run.dynmo, "enabled": run.enabled},
     }
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]

@@ -15,7 +15,7 @@ from tests.distributed.workloads import Case
 
 
 def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One model's state from the stages of each replica, which have to agree, and of all shards."""
+    """One model's state from the stages of each replica, which have to agree, and of all that each has for itself."""
     replicas: dict[int, dict[str, Any]] = {}
     shards: dict[str, list[tuple[int, bytes]]] = {}
     for result in results:
@@ -23,8 +23,10 @@ def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
         for key, shard in state.pop("shards").items():
             shards.setdefault(key, []).append(shard)
         replicas.setdefault(result["replica"], {}).update(state)
-    assert all(replica == replicas[0] for replica in replicas.values())
-    return {**replicas[0], **{key: b"".join(part for _, part in sorted(parts)) for key, parts in shards.items()}}
+    own = {key: value for state in replicas.values() for key, value in state.items() if key.startswith("replica ")}
+    shared = [{key: state[key] for key in state.keys() - own.keys()} for state in replicas.values()]
+    assert all(state == shared[0] for state in shared)
+    return {**shared[0], **own, **{key: b"".join(part for _, part in sorted(parts)) for key, parts in shards.items()}}
 
 
 def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 2) -> None:

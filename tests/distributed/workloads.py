@@ -239,7 +239,8 @@ def state(engine: Any) -> dict[str, Any]:
         engine._state.count_steps_per_parameter(engine._comm.gather_objects)
     for index, module in engine._layers.counted_modules().items():
         for name, parameter in module.named_parameters():
-            key = f"{place}{index}.{name}"
+            own = getattr(parameter, "replica_own", False)
+            key = f"replica {engine.grid.get_data_parallel_id()}: " * own + f"{place}{index}.{name}"
             found[key] = raw(parameter)
             for what, value in engine._state.state_of(parameter).items():
                 if isinstance(value, tuple):

@@ -161,6 +161,22 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             "cannot be combined with freezing",
         ),
         ({"moe": {}, "early_exit": {"method": "calm"}}, "model.early_exit", "cannot be combined with moe"),
+        ({"moe": {"expert_parallel": 1}}, "model.moe.expert_parallel = 1", "valid boolean"),
+        (
+            {"moe": {"expert_parallel": True}, "freezing": {"automatic": {}}},
+            "model.moe",
+            "expert_parallel can be combined with freezing.schedule only",
+        ),
+        (
+            {"moe": {"expert_parallel": True}, "freezing": {"egeria": {}}},
+            "model.moe",
+            "expert_parallel can be combined with freezing.schedule only",
+        ),
+        (
+            {"moe": {"expert_parallel": True}, "mod": {}},
+            "model.mod",
+            'sampling "predictor" cannot be combined with moe.expert_parallel',
+        ),
         ({"moe": {}, "pruning": {}}, "model.pruning", "cannot be combined with moe: experts are not pruned"),
         ({"pruning": {}, "mod": {}}, "model.mod", "cannot be combined with pruning"),
         (

@@ -57,13 +57,20 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], flags: list[st
         prepare(["--deepspeed_config", str(path), *flags])
 
 
-def test_a_bias_needs_the_block_that_sums_over_replicas(tmp_path: Path) -> None:
-    path = write(tmp_path, model={"layers": 4, "moe": {"routing": "bias"}})
+@pytest.mark.parametrize(
+    ("moe", "named"),
+    [
+        ({"routing": "bias"}, r'model\.moe\.routing = "bias": needs a "dynmo" block'),
+        ({"expert_parallel": True}, r'model\.moe\.expert_parallel: needs a "dynmo" block'),
+    ],
+)
+def test_what_concerns_all_replicas_needs_the_block(tmp_path: Path, moe: dict[str, Any], named: str) -> None:
+    path = write(tmp_path, model={"layers": 4, "moe": moe})
     prepare(["--deepspeed_config", str(path)])
     settings = json.loads(path.read_text())
     del settings["dynmo"]
     path.write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r'model\.moe\.routing = "bias": needs a "dynmo" block'):
+    with pytest.raises(ConfigError, match=named):
         prepare(["--deepspeed_config", str(path)])
 
 

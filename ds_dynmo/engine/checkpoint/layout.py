@@ -174,6 +174,7 @@ class Manifest:
         frozen_excluded: weights of frozen parameters were left out on request.
         files: every file but this one, by its path in the checkpoint's folder.
         state: counters and what the engine itself keeps: plain JSON.
+        replicas_differ: each holds parameters of its own.
     """
 
     partition: tuple[int, ...]
@@ -184,6 +185,7 @@ class Manifest:
     frozen_excluded: bool
     files: dict[str, SavedFile]
     state: dict[str, Any]
+    replicas_differ: bool = False
 
     @property
     def num_stages(self) -> int:

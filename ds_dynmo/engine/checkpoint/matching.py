@@ -10,12 +10,14 @@ from typing import Any
 from ds_dynmo.engine.checkpoint.applying import What
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, stage_file
+from ds_dynmo.engine.checkpoint.replica_files import check_replicas
 from ds_dynmo.errors import CheckpointError
 
 
 def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
     """Was it written by an engine like this one?"""
     _check_slices(engine, len(manifest.slices), path)
+    check_replicas(manifest, engine.grid.get_data_parallel_world_size(), engine._replicas_differ, path)
     num_layers = engine._layers.num_layers
     if manifest.partition[-1] != num_layers:
         raise CheckpointError(f"{path}: a model of {manifest.partition[-1]} layers, expected {num_layers}")

@@ -23,6 +23,7 @@ from ds_dynmo.engine.checkpoint.layout import (
 )
 from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
 from ds_dynmo.engine.checkpoint.own_layout import own_layout
+from ds_dynmo.engine.checkpoint.replica_files import own_optimizer_state, own_weights
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.errors import CheckpointError, ConfigError
@@ -180,7 +181,7 @@ def _read(
         state = saved.read(path)
         if path == layer_file(name, 0, slice_index):
             state = state["weights"]
-        found[index] = LoadedLayer(state, extras)
+        found[index] = own_weights(LoadedLayer(state, extras))
         check_state(
             found[index],
             origins[name],
@@ -195,6 +196,8 @@ def _read(
     if what.optimizer and not what.module_only:
         kind = optimizer_files(engine)
         optimizer = kind.read(saved, wanted, source)
+        for index, layer in found.items():
+            own_optimizer_state(layers.first_use(index), layer, optimizer)
     schedules = what.scheduler and not what.module_only and engine.lr_scheduler is not None
     if schedules and not isinstance(common.get("lr_scheduler"), dict):
         raise CheckpointError(

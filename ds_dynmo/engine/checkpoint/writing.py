@@ -24,6 +24,7 @@ from ds_dynmo.engine.checkpoint.layout import (
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.own_layout import own_layout
 from ds_dynmo.engine.checkpoint.progress import counters_of, random_states
+from ds_dynmo.engine.checkpoint.replica_files import add_own
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.engine.checkpoint.universal import universal_info
@@ -97,6 +98,7 @@ def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude
     for index, module in layers.counted_modules().items():
         weights = replica == 0 and layers.stored_use(index) is None
         extras = extras_of(module, engine._origin.layers[index], weights=weights)
+        extras = add_own(extras, module, engine._state)
         torch.save(extras, os.path.join(folder, layer_file(index, replica, slice_index)))
     files = optimizer_files(engine)
     if isinstance(files, FlatFiles):
@@ -134,6 +136,7 @@ def _manifest(
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
         slices=join((slice_index, stage, layout) for slice_index, stage, layout, _ in every),
         frozen_excluded=exclude_frozen,
+        replicas_differ=engine._replicas_differ,
         files={name: file for *_, found in every for name, file in found.items()},
         state=counters_of(engine),
     )

@@ -1,0 +1,37 @@
+"""Parameters of which every data-parallel replica has others, such as its share of a layer's experts.
+
+A layer that has some marks them, ``parameter.replica_own = True``: they are neither broadcast at the start nor averaged
+with other replicas'. When a batch's backward work is done their gradients have to be sums over all replicas' samples.
+Such a layer reaches its peers by a method ``use_replicas(group)``, which is called when the engine is built, before the
+optimizer is, and again wherever the layer arrives. The group belongs to the stage: it must not be pickled or copied
+with the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def is_own(parameter: nn.Parameter) -> bool:
+    """Has every replica another one?"""
+    return bool(getattr(parameter, "replica_own", False))
+
+
+def has_own(module: nn.Module) -> bool:
+    """Is one of its parameters such a one?"""
+    return any(map(is_own, module.parameters()))
+
+
+def use_replicas(modules: Iterable[nn.Module], group: Any) -> None:
+    """Tell every layer part that asks for it who the replicas of this stage are.
+
+    Raises:
+        ConfigError: it cannot be shared out over so many.
+    """
+    for module in modules:
+        use = getattr(module, "use_replicas", None)
+        if use is not None:
+            use(group)

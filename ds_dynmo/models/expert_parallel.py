@@ -1,0 +1,140 @@
+"""Expert parallelism: the data-parallel replicas of a stage share a layer's experts, and tokens travel to theirs.
+
+Of ``E`` experts and ``R`` replicas, replica ``r`` holds experts ``[r * E / R, (r + 1) * E / R)``. All replicas run the
+layer in the same passes, forward, recomputed and backward, so that their collectives meet in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Replicas", "loads_of_replicas", "share_of", "through_replicas"]
+
+Table = Sequence[Sequence[int]]  # per replica, in the order of their indices, rows that it has for each expert
+
+
+class Replicas:
+    """The replicas of the stage that a layer is on now.
+
+    They belong to the place and not to the layer: in a copy, and where a pickle of it is loaded, they are unknown.
+
+    Args:
+        group: their process group; None: they are unknown.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def __reduce__(self) -> Any:
+        return Replicas, ()
+
+    @property
+    def size(self) -> int:
+        assert self._group is not None, "a share of a layer's experts runs where the others are"
+        return dist.get_world_size(self._group)
+
+    @property
+    def index(self) -> int:
+        assert self._group is not None
+        return dist.get_rank(self._group)
+
+    def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """``numbers`` of every replica, in the order of their indices; all have equally many. Collective."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        every = mine.new_empty(self.size * len(numbers))
+        dist.all_gather_into_tensor(every, mine, group=self._group)
+        table: list[list[int]] = every.view(self.size, -1).tolist()
+        return table
+
+    def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends rows to every replica and receives some from each; the gradients go back. Collective, backward too.
+
+        Args:
+            rows: ``[sum(sent), width]``, those for replica 0 first.
+            sent, received: how many rows go to each replica, and come from it.
+
+        Returns:
+            ``[sum(received), width]``, those of replica 0 first.
+        """
+        exchanged: torch.Tensor = _Exchange.apply(rows, list(sent), list(received), self._group)
+        return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """``all_to_all_single``, whose gradient is the same with senders and receivers swapped."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def share_of(replica: int, replicas: int, experts: int) -> slice:
+    """The experts that a replica holds.
+
+    >>> share_of(1, replicas=2, experts=6)
+    slice(3, 6, None)
+    """
+    share = experts // replicas
+    return slice(replica * share, (replica + 1) * share)
+
+
+def loads_of_replicas(table: Table) -> list[int]:
+    """The rows that the experts of each replica get.
+
+    >>> loads_of_replicas([[5, 0, 1, 2], [1, 1, 0, 0]])
+    [7, 3]
+    """
+    replicas, experts = len(table), len(table[0])
+    shares = [share_of(replica, replicas, experts) for replica in range(replicas)]
+    return [sum(sum(row[share]) for row in table) for share in shares]
+
+
+def through_replicas(
+    rows: torch.Tensor,
+    table: Table,
+    replicas: Replicas,
+    transform: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+) -> torch.Tensor:
+    """What all experts make of this replica's rows: they travel to their expert's replica and back. Collective.
+
+    An expert finds its rows in the order of replicas, and of each replica in the order that it has them in: sums over
+    them are the same in every run.
+
+    Args:
+        rows: ``[rows, width]`` by expert, those for expert 0 of all first.
+        transform: the own experts' work, on rows by own expert and the number of each one's, keeping the width.
+
+    Returns:
+        ``[rows, width]``, in the order of ``rows``.
+    """
+    size, mine = len(table), table[replicas.index]
+    experts = len(mine)
+    sent = [sum(mine[share_of(replica, size, experts)]) for replica in range(size)]
+    own = [row[share_of(replicas.index, size, experts)] for row in table]
+    received = [sum(row) for row in own]
+    arrived = replicas.exchange(rows, sent, received)
+    order = _by_expert(own, rows.device)
+    made = transform(arrived.index_select(0, order), [sum(counts) for counts in zip(*own)])
+    return replicas.exchange(made.index_select(0, order.argsort()), received, sent)
+
+
+def _by_expert(own: Table, device: torch.device) -> torch.Tensor:
+    """Where the rows that came, by replica and of each by expert, are in the order of experts first: int64."""
+    counts = torch.tensor(own, device=device)
+    experts = torch.arange(counts.shape[1], device=device).repeat(len(own))
+    return experts.repeat_interleave(counts.flatten()).argsort(stable=True)
