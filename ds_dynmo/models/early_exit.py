@@ -2,6 +2,7 @@
 
 A token that left keeps its hidden state to the end. Later blocks run queries, attention rows and the feed-forward
 part on the tokens that are still in; keys and values they compute for all tokens, from the states that were kept.
+While most tokens are still in, attention rows are computed for all of them: see :data:`DENSE_ABOVE`.
 
 All exits use the final norm and the output head, tied over the stages (:class:`ExitHead`). At an exit both are
 constants: the exit's loss trains the blocks before it, and only the final use trains norm and head. A gradient from
@@ -34,6 +35,7 @@ from ds_dynmo.models.gpt import (
     init_normal,
 )
 from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
 
@@ -46,6 +48,10 @@ __all__ = [
 
 NO_LABEL = -100
 
+# Causal attention skips the half that is masked anyway; rows of some tokens need a mask and are computed in full. With
+# more tokens of a sequence than that, all rows are the faster way. Measured: 192 and 1024 tokens, 128 and 256 wide.
+DENSE_ABOVE = 0.7
+
 
 class ExitBlock(Block):
     """A block that runs on the tokens that are still in the model.
@@ -55,6 +61,8 @@ class ExitBlock(Block):
 
     Attributes:
         leaving: may tokens leave (see "start")?
+        tokens_ran: in this block, of the last training batch, on this rank.
+        tokens: all of that batch.
     """
 
     attention: RemainingAttention
@@ -66,7 +74,7 @@ class ExitBlock(Block):
         self.leaving = exits.start == 0
         self.decides = exits.confidence == "state" and depth in exits.exits(config.layers)
         self._count_anew = True
-        self._tokens_ran = self._tokens = 0
+        self.tokens_ran = self.tokens = 0
 
     def begin_batch(self) -> None:
         """Count tokens anew from the next training batch on."""
@@ -74,7 +82,7 @@ class ExitBlock(Block):
 
     def load_signal(self) -> float:
         """The paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
-        return super().load_signal() * (self._tokens_ran / self._tokens if self._tokens else 1.0)
+        return super().load_signal() * (self.tokens_ran / self.tokens if self.tokens else 1.0)
 
     def forward(self, activations: Activations) -> Activations:
         stream = Stream.unpack(activations)
@@ -82,7 +90,7 @@ class ExitBlock(Block):
         batch, sequence, width = stream.hidden.shape
         remain = stream.exited == 0
         index = remain.flatten().nonzero().squeeze(1)
-        if self.training:
+        if self.training and not is_recomputing():
             self._count(len(index), batch * sequence)
         if len(index) == batch * sequence:
             hidden, _ = self.transform(stream.hidden, torch.arange(sequence, device=remain.device))
@@ -90,9 +98,11 @@ class ExitBlock(Block):
             hidden = self._transform_remaining(stream.hidden, remain, index)
         exited = stream.exited
         if self.decides and self.leaving and (self.training or self.exits.evaluation):
-            before, after = (states.detach().view(-1, width)[index] for states in (stream.hidden, hidden))
+            before, after = (
+                states.detach().reshape(-1, width).index_select(0, index) for states in (stream.hidden, hidden)
+            )
             leave = self.exits.confident(state_similarity(before, after), index % sequence, sequence)
-            exited = _leave(exited, index[leave], self.depth)
+            exited = _leave(exited, index, leave, self.depth)
         return replace(stream, hidden=hidden, exited=exited).pack()
 
     def _transform_remaining(self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -107,9 +117,9 @@ class ExitBlock(Block):
 
     def _count(self, ran: int, tokens: int) -> None:
         if self._count_anew:
-            self._tokens_ran, self._tokens, self._count_anew = 0, 0, False
-        self._tokens_ran += ran
-        self._tokens += tokens
+            self.tokens_ran, self.tokens, self._count_anew = 0, 0, False
+        self.tokens_ran += ran
+        self.tokens += tokens
 
 
 class RemainingAttention(CausalSelfAttention):
@@ -126,6 +136,20 @@ class RemainingAttention(CausalSelfAttention):
         Returns:
             ``[tokens, hidden]``.
         """
+        sequence = hidden.shape[1]
+        every = torch.arange(sequence, device=index.device)
+        most = int(remain.sum(dim=1).max()) if sequence else 0
+        if most > DENSE_ABOVE * sequence:
+            mixed = self.mix(hidden, every).flatten(0, 1).index_select(0, index)
+        else:
+            mixed = self._mix_remaining(hidden, remain, index, most)
+        output: torch.Tensor = self.output(mixed)
+        return output
+
+    def _mix_remaining(
+        self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor, most: int
+    ) -> torch.Tensor:
+        """What :meth:`mix` gives for those that ask, ``[tokens, hidden]``; at most ``most`` of a sequence do."""
         batch, sequence, width = hidden.shape
         query_weight, key_value_weight = self.query_key_value.weight.split([width, 2 * width])
         rows = F.linear(hidden.flatten(0, 1).index_select(0, index), query_weight)
@@ -133,9 +157,8 @@ class RemainingAttention(CausalSelfAttention):
         key, value = key_value.permute(2, 0, 3, 1, 4)
 
         # Sequences keep different numbers of tokens: each is filled up to the most, with rows that nobody reads.
-        counts = remain.sum(dim=1)
-        most = int(counts.max())
-        slots = (remain.cumsum(dim=1) - 1 + most * torch.arange(batch, device=index.device).unsqueeze(1))[remain]
+        slots = remain.cumsum(dim=1) - 1 + most * torch.arange(batch, device=index.device).unsqueeze(1)
+        slots = slots.flatten().index_select(0, index)
         query = rows.new_zeros(batch * most, width).index_copy(0, slots, rows)
         positions = index.new_zeros(batch * most).index_copy(0, slots, index % max(sequence, 1)).view(batch, 1, most)
         query = query.view(batch, most, self.heads, width // self.heads).transpose(1, 2)
@@ -143,9 +166,7 @@ class RemainingAttention(CausalSelfAttention):
         every = torch.arange(sequence, device=index.device)
         query, key = apply_rotary(query, positions, self.rope_base), apply_rotary(key, every, self.rope_base)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=positions.unsqueeze(-1) >= every)
-        mixed = mixed.transpose(1, 2).reshape(batch * most, width).index_select(0, slots)
-        output: torch.Tensor = self.output(mixed)
-        return output
+        return mixed.transpose(1, 2).reshape(batch * most, width).index_select(0, slots)
 
 
 class ExitHead(TokenEmbedding):
@@ -158,7 +179,8 @@ class ExitHead(TokenEmbedding):
         layer: what the weight is drawn by: 0 for the embedding's, the head's number for one of its own.
 
     Attributes:
-        leaving: may tokens leave (see "start")? A buffer, bool: uses of a tied layer on one stage share buffers.
+        leaving: may tokens leave (see "start")? A buffer, bool: uses of a tied layer on one stage share buffers, and
+            no other attributes. Training does not wait for its value.
     """
 
     leaving: torch.Tensor
@@ -198,7 +220,7 @@ class ExitHead(TokenEmbedding):
         assert auxiliary is not None and tokens is not None and exited is not None
         hidden = self._all_get_gradients(hidden)
         by_head = self.exits.confidence != "state"  # else the block before has decided
-        leaves = by_head and bool(self.leaving) and (self.training or self.exits.evaluation)
+        leaves = by_head and (self.training or (self.exits.evaluation and bool(self.leaving)))
         if not (self.training or leaves):
             return replace(stream, hidden=hidden).pack()
 
@@ -214,8 +236,8 @@ class ExitHead(TokenEmbedding):
             assert logits is not None
             auxiliary = auxiliary + self._loss(logits, classified, tokens, index, depth)
         if leaves:
-            confidence = self._confidence(logits, classified).detach()
-            exited = _leave(exited, index[self.exits.confident(confidence, index % sequence, sequence)], depth)
+            leave = self.exits.confident(self._confidence(logits, classified), index % sequence, sequence)
+            exited = _leave(exited, index, leave & self.leaving, depth)
         return replace(stream, hidden=hidden, auxiliary=auxiliary, exited=exited).pack()
 
     def _constant_logits(self, rows: torch.Tensor) -> torch.Tensor:
@@ -224,6 +246,7 @@ class ExitHead(TokenEmbedding):
             F.layer_norm(rows, self.norm.normalized_shape, weight, bias, self.norm.eps), self.weight.detach()
         )
 
+    @torch.no_grad()
     def _confidence(self, logits: torch.Tensor | None, classified: torch.Tensor | None) -> torch.Tensor:
         if classified is not None:
             return classified.sigmoid()
@@ -268,9 +291,10 @@ class _ZeroGradients(torch.autograd.Function):
         return (gradients[0], *zeros)
 
 
-def _leave(exited: torch.Tensor, index: torch.Tensor, depth: int) -> torch.Tensor:
-    """``exited`` with the tokens ``index`` gone after ``depth`` blocks."""
-    return exited.flatten().index_fill(0, index, depth).view_as(exited)
+def _leave(exited: torch.Tensor, index: torch.Tensor, leave: torch.Tensor, depth: int) -> torch.Tensor:
+    """``exited`` with those of the tokens ``index`` gone after ``depth`` blocks where ``leave``, bool ``[tokens]``."""
+    flat = exited.flatten()
+    return flat.index_copy(0, index, flat.index_select(0, index).masked_fill(leave, depth)).view_as(exited)
 
 
 def _classifier(config: GPTConfig, depth: int) -> nn.Linear:
@@ -301,24 +325,32 @@ def exit_layers(config: GPTConfig, exits: EarlyExitConfig) -> list[LayerSpec]:
 
 
 class EarlyExit(DynamicCase):
-    """Lets tokens leave from the step on that the configuration says."""
+    """Lets tokens leave from the step on that the configuration says, the last step at the latest, and ever after."""
 
     name = "early_exit"
 
     def __init__(self, config: EarlyExitConfig, engine: Any, *, total_steps: int) -> None:
         super().__init__(engine)
-        self._first_step = round(config.start * total_steps)
-        self._leaving = config.start == 0
+        self._first_step = min(round(config.start * total_steps), total_steps - 1)
+        self._begun = config.start == 0
 
     def before_batch(self, step: int) -> None:
         """Tells the layers that are here now whether tokens may leave, and the engine if that changed."""
-        leaving = step >= self._first_step
+        begins = not self._begun and step >= self._first_step
+        self._begun = self._begun or begins
         for _, layer in local_layers(self.engine.module):
             if isinstance(layer, ExitBlock):
-                layer.leaving = leaving
+                layer.leaving = self._begun
                 layer.begin_batch()
             elif isinstance(layer, ExitHead):
-                layer.leaving.fill_(leaving)
-        if leaving != self._leaving:
-            self._leaving = leaving
+                layer.leaving.fill_(self._begun)
+        if begins:
             self.engine.model_changed("early exit: confident tokens leave from now on")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether tokens leave: of more steps, "start" would be a later one."""
+        return {"begun": self._begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what :meth:`state_dict` gave."""
+        self._begun = state["begun"]

@@ -186,6 +186,11 @@ class CausalSelfAttention(nn.Module):
         self.output = init_linear(config.hidden_size, config.hidden_size, residual_std(config), generator)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.output(self.mix(hidden, positions))
+        return output
+
+    def mix(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What the output projection gets, ``[batch, sequence, hidden]``."""
         batch, sequence, width = hidden.shape
         projected = self.query_key_value(hidden).view(batch, sequence, 3, self.heads, width // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
@@ -193,7 +198,7 @@ class CausalSelfAttention(nn.Module):
         query = apply_rotary(query, positions, self.rope_base)
         key = apply_rotary(key, positions, self.rope_base)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        return mixed.transpose(1, 2).reshape(batch, sequence, width)
 
 
 class FeedForward(nn.Module):

@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
 from ds_dynmo.models.gpt import INIT_STD, Block, GPTConfig, init_linear
 from ds_dynmo.models.seeding import generator_for
 
 __all__ = ["MixtureOfDepthsBlock", "MixtureOfDepthsConfig", "Predictor", "top_tokens"]
+
+OF_THE_PREDICTOR = ("predictor_size", "predictor_coefficient")
 
 
 class MixtureOfDepthsConfig(BaseModel):
@@ -39,6 +41,14 @@ class MixtureOfDepthsConfig(BaseModel):
     )
     predictor_size: int = Field(default=32, ge=1, description="width of the predictor's hidden layer")
     predictor_coefficient: float = Field(default=0.01, gt=0, description="of the predictor's loss in the total")
+
+    @field_validator(*OF_THE_PREDICTOR)
+    @classmethod
+    def _of_this_sampling(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if info.data.get("sampling") == "topk" and value != cls.model_fields[info.field_name].default:
+            raise ValueError('is used by sampling "predictor" only, this is "topk"')
+        return value
 
     def routes(self, block: int) -> bool:
         """Is block number ``block``, counted from 1, a routed one?
@@ -100,7 +110,8 @@ class MixtureOfDepthsBlock(Block):
             hidden: ``[batch, sequence, hidden]``, tokens in the order of their positions.
             positions: int64 ``[sequence]`` or ``[batch, sequence]``.
         """
-        weights = F.linear(hidden.float(), self.router.weight.float()).squeeze(-1)  # in bf16 many would be the same
+        with torch.autocast(hidden.device.type, enabled=False):  # in bf16 many would be the same
+            weights = F.linear(hidden.float(), self.router.weight.float()).squeeze(-1)
         positions = positions.expand(hidden.shape[:2])
         if not self.training and self.sampling == "predictor":
             return self._where_predicted(hidden, weights, positions), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,18 @@ def moved(case: CaseRun) -> CaseRun:
     return replace(case, moves={1: there, 2: back, 4: there, 5: back})
 
 
+def signals(results: list[dict[str, Any]]) -> dict[int, float]:
+    """By layer."""
+    return {layer: signal for result in results for layer, signal in result["signals"].items()}
+
+
 def check_moves_change_nothing(case: CaseRun) -> None:
     still, elsewhere = run(case.ranks, work.train, case), run(case.ranks, work.train, moved(case))
     assert still[0]["losses"] == elsewhere[0]["losses"] and still[0]["evaluated"] == elsewhere[0]["evaluated"]
     assert whole(still) == whole(elsewhere)
-    assert {k: v for r in still for k, v in r["signals"].items()} == {
-        k: v for r in elsewhere for k, v in r["signals"].items()
-    }
+    assert signals(still) == signals(elsewhere)
+    if "early_exit" in case.model:
+        assert min(signals(still).values()) < 1.0  # tokens leave, or there is nothing to compare
     assert still[0]["partition"] != elsewhere[0]["partition"]
     assert all(math.isfinite(loss) for loss in still[0]["losses"])
 
@@ -43,7 +49,8 @@ def test_moves_change_nothing(name: str) -> None:
 def test_with_activation_checkpointing(name: str) -> None:
     """Recomputing changes nothing either."""
     plain, recomputed = (run(2, work.train, CaseRun(CASES[name], checkpoint_interval=n)) for n in (0, 1))
-    assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)
+    assert plain[0]["losses"] == recomputed[0]["losses"] and plain[0]["evaluated"] == recomputed[0]["evaluated"]
+    assert whole(plain) == whole(recomputed) and signals(plain) == signals(recomputed)
 
 
 @pytest.mark.parametrize("name", CASES)

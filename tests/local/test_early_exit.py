@@ -1,5 +1,7 @@
+import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, early_exit, language_model_loss, model_layers
 from ds_dynmo.models.early_exit import EarlyExit, ExitBlock, ExitHead
 from ds_dynmo.models.exit_criteria import (
     EarlyExitConfig,
@@ -236,16 +240,54 @@ def test_a_token_that_left_keeps_its_state_and_gives_keys_and_values() -> None:
     assert gradient[0, 3].abs().sum() > 0 and gradient[0, 6:].abs().sum() == 0
 
 
-def test_no_token_that_stays_is_changed_by_gathering() -> None:
-    block = Model(config(method="calm")).double().blocks[1]
-    exited = torch.zeros(2, 9, dtype=torch.long)
-    exited[1, 4:] = 1
-    stream = stream_with(exited)
-    hidden = stream.hidden.double()
-    dense, _ = block.transform(hidden, torch.arange(9))
-    out = Stream.unpack(block(Stream(hidden, stream.auxiliary, stream.tokens, exited).pack())).hidden
-    torch.testing.assert_close(out[exited == 0], dense[exited == 0], rtol=1e-12, atol=1e-12)
-    assert torch.equal(out[exited == 1], hidden[exited == 1])
+def left_in_turn(first: int, second: int) -> torch.Tensor:
+    """``exited`` of two texts of 9 tokens, of which so many remain, the others in between."""
+    places = torch.tensor([0, 5, 7, 2, 8, 1, 4, 6, 3])
+    return torch.stack([torch.ones(9, dtype=torch.long).index_fill(0, places[:n], 0) for n in (first, second)])
+
+
+@pytest.mark.parametrize("dense_above", [0.0, 1.0])
+@pytest.mark.parametrize("remain", [(9, 8), (9, 4), (7, 7), (6, 6), (3, 5), (1, 0)])
+def test_rows_and_gradients_are_those_of_the_slow_block(
+    remain: tuple[int, int], dense_above: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_exit, "DENSE_ABOVE", dense_above)
+    exited, found = left_in_turn(*remain), []
+    for slow in (False, True):
+        block = Model(config(method="calm")).double().blocks[1]
+        stream = stream_with(exited)
+        hidden = stream.hidden.double()
+        if slow:
+            out = torch.stack([slow_block(block, *pair) for pair in zip(hidden, exited == 0)])
+        else:
+            out = Stream.unpack(block(replace(stream, hidden=hidden).pack())).hidden
+        assert torch.equal(out[exited == 1], hidden[exited == 1])
+        out.square().sum().backward()
+        found.append([out, stream.hidden.grad, *(parameter.grad for parameter in block.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("remain", [(9, 8), (7, 6), (7, 0), (6, 6), (2, 6), (3, 1), (0, 0)])
+def test_tokens_that_left_are_not_computed(remain: tuple[int, int]) -> None:
+    model = Model(config(method="calm"))
+    block, exit_after, width = model.blocks[1], model.functions[4], 16
+    stream, rows = stream_with(left_in_turn(*remain)), sum(remain)
+    dense = max(remain) > 0.7 * 9
+    query_rows, key_rows = (18 if dense else rows), (18 if rows else 0)
+    asking = 9 if dense else max(remain)  # rows of scores per text and head
+    linears = 2 * width * width * (query_rows + 2 * key_rows + rows + 2 * SIZES["mlp_ratio"] * rows)
+    scores_and_values = 2 * 2 * 2 * asking * 9 * width
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU's own is not counted
+        with FlopCounterMode(display=False) as forward:
+            out = block(stream.pack())
+        with FlopCounterMode(display=False) as backward:
+            out[0].sum().backward()
+    assert forward.get_total_flops() == linears + scores_and_values
+    assert backward.get_total_flops() == 2 * (linears + scores_and_values)
+    with FlopCounterMode(display=False) as at_exit:
+        exit_after(stream.pack())
+    assert at_exit.get_total_flops() == 2 * rows * width * 256
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -331,7 +373,9 @@ def test_recomputing_gives_the_same_numbers(name: str) -> None:
     assert losses[0] == losses[1]
     for ours, theirs in zip(plain.parameters(), recomputed.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-    assert [block.load_signal() for block in plain.blocks] == [block.load_signal() for block in recomputed.blocks]
+    for ours, theirs in zip(plain.blocks, recomputed.blocks, strict=True):
+        assert (ours.tokens_ran, ours.tokens) == (theirs.tokens_ran, theirs.tokens)
+    assert [block.tokens for block in plain.blocks] == [18] * 4
 
 
 def test_weights_are_those_of_the_model_without_exits() -> None:
@@ -343,18 +387,52 @@ def test_weights_are_those_of_the_model_without_exits() -> None:
     assert torch.equal(tied[0].build().weight, without[0].build().weight)
 
 
-def test_tokens_leave_from_start_on() -> None:
+def case_of(model: Model, said: list[str], start: float, total_steps: int) -> EarlyExit:
+    exits = EarlyExitConfig(method="calm", start=start)
+    return EarlyExit(exits, SimpleNamespace(module=model, model_changed=said.append), total_steps=total_steps)
+
+
+def signal_in(case: EarlyExit, model: Model, step: int) -> float:
+    """The last block's, of a batch of two micro-batches."""
+    case.before_batch(step)
+    for _ in range(2):
+        loss_of(model, text())
+    return model.blocks[3].load_signal()
+
+
+@pytest.mark.parametrize("name", ["softmax", "state", "classifier", "adpc"])
+@pytest.mark.parametrize(("start", "steps", "first"), [(0.5, 4, 2), (0.99, 4, 3), (0.99, 1, 0), (0.0, 4, 0)])
+def test_tokens_leave_from_start_on(name: str, start: float, steps: int, first: int) -> None:
+    model, said = Model(config(**CONFIDENCES[name], start=start)), []
+    case = case_of(model, said, start, steps)
+    signals = [signal_in(case, model, step) for step in range(steps)]
+    assert signals[:first] == [1.0] * first and all(signal < 1.0 for signal in signals[first:])
+    assert len(said) == (start > 0)
+
+
+def test_a_resumed_run_of_more_steps_does_not_take_leaving_back() -> None:
     model, said = Model(config(method="calm", threshold=0.03, start=0.5)), []
-    case = EarlyExit(
-        EarlyExitConfig(method="calm", start=0.5),
-        SimpleNamespace(module=model, model_changed=said.append),
-        total_steps=4,
-    )
-    signals = []
-    for step in range(4):
-        case.before_batch(step)
-        for _ in range(2):
-            loss_of(model, text())
-        signals.append(model.blocks[3].load_signal())
-        assert len(said) == (step >= 2)
-    assert signals[:2] == [1.0, 1.0] and signals[2] == signals[3] < 1.0
+    case = case_of(model, said, 0.5, 4)
+    assert signal_in(case, model, 1) == 1.0
+    not_yet = json.loads(json.dumps(case.state_dict()))
+    assert signal_in(case, model, 2) < 1.0
+    longer = case_of(model, said, 0.5, 100)
+    longer.load_state_dict(json.loads(json.dumps(case.state_dict())))
+    assert signal_in(longer, model, 3) < 1.0 and len(said) == 1
+    shorter = case_of(model, said, 0.5, 100)
+    shorter.load_state_dict(not_yet)
+    assert signal_in(shorter, model, 2) == 1.0 and signal_in(shorter, model, 50) < 1.0 and len(said) == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CONFIDENCES)
+def test_before_start_no_token_leaves(name: str, training: bool) -> None:
+    model = Model(config(**CONFIDENCES[name], start=0.5)).train(training)
+    assert not Stream.unpack(list(model.streams(text()[:, :-1]))[-2]).exited.any()
+
+
+def test_evaluation_before_start_computes_no_exit() -> None:
+    model = Model(config(method="calm", start=0.5)).eval()
+    with FlopCounterMode(display=False) as counter:
+        model.functions[2](stream_with(torch.zeros(2, 9, dtype=torch.long)).pack())
+    assert counter.get_total_flops() == 0

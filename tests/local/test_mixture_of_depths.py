@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
@@ -179,6 +181,33 @@ def test_a_router_in_bf16_tells_tokens_apart_that_bf16_does_not() -> None:
     output = run(block, hidden).hidden
     assert output.dtype == torch.bfloat16
     assert (output != hidden).any(dim=-1).nonzero()[:, 1].tolist() == [7, 8, 9]
+
+
+def test_the_router_stays_in_fp32_under_autocast() -> None:
+    """Tokens 7 to 9 have the largest weights, by less than bf16 can tell."""
+    block = block_of(capacity=0.25, sampling="topk")
+    with torch.no_grad():
+        block.router.weight.zero_()[0, :2] = torch.tensor([1.0, 2.0**-10])
+    hidden = torch.zeros(1, SEQUENCE, 16)
+    hidden[0, :, 0], hidden[0, 7:10, 1] = 1.0, 1.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = run(block, hidden).hidden
+    assert (output != hidden).any(dim=-1).nonzero()[:, 1].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
+def test_tokens_that_are_not_taken_are_not_computed(capacity: float) -> None:
+    block, width = block_of(capacity=capacity, sampling="topk"), 16
+    taken = BATCH * max(1, round(capacity * SEQUENCE))
+    of_router, of_linears = 2 * BATCH * SEQUENCE * width, 2 * taken * width * width * (3 + 1 + 2 * 4)
+    of_attention = 2 * 2 * taken * (taken // BATCH) * width
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU's own is not counted
+        with FlopCounterMode(display=False) as forward:
+            output = run(block, hidden_states()).hidden
+        with FlopCounterMode(display=False) as backward:
+            output.sum().backward()
+    assert forward.get_total_flops() == of_router + of_linears + of_attention
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
 
 
 def test_positions_may_differ_between_sequences() -> None:

@@ -224,6 +224,16 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"mod": {"every": 0}}, "model.mod.every = 0", "greater than or equal to 1"),
         ({"mod": {"sampling": "router"}}, 'model.mod.sampling = "router"', "'topk' or 'predictor'"),
         ({"mod": {"predictor_coefficient": 0}}, "model.mod.predictor_coefficient = 0", "greater than 0"),
+        (
+            {"mod": {"sampling": "topk", "predictor_size": 8}},
+            "model.mod.predictor_size = 8",
+            'sampling "predictor" only, this is "topk"',
+        ),
+        (
+            {"mod": {"predictor_coefficient": 0.1, "sampling": "topk"}},
+            "model.mod.predictor_coefficient = 0.1",
+            'sampling "predictor" only, this is "topk"',
+        ),
         ({"mod": {"capacities": 1}}, "model.mod.capacities", 'did you mean "capacity"'),
         ({"layers": 2, "mod": {"every": 3}}, "model.mod", "every 3 blocks one is routed (every), the model has 2"),
     ],
