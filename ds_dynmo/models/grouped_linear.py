@@ -21,6 +21,9 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[in
     Returns:
         ``[rows, outputs]``.
     """
+    if torch.is_autocast_enabled(rows.device.type):  # as it does to torch's own products
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
     outputs: torch.Tensor = _GroupedLinear.apply(rows, weight, list(counts))
     return outputs
 

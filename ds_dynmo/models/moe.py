@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class MixtureOfExperts(nn.Module):
     """``sum of gate * expert(x)`` over the experts that a token chose; an expert is two linear layers with a GELU.
 
     With a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * top_k * tokens / experts)`` choices of a
-    micro-batch: first choices before second ones, earlier tokens before later ones. The others are dropped: they add
+    micro-batch in training: first choices before second ones, earlier tokens before later ones. The others are dropped: they add
     nothing to the residual stream. With ``expert_parallel`` that goes for the tokens of each replica, so that what is
     dropped does not depend on who has the experts.
 
@@ -93,8 +94,8 @@ class MixtureOfExperts(nn.Module):
         chosen = torch.bincount(choices, minlength=self.num_experts).tolist()
         order = choices.argsort(stable=True)
         taken = chosen
-        if self.capacity_factor is not None:
-            capacity = math.ceil(self.capacity_factor * len(choices) / self.num_experts)
+        if self.capacity_factor is not None and self.training:  # else a token's way would depend on later ones
+            capacity = math.ceil(Fraction(str(self.capacity_factor)) * len(choices) / self.num_experts)
             order = torch.cat([of_expert[:capacity] for of_expert in order.split(chosen)])
             taken = [min(count, capacity) for count in chosen]
         shared = len(self.expand) < self.num_experts

@@ -126,7 +126,8 @@ class Router(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> Routing:
         """Routes ``tokens``, ``[tokens, hidden]``. The auxiliary loss is there in training with routing "aux_loss"."""
-        logits = F.linear(tokens.float(), self.affinity.weight.float())
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = F.linear(tokens.float(), self.affinity.weight.float())
         return {"aux_loss": self._mixtral, "sbase": self._sbase, "bias": self._deepseek}[self.config.routing](logits)
 
     def balance(self, choices: Sequence[int]) -> None:

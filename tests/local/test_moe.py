@@ -190,9 +190,28 @@ def test_sbase_spreads_what_all_send_to_one() -> None:
     assert torch.bincount(layer.router(hidden.flatten(0, 1)).experts.flatten(), minlength=5)[0] == BATCH * 10
 
 
-def test_sbase_evaluation_looks_at_no_later_token() -> None:
-    layer, hidden = experts_of(routing="sbase").eval(), hidden_of()
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
+@pytest.mark.parametrize("routing", ["aux_loss", "sbase", "bias"])
+def test_evaluation_looks_at_no_later_token(routing: str, capacity_factor: float | None) -> None:
+    layer, hidden = experts_of(routing=routing, capacity_factor=capacity_factor).eval(), hidden_of()
     torch.testing.assert_close(layer(hidden)[:, :4], layer(hidden[:, :4]))
+
+
+def test_capacity_is_counted_exactly() -> None:
+    """In floating point 1.1 * 200 / 4 is more than 55."""
+    layer = experts_of(top_k=1, experts=4, capacity_factor=1.1)
+    layer.router.affinity.weight.data.zero_()  # all tokens choose one expert
+    layer(hidden_of().repeat(1, 10, 1))
+    assert max(layer.tokens_per_expert) == 55
+
+
+def test_under_autocast_the_router_stays_in_fp32() -> None:
+    layer, hidden = experts_of(routing="bias").eval(), hidden_of()
+    expected = layer.router(hidden.flatten(0, 1)).gates
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer.router(hidden.flatten(0, 1)).gates, expected)
+        mixed = layer(hidden)
+    torch.testing.assert_close(mixed, layer(hidden), atol=0.02, rtol=0.02)
 
 
 def test_the_bias_is_for_selection_only() -> None:
