@@ -31,9 +31,9 @@ class MixtureOfExperts(nn.Module):
     """``sum of gate * expert(x)`` over the experts that a token chose; an expert is two linear layers with a GELU.
 
     With a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * top_k * tokens / experts)`` choices of a
-    micro-batch in training: first choices before second ones, earlier tokens before later ones. The others are dropped: they add
-    nothing to the residual stream. With ``expert_parallel`` that goes for the tokens of each replica, so that what is
-    dropped does not depend on who has the experts.
+    micro-batch in training: first choices before second ones, earlier tokens before later ones. The others are
+    dropped: they add nothing to the residual stream. With ``expert_parallel`` that goes for the tokens of each replica,
+    so that what is dropped does not depend on who has the experts.
 
     Attributes:
         expand: ``[experts, mlp_ratio * hidden, hidden]``; of experts that replicas share, this one's.
