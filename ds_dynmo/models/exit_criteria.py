@@ -43,7 +43,12 @@ class EarlyExitConfig(BaseModel):
     threshold: float | None = Field(
         default=None, ge=0, le=1, description="of confidence; null: 0.9 with calm, which lets it decay, 0.998 with adpc"
     )
-    start: float = Field(default=0.0, ge=0, lt=1, description="before that fraction of the steps no token leaves")
+    start: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="from that fraction of the steps on, the last step at the latest, tokens leave",
+    )
     evaluation: bool = Field(default=True, description="do tokens leave in evaluations too")
 
     @field_validator("depths", mode="before")
