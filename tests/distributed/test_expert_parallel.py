@@ -14,7 +14,7 @@ from tests.distributed import expert_parallel_workloads as work
 from tests.distributed.case_workloads import SIZES, CaseRun
 from tests.distributed.harness import run
 from tests.distributed.test_bitwise import whole
-from tests.distributed.test_cases import check_moves_change_nothing
+from tests.distributed.test_cases import check_moves_change_nothing, moved
 
 MODELS: dict[str, dict[str, Any]] = {
     "auxiliary loss": {"moe": {"experts": 4, "expert_parallel": True}},
@@ -39,8 +39,7 @@ def test_rows_go_to_their_experts_and_back(table: list[list[int]]) -> None:
     assert all(run(3, work.through, table))
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "clip"), [("auxiliary loss", 0.0), *((name, 0.05) for name in MODELS)])
 def test_it_is_the_model_with_all_experts_on_every_replica(name: str, clip: float) -> None:
     shared = CaseRun(MODELS[name], replicas=2, optimizer="SGD", clip=clip)
     ours, theirs = run(4, work.train, shared), run(4, work.train, work.unsharded(shared))
@@ -60,8 +59,7 @@ def test_it_is_the_model_with_all_experts_on_every_replica(name: str, clip: floa
     assert shares == blocks * 2 * 2  # replicas, weights of each
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "stages"), [("bias and freezing", 3), *((name, 2) for name in MODELS)])
 def test_moves_change_nothing(name: str, stages: int) -> None:
     check_moves_change_nothing(CaseRun(MODELS[name], stages=stages, replicas=2, clip=0.05))
 
@@ -70,9 +68,18 @@ def test_moves_change_nothing(name: str, stages: int) -> None:
 def test_recomputing_changes_nothing(name: str) -> None:
     """With layers on the move, too."""
     plain, again = (CaseRun(MODELS[name], replicas=2, checkpoint_interval=n) for n in (0, 1))
-    expected, found = run(4, case_workloads.train, plain), run(4, case_workloads.train, again)
-    assert expected[0]["losses"] == found[0]["losses"] and whole(expected) == whole(found)
-    check_moves_change_nothing(again)
+    expected = run(4, case_workloads.train, plain)
+    for recomputed in (again, moved(again)):
+        found = run(4, case_workloads.train, recomputed)
+        assert expected[0]["losses"] == found[0]["losses"] and whole(expected) == whole(found)
+
+
+def test_switched_off_it_learns_the_same() -> None:
+    on, off = (
+        run(4, case_workloads.train, CaseRun(MODELS["auxiliary loss"], replicas=2, enabled=enabled))
+        for enabled in (True, False)
+    )
+    assert on[0]["losses"] == off[0]["losses"] and whole(on) == whole(off)
 
 
 def test_a_decision_after_every_batch_changes_nothing() -> None:
