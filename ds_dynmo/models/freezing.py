@@ -29,6 +29,7 @@ __all__ = [
     "FreezingConfig",
     "FreezingController",
     "auto_freeze",
+    "freeze_prefix",
     "gradient_change",
     "scheduled_blocks",
     "set_frozen_prefix",
@@ -161,18 +162,31 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
     return frozen_blocks + next(block for block, change in enumerate(changes) if change >= median)
 
 
-def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> None:
+def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
     """Makes the first ``num_frozen`` layers of the model untrainable and all others trainable, as far as they are here.
 
     A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
+
+    Returns:
+        Was any parameter of this stage otherwise before?
     """
+    changed = False
     frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
     for layer_number, layer in local_layers(module):
         frozen = layer_number < num_frozen or tie_of(module, layer_number) in frozen_ties
         for parameter in layer.parameters():
+            changed |= parameter.requires_grad == frozen
             parameter.requires_grad_(not frozen)
             if frozen:
                 parameter.grad = None
+    return changed
+
+
+def freeze_prefix(engine: Any, num_frozen: int) -> None:
+    """:func:`set_frozen_prefix` on all stages, and tells the engine if that changed anything on one. Collective."""
+    changed = set_frozen_prefix(engine.module, num_frozen)
+    if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
+        engine.model_changed(f"freezing: first {num_frozen} layers")
 
 
 class FreezingController:
@@ -262,7 +276,7 @@ class Freezing(DynamicCase):
 
     def __init__(self, config: FreezingConfig, engine: Any, *, num_blocks: int, total_steps: int) -> None:
         super().__init__(engine)
-        self._frozen = 0
+        self._frozen: int | None = None  # layers that were loaded may be frozen or not
         self._controller = FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
         if self._controller.automatic:
             engine.before_step(lambda: self._controller.add_gradients(engine.module))
@@ -271,8 +285,7 @@ class Freezing(DynamicCase):
         """Freezes what the controller says, and tells the engine if that changed."""
         frozen = self._controller.frozen_prefix(step)
         if frozen != self._frozen:
-            set_frozen_prefix(self.engine.module, frozen)
-            self.engine.model_changed(f"freezing: first {frozen} layers")
+            freeze_prefix(self.engine, frozen)
             self._frozen = frozen
 
     def after_batch(self, steps_done: int) -> None:

@@ -202,6 +202,9 @@ class Engine:
     def get_lr(self) -> list[float]:
         return [self.learning_rate]
 
+    def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.clone()
+
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         return 2 * numbers  # two replicas of the same mind
 
@@ -283,6 +286,14 @@ def test_what_is_under_way_is_resumed() -> None:
     second.load_state_dict(state)
     assert whole[-1] == 0 and run(one, range(5, 10), first) == run(other, range(5, 10), second) == [2, 2, 3, 3, 3]
     assert first.state_dict() == second.state_dict()
+
+
+def test_what_was_thawed_when_it_was_saved_is_thawed_in_frozen_layers() -> None:
+    engine = Engine()
+    for number, layer in enumerate(engine.module.children()):
+        layer.requires_grad_(number > 1)
+    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    assert run(engine, range(1), case) == [0] and engine.changes == ["freezing: first 0 layers"]
 
 
 def test_a_failure_on_the_thread_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
