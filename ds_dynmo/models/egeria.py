@@ -168,9 +168,14 @@ class Egeria(DynamicCase):
         if self._watching is None:
             return
         frozen = self._controller.frozen_blocks
-        watched = {block: Watched(module) for block, module in self._blocks() if block >= frozen}
-        comparable = {block: each for block, each in watched.items() if each.comparable}
-        self._verdict = _Verdict(self._watching + self._delay, self._thread.submit(_plasticities, comparable))
+        mine: Future[dict[int, float]] = Future()
+        try:
+            watched = {block: Watched(module) for block, module in self._blocks() if block >= frozen}
+            comparable = {block: each for block, each in watched.items() if each.comparable}
+            mine = self._thread.submit(_plasticities, comparable)
+        except Exception as error:  # the others hear of it when they ask for the verdict
+            mine.set_exception(error)
+        self._verdict = _Verdict(self._watching + self._delay, mine)
         self._watching = None
 
     def _agree(self, verdict: _Verdict) -> Plasticities:

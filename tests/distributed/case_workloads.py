@@ -44,6 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "qk-sparse attention": {"sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4}},
     "egeria": {"freezing": {"egeria": EGERIA}},
     "egeria and mod": {"freezing": {"egeria": EGERIA}, "mod": {"capacity": 0.25}},
+    "egeria and pruning": {
+        "freezing": {"egeria": EGERIA},
+        "pruning": {"start": 0.2, "end": 0.6, "times": 2, "initial_sparsity": 0.3, "csr_from": 0.5},
+    },
     "mod": {"mod": {"capacity": 0.25}},
     "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
     "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
