@@ -4,8 +4,8 @@ Egeria's criterion is in :mod:`ds_dynmo.models.egeria`.
 
 Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without a word. A frozen
 block takes the blocks before it and the embedding with it; the final norm and the head are never frozen. A tied
-embedding is the head's weight too: freezing it freezes every copy, the head's included. Models that
-freeze should be untied.
+embedding is the head's weight too: freezing it freezes every copy, the head's included. A "model" block that freezes
+is therefore refused unless it is untied.
 """
 
 from __future__ import annotations
