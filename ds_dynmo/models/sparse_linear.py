@@ -114,7 +114,7 @@ def csr_structure(mask: torch.Tensor) -> Structure:
 
 
 def masked_linear(hidden: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``hidden @ weight.T`` with a weight that is 0 where ``mask`` is False, and a gradient that is 0 there too."""
+    """``hidden @ weight.T`` with the weight taken as 0 where ``mask`` is False, and a gradient that is 0 there."""
     result: torch.Tensor = _Masked.apply(hidden, weight, mask)
     return result
 
@@ -136,12 +136,12 @@ class _Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, mask)
-        return F.linear(hidden, weight)
+        return F.linear(hidden, weight * mask)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, mask = ctx.saved_tensors
-        to_hidden = gradient @ weight if ctx.needs_input_grad[0] else None
+        to_hidden = gradient @ (weight * mask) if ctx.needs_input_grad[0] else None
         to_weight = None
         if ctx.needs_input_grad[1]:
             to_weight = (gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)).mul_(mask)

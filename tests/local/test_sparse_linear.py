@@ -51,6 +51,22 @@ def test_outputs_and_gradients_are_those_of_a_masked_weight(
 
 
 @pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+def test_what_lies_where_it_is_pruned_does_not_count(csr_from: float) -> None:
+    linear = pruned(0.8, csr_from)
+    results = []
+    for alive in (False, True):
+        if alive:
+            assert linear.mask is not None
+            linear.weight.detach()[~linear.mask] = 5.0
+        hidden = seeded(7, 20, seed=1).requires_grad_()
+        linear.weight.grad = None
+        output = linear(hidden)
+        output.square().sum().backward()
+        results.append((output, hidden.grad, linear.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
 def test_inputs_without_gradients_and_frozen_weights(csr_from: float) -> None:
     linear = pruned(0.8, csr_from)
     linear(seeded(3, 20)).sum().backward()
