@@ -138,6 +138,25 @@ def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[to
         number += 1
 
 
+def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
+    """By step, the whole model's gradient magnitudes by layer, and how many layers are frozen after it."""
+    engine, model = build(run)
+    data, found = batches(engine, model), []
+    engine.before_step(lambda: found.append(engine.gradient_magnitudes()))
+    (case,) = dynamic_cases(model, engine, total_steps=run.steps)
+    sums, frozen = [], []
+    for step in range(run.steps):
+        case.before_batch(step)
+        if step in run.moves:
+            engine.rebalance(run.moves[step])
+        engine._controller.decided(moved=False)
+        engine.train_batch(data)
+        sums.append(engine.sum_over_world(found[step]).tolist())
+        case.after_batch(step + 1)
+        frozen.append(case._controller.frozen_prefix(step + 1))
+    return {"sums": sums, "frozen": frozen}
+
+
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
     """Losses, the loss of an evaluation, and the state of this rank's layers afterwards.
 
