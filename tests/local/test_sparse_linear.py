@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.models.sparse_linear import PrunableLinear, csr_is_faster, csr_structure
 
@@ -31,7 +32,7 @@ def test_outputs_and_gradients_are_those_of_a_masked_weight(
     sparsity: float, csr_from: float, shape: tuple[int, ...]
 ) -> None:
     linear = pruned(sparsity, csr_from)
-    assert linear.computes_in_csr == (csr_from == ALWAYS)
+    assert linear.computes_in_csr == (csr_from == ALWAYS and sparsity < 1)
     assert linear.mask is not None
     hidden = seeded(*shape, 20, seed=1).requires_grad_()
     gradient = seeded(*shape, 24, seed=2)
@@ -48,6 +49,17 @@ def test_outputs_and_gradients_are_those_of_a_masked_weight(
     assert linear.weight.grad is not None
     assert torch.equal(linear.weight.grad[~linear.mask], torch.zeros(int((~linear.mask).sum())))
     assert linear.kept == round((1 - sparsity) * 480)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_nothing_is_kept_there_is_no_product(dtype: torch.dtype) -> None:
+    linear = PrunableLinear(nn.Parameter(seeded(24, 20).to(dtype)))
+    linear.prune(torch.zeros(24, 20, dtype=torch.bool))
+    with FlopCounterMode(display=False) as counter:
+        output = linear(seeded(7, 20).to(dtype).requires_grad_())
+        output.sum().backward()
+    assert counter.get_total_flops() == 0
+    assert output.dtype == dtype and linear.weight.grad is not None and not linear.weight.grad.any()
 
 
 @pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
