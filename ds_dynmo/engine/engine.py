@@ -152,6 +152,18 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         self._require_block("zero_elements")
         self._state.zero_elements(parameter, where)
 
+    def gradient_magnitudes(self) -> torch.Tensor:
+        """Per layer of the model, this rank's share of the sum of its gradients' magnitudes; the world's adds up.
+
+        For :meth:`before_step`: gradients are those of the batch, averaged over the replicas. Each number is held by
+        one rank, under ZeRO by one rank in parts of each gradient.
+
+        Returns:
+            fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
+        """
+        self._require_block("gradient_magnitudes")
+        return self._gradient_magnitudes()
+
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """The elementwise sum of a tensor over all ranks, replicas too. Collective."""
         self._require_block("sum_over_world")

@@ -145,8 +145,8 @@ class PerParameterState:
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)
-        for held in self._state.get(parameter, {}).values():
-            if isinstance(held, torch.Tensor) and held.shape == parameter.shape:
+        for name, held in self._state.get(parameter, {}).items():
+            if name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape:
                 held.masked_fill_(where, 0)
 
 

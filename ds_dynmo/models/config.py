@@ -101,6 +101,13 @@ class ModelConfig(GPTConfig):
 
     @field_validator("freezing")
     @classmethod
+    def _head_trains(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
+        if freezing is not None and info.data.get("tied_embedding"):
+            raise ValueError("would freeze the head with the embedding: needs tied_embedding = false")
+        return freezing
+
+    @field_validator("freezing")
+    @classmethod
     def _blocks_exist(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
         layers = info.data.get("layers")  # absent if it is wrong itself
         if freezing is not None and freezing.schedule is not None and layers is not None:

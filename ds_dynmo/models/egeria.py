@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.freezing import LAYERS_BEFORE_BLOCKS, EgeriaConfig, set_frozen_prefix
+from ds_dynmo.models.freezing import LAYERS_BEFORE_BLOCKS, EgeriaConfig, freeze_prefix
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.plasticity import Watched, capture_first, watch
 
@@ -132,7 +132,7 @@ class Egeria(DynamicCase):
         self._controller = EgeriaController(config, num_blocks=num_blocks)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="egeria")
         self._verdict: _Verdict | None = None
-        self._frozen = 0
+        self._frozen: int | None = None  # layers that were loaded may be frozen or not
         self._watching: int | None = None  # the step in which blocks are watched
         for _, block in self._blocks():
             block.register_forward_hook(capture_first)
@@ -156,8 +156,7 @@ class Egeria(DynamicCase):
         blocks = self._controller.frozen_blocks
         frozen = LAYERS_BEFORE_BLOCKS + blocks if blocks else 0
         if frozen != self._frozen:
-            set_frozen_prefix(self.engine.module, frozen)
-            self.engine.model_changed(f"freezing: first {frozen} layers")
+            freeze_prefix(self.engine, frozen)
             self._frozen = frozen
         if step >= self._start and (step - self._start) % self._interval == 0:
             self._watching = step
@@ -169,9 +168,14 @@ class Egeria(DynamicCase):
         if self._watching is None:
             return
         frozen = self._controller.frozen_blocks
-        watched = {block: Watched(module) for block, module in self._blocks() if block >= frozen}
-        comparable = {block: each for block, each in watched.items() if each.comparable}
-        self._verdict = _Verdict(self._watching + self._delay, self._thread.submit(_plasticities, comparable))
+        mine: Future[dict[int, float]] = Future()
+        try:
+            watched = {block: Watched(module) for block, module in self._blocks() if block >= frozen}
+            comparable = {block: each for block, each in watched.items() if each.comparable}
+            mine = self._thread.submit(_plasticities, comparable)
+        except Exception as error:  # the others hear of it when they ask for the verdict
+            mine.set_exception(error)
+        self._verdict = _Verdict(self._watching + self._delay, mine)
         self._watching = None
 
     def _agree(self, verdict: _Verdict) -> Plasticities:

@@ -4,8 +4,8 @@ Egeria's criterion is in :mod:`ds_dynmo.models.egeria`.
 
 Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without a word. A frozen
 block takes the blocks before it and the embedding with it; the final norm and the head are never frozen. A tied
-embedding is the head's weight too: freezing it freezes every copy, the head's included. Models that
-freeze should be untied.
+embedding is the head's weight too: freezing it freezes every copy, the head's included. A "model" block that freezes
+is therefore refused unless it is untied.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "FreezingConfig",
     "FreezingController",
     "auto_freeze",
+    "freeze_prefix",
     "gradient_change",
     "scheduled_blocks",
     "set_frozen_prefix",
@@ -161,18 +162,31 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
     return frozen_blocks + next(block for block, change in enumerate(changes) if change >= median)
 
 
-def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> None:
+def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
     """Makes the first ``num_frozen`` layers of the model untrainable and all others trainable, as far as they are here.
 
     A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
+
+    Returns:
+        Was any parameter of this stage otherwise before?
     """
+    changed = False
     frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
     for layer_number, layer in local_layers(module):
         frozen = layer_number < num_frozen or tie_of(module, layer_number) in frozen_ties
         for parameter in layer.parameters():
+            changed |= parameter.requires_grad == frozen
             parameter.requires_grad_(not frozen)
             if frozen:
                 parameter.grad = None
+    return changed
+
+
+def freeze_prefix(engine: Any, num_frozen: int) -> None:
+    """:func:`set_frozen_prefix` on all stages, and tells the engine if that changed anything on one. Collective."""
+    changed = set_frozen_prefix(engine.module, num_frozen)
+    if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
+        engine.model_changed(f"freezing: first {num_frozen} layers")
 
 
 class FreezingController:
@@ -189,7 +203,7 @@ class FreezingController:
         self._total_steps = total_steps
         self._frozen_blocks = 0
         self._previous: list[float] | None = None
-        # This rank's share: a layer that migrates leaves here what it has gathered, the sum over stages finds it.
+        # This rank's share: a layer that migrates leaves here what it has gathered, the sum over all ranks finds it.
         self._sums = torch.zeros(LAYERS_BEFORE_BLOCKS + num_blocks + LAYERS_AFTER_BLOCKS, dtype=torch.float64)
 
     @property
@@ -205,22 +219,15 @@ class FreezingController:
             blocks = self._frozen_blocks
         return LAYERS_BEFORE_BLOCKS + blocks if blocks else 0
 
-    def add_gradients(self, module: PipelineModule) -> None:
-        """Adds each local layer's sum of gradient magnitudes, already averaged over the replicas."""
-        for layer_number, layer in local_layers(module):
-            norms = [
-                torch.linalg.vector_norm(parameter.grad, ord=1, dtype=torch.float64)
-                for parameter in layer.parameters()
-                if parameter.grad is not None
-            ]
-            if norms:
-                self._sums[layer_number] += torch.stack(norms).sum().cpu()
+    def add_gradients(self, magnitudes: torch.Tensor) -> None:
+        """Adds this rank's share of the sums of gradient magnitudes of one batch, fp64 ``[num_layers]``."""
+        self._sums += magnitudes
 
-    def evaluate(self, steps_done: int, sum_over_stages: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def evaluate(self, steps_done: int, sum_over_world: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """After ``steps_done`` steps: at the end of an interval, decides anew. Called on every rank.
 
         Args:
-            sum_over_stages: adds a CPU float64 ``[num_layers]`` tensor over the pipeline's stages, collectively.
+            sum_over_world: adds a CPU float64 ``[num_layers]`` tensor over all ranks, collectively.
 
         Raises:
             RuntimeError: no active block had any gradient.
@@ -228,7 +235,8 @@ class FreezingController:
         automatic = self._config.automatic
         if automatic is None or steps_done % max(1, round(automatic.interval * self._total_steps)):
             return
-        sums = sum_over_stages(self._sums)[LAYERS_BEFORE_BLOCKS:-LAYERS_AFTER_BLOCKS].tolist()
+        # As fp32 numbers: in what order fp64 ones were added depends on where layers and their shards were.
+        sums = sum_over_world(self._sums).float()[LAYERS_BEFORE_BLOCKS:-LAYERS_AFTER_BLOCKS].tolist()
         self._sums = torch.zeros_like(self._sums)
         if not any(sums[self._frozen_blocks :]):
             raise RuntimeError(
@@ -239,20 +247,21 @@ class FreezingController:
             self._frozen_blocks = auto_freeze(self._previous, sums, self._frozen_blocks)
         self._previous = sums
 
-    def state_dict(self, sum_over_stages: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    def state_dict(self, sum_over_world: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         """What a checkpoint has to hold, plain JSON values, the same on every rank. Called on every rank."""
         return {
             "frozen_blocks": self._frozen_blocks,
             "previous": self._previous,
-            "sums": sum_over_stages(self._sums).tolist(),
+            "sums": sum_over_world(self._sums).tolist(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], module: PipelineModule) -> None:
-        """Takes up what :meth:`state_dict` gave; each stage the sums of the layers that it holds."""
+    def load_state_dict(self, state: dict[str, Any], *, first_rank: bool) -> None:
+        """Takes up what :meth:`state_dict` gave; the first rank of all takes the sums as its share."""
         self._frozen_blocks = state["frozen_blocks"]
         self._previous = state["previous"]
-        for layer_number, _ in local_layers(module):
-            self._sums[layer_number] = state["sums"][layer_number]
+        self._sums.zero_()
+        if first_rank:
+            self._sums += torch.tensor(state["sums"], dtype=torch.float64)
 
 
 class Freezing(DynamicCase):
@@ -262,27 +271,26 @@ class Freezing(DynamicCase):
 
     def __init__(self, config: FreezingConfig, engine: Any, *, num_blocks: int, total_steps: int) -> None:
         super().__init__(engine)
-        self._frozen = 0
+        self._frozen: int | None = None  # layers that were loaded may be frozen or not
         self._controller = FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
         if self._controller.automatic:
-            engine.before_step(lambda: self._controller.add_gradients(engine.module))
+            engine.before_step(lambda: self._controller.add_gradients(engine.gradient_magnitudes()))
 
     def before_batch(self, step: int) -> None:
         """Freezes what the controller says, and tells the engine if that changed."""
         frozen = self._controller.frozen_prefix(step)
         if frozen != self._frozen:
-            set_frozen_prefix(self.engine.module, frozen)
-            self.engine.model_changed(f"freezing: first {frozen} layers")
+            freeze_prefix(self.engine, frozen)
             self._frozen = frozen
 
     def after_batch(self, steps_done: int) -> None:
         """Lets the controller decide."""
-        self._controller.evaluate(steps_done, self.engine.sum_over_stages)
+        self._controller.evaluate(steps_done, self.engine.sum_over_world)
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's."""
-        return self._controller.state_dict(self.engine.sum_over_stages)
+        return self._controller.state_dict(self.engine.sum_over_world)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The controller's."""
-        self._controller.load_state_dict(state, self.engine.module)
+        self._controller.load_state_dict(state, first_rank=self.engine.global_rank == 0)

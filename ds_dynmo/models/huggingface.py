@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -303,7 +304,9 @@ def _config_of(transformers: Any, values: dict[str, Any], place: str) -> Any:
     if kind not in _FAMILIES:
         raise ConfigError(f"{place}: model_type {json.dumps(kind)}: should be one of {', '.join(_FAMILIES)}")
     try:
-        return type(transformers.AutoConfig.for_model(kind)).from_dict(dict(values))
+        return type(transformers.AutoConfig.for_model(kind)).from_dict(
+            copy.deepcopy(values)
+        )  # the library changes nested ones
     except Exception as error:  # the library's own checks raise many kinds
         raise ConfigError(f"{place}: is no config of a {kind} model: {error}") from error
 
@@ -332,6 +335,25 @@ def _check_family(config: Any, place: str) -> None:
         raise ConfigError(f"{place}: add_cross_attention: there is no encoder to attend to")
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{place}: quantization_config: quantized weights cannot be trained in a pipeline")
+    _check_sizes(config, place)
+
+
+def _check_sizes(config: Any, place: str) -> None:
+    """Refuse sizes of which the library takes note in the first pass only."""
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if groups is not None and (groups < 1 or heads % groups):
+        raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
+    if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
+        raise ConfigError(f"{place}: num_attention_heads {heads}: should divide hidden_size, {config.hidden_size}")
+    if config.num_hidden_layers < 1:
+        raise ConfigError(f"{place}: num_hidden_layers {config.num_hidden_layers}: should be at least 1")
+    if _FAMILIES[config.model_type].router is None:
+        return
+    chosen, experts = config.num_experts_per_tok, config.num_local_experts
+    if not 1 <= chosen <= experts:
+        raise ConfigError(f"{place}: num_experts_per_tok {chosen}: should be in 1 to num_local_experts, {experts}")
+    if not 0 <= (config.router_aux_loss_coef or 0) < math.inf:
+        raise ConfigError(f"{place}: router_aux_loss_coef {config.router_aux_loss_coef}: should be 0 or more")
 
 
 def _window(config: Any, block: int) -> int | None:

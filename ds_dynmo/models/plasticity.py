@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,13 +65,16 @@ class Watched:
     Made before the batch's step, it leaves a new reference on the block: its present weights in bf16, on the CPU.
 
     Attributes:
-        comparable: was there a reference, and did the block run?
+        comparable: was there a reference of tensors like the block's, and did the block run? A pruning may have given
+            it others.
     """
 
     def __init__(self, block: nn.Module) -> None:
         state = vars(block)
         captured, reference = state.get(CAPTURED), state.get(REFERENCE)
         state[WATCHING], state[CAPTURED], state[REFERENCE] = False, None, None
+        if reference is not None and _shapes(reference.items()) != _shapes(_tensors(block)):
+            reference = None
         self.comparable = captured is not None and reference is not None
         if captured is not None and reference is not None:
             self._inputs, self._hidden = captured
@@ -88,6 +92,10 @@ class Watched:
 
 def _tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*block.named_parameters(), *block.named_buffers()]
+
+
+def _shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors}
 
 
 def _reference_dtype(tensor: torch.Tensor) -> torch.dtype:

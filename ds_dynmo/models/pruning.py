@@ -39,7 +39,8 @@ class PruningConfig(BaseModel):
         default=None,
         ge=0,
         le=1,
-        description="linear layers that have lost this share compute in CSR (fp32 on a CPU); null: where it is faster",
+        description="linear layers that have lost this share compute in CSR; null: where it is faster. It counts in "
+        "fp32 on a CPU only: under bf16 and on accelerators all compute dense",
     )
 
     @field_validator("end")
@@ -111,7 +112,10 @@ def local_linears(module: PipelineModule) -> Linears:
 
 
 class Pruning(DynamicCase):
-    """Prunes the model on schedule. It keeps nothing itself: a resumed run finds the masks in the layers."""
+    """Prunes the model on schedule. It keeps nothing itself: a resumed run finds the masks in the layers.
+
+    Masks may have been loaded beside an optimizer that holds other moments; before the first batch those are zeroed.
+    """
 
     name = "pruning"
 
@@ -119,12 +123,26 @@ class Pruning(DynamicCase):
         super().__init__(engine)
         self._num_layers = num_layers
         self._steps = pruning_steps(config, total_steps)
+        self._loaded = True  # the layers, perhaps
 
     def before_batch(self, step: int) -> None:
         """Prunes if that is due, and tells the engine."""
+        if self._loaded:
+            self._zero_pruned()
+            self._loaded = False
         sparsity = self._steps.get(step, 0.0)
         if sparsity:
             self.prune(sparsity)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to take up, but layers were loaded."""
+        self._loaded = True
+
+    def _zero_pruned(self) -> None:
+        for members in local_linears(self.engine.module).values():
+            for linear in members:
+                if linear.mask is not None:
+                    self.engine.zero_elements(linear.weight, ~linear.mask)
 
     def prune(self, sparsity: float) -> None:
         """Keep ``round(N (1 - sparsity))`` of the model's ``N`` prunable weights; pruned ones stay pruned. Collective.

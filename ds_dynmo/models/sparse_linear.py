@@ -1,5 +1,7 @@
 """A linear layer whose weights can be pruned: masked dense, and compressed sparse rows where those are faster.
 
+Where nothing is kept there is no product at all.
+
 The parameter stays the dense weight for life, with exact zeros where it is pruned, so that optimizers, moves and
 checkpoints know it as before. Beside it there are buffers: the mask, 1 byte per weight, and where the layer computes in
 CSR the structure of the matrix and of its transpose, 16 bytes per weight that stays. CSR values are gathered from the
@@ -15,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["PrunableLinear", "csr_is_faster", "csr_linear", "csr_structure", "masked_linear"]
+__all__ = ["PrunableLinear", "csr_is_faster", "csr_linear", "csr_structure", "masked_linear", "no_linear"]
 
 Structure = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -60,7 +62,9 @@ class PrunableLinear(nn.Module):
         self.weight.detach().masked_fill_(~mask, 0)
         self.crow = self.col = self.index = None
         self.crow_transposed = self.col_transposed = self.index_transposed = None
-        if _can_csr(self.weight) and self._wants_csr():
+        if not mask.any():
+            self.index = torch.zeros(0, dtype=torch.int32, device=mask.device)
+        elif _can_csr(self.weight) and self._wants_csr():
             self.crow, self.col, self.index = csr_structure(mask)
             self.crow_transposed, self.col_transposed, index = csr_structure(mask.t())
             outputs, inputs = mask.shape
@@ -75,6 +79,8 @@ class PrunableLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.mask is None:
             return F.linear(hidden, self.weight)
+        if self.index is not None and not len(self.index):
+            return no_linear(hidden, self.weight)
         if not self.computes_in_csr:
             return masked_linear(hidden, self.weight, self.mask)
         assert self.crow is not None and self.col is not None and self.index is not None
@@ -114,7 +120,7 @@ def csr_structure(mask: torch.Tensor) -> Structure:
 
 
 def masked_linear(hidden: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``hidden @ weight.T`` with a weight that is 0 where ``mask`` is False, and a gradient that is 0 there too."""
+    """``hidden @ weight.T`` with the weight taken as 0 where ``mask`` is False, and a gradient that is 0 there."""
     result: torch.Tensor = _Masked.apply(hidden, weight, mask)
     return result
 
@@ -132,16 +138,36 @@ def csr_linear(hidden: torch.Tensor, weight: torch.Tensor, structure: Structure,
     return result.view(*hidden.shape[:-1], weight.shape[0])
 
 
+def no_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``hidden @ weight.T`` of a weight of which nothing is kept, without a product; all gradients are 0 too."""
+    result: torch.Tensor = _Nothing.apply(hidden, weight)
+    return result
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.inputs = hidden.shape
+        return hidden.new_zeros(*hidden.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        to_hidden = gradient.new_zeros(ctx.inputs) if ctx.needs_input_grad[0] else None
+        return to_hidden, torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+
+
 class _Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, mask)
-        return F.linear(hidden, weight)
+        return F.linear(hidden, weight * mask)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, mask = ctx.saved_tensors
-        to_hidden = gradient @ weight if ctx.needs_input_grad[0] else None
+        to_hidden = gradient @ (weight * mask) if ctx.needs_input_grad[0] else None
         to_weight = None
         if ctx.needs_input_grad[1]:
             to_weight = (gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)).mul_(mask)

@@ -44,6 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "qk-sparse attention": {"sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4}},
     "egeria": {"freezing": {"egeria": EGERIA}},
     "egeria and mod": {"freezing": {"egeria": EGERIA}, "mod": {"capacity": 0.25}},
+    "egeria and pruning": {
+        "freezing": {"egeria": EGERIA},
+        "pruning": {"start": 0.2, "end": 0.6, "times": 2, "initial_sparsity": 0.3, "csr_from": 0.5},
+    },
     "mod": {"mod": {"capacity": 0.25}},
     "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
     "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
@@ -136,6 +140,25 @@ def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[to
         tokens = torch.randint(0, 256, (2, model.sequence_length + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
         number += 1
+
+
+def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
+    """By step, the whole model's gradient magnitudes by layer, and how many layers are frozen after it."""
+    engine, model = build(run)
+    data, found = batches(engine, model), []
+    engine.before_step(lambda: found.append(engine.gradient_magnitudes()))
+    (case,) = dynamic_cases(model, engine, total_steps=run.steps)
+    sums, frozen = [], []
+    for step in range(run.steps):
+        case.before_batch(step)
+        if step in run.moves:
+            engine.rebalance(run.moves[step])
+        engine._controller.decided(moved=False)
+        engine.train_batch(data)
+        sums.append(engine.sum_over_world(found[step]).tolist())
+        case.after_batch(step + 1)
+        frozen.append(case._controller.frozen_prefix(step + 1))
+    return {"sums": sums, "frozen": frozen}
 
 
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:

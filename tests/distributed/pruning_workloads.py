@@ -78,6 +78,26 @@ def nonzero(engine: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
+def load_weights_alone(run: CaseRun, folder: str) -> list[dict[str, tuple[int, int]]]:
+    """A pruned model loaded into an engine whose optimizer has moments: :func:`nonzero` before two steps and after."""
+    engine, model = build(run)
+    data = batches(engine, model)
+    engine.train_batch(data)
+    Pruning(PruningConfig(), engine, num_layers=model.layers + 3, total_steps=run.steps).prune(0.8)
+    engine.save_checkpoint(folder)
+    again, _ = build(run)
+    for _ in range(2):
+        again.train_batch(data)
+    again.load_checkpoint(folder, load_module_only=True)
+    case = Pruning(PruningConfig(start=0.9, end=0.95), again, num_layers=model.layers + 3, total_steps=100)
+    found = [nonzero(again)]
+    for step in range(2):
+        case.before_batch(step)
+        again.train_batch(data)
+        found.append(nonzero(again))
+    return found
+
+
 def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
     """Losses of a run, and of the same one that was saved and loaded into an engine of ``run.stages`` again."""
     engine, model = build(run)

@@ -73,6 +73,19 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Pat
     assert whole(whole_run) == whole(resumed)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str) -> None:
+    """Averaged over micro-batches and replicas, each once, whatever holds them and wherever layers are."""
+    plain = CaseRun({"freezing": {"automatic": {"interval": 0.05, "start": 0.0}}}, 2, 2, steps=16)
+    wanted, still = (run(4, work.gradient_magnitudes, case) for case in (plain, replace(plain, precision=precision)))
+    elsewhere = run(4, work.gradient_magnitudes, moved(replace(plain, precision=precision)))
+    for result in (*still, *elsewhere):
+        assert result["frozen"] == still[0]["frozen"] and max(result["frozen"]) > 0
+        assert result["sums"][0] == pytest.approx(wanted[0]["sums"][0], rel=0.01)  # before anything is frozen
+        assert result["sums"] == [pytest.approx(sums, rel=1e-9) for sums in still[0]["sums"]]
+    assert all(each["frozen"] == wanted[0]["frozen"] for each in wanted)
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 @pytest.mark.parametrize("stages", [2, 3])

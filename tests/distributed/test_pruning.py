@@ -61,6 +61,15 @@ def test_global_pruning(stages: int, replicas: int, precision: str) -> None:
         assert all(left.values()) and all(counts.keys() == kinds or not counts for counts in found)
 
 
+@pytest.mark.parametrize(("precision", "replicas"), [("fp32", 1), ("bf16", 1), ("bf16 zero1", 2)])
+def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str, replicas: int, tmp_path: Path) -> None:
+    for result in run(2 * replicas, work.load_weights_alone, CaseRun(PRUNING, 2, replicas, precision), str(tmp_path)):
+        loaded, *trained = result
+        assert replicas > 1 or loaded["exp_avg"][0]  # what was there to go wrong
+        assert all(counts["weight"][1] for counts in trained)
+        assert all(pruned == 0 for counts in trained for pruned, _ in counts.values())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 @pytest.mark.parametrize("name", ["pruning", "pruning in CSR"])
 def test_a_resumed_run_goes_on_as_it_was(name: str, precision: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ds_dynmo.models.egeria import Egeria, EgeriaController, moving_averages, sl
 from ds_dynmo.models.freezing import EgeriaConfig
 from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.plasticity import REFERENCE, Watched, capture_first, similarity_loss, watch
+from ds_dynmo.models.pruning import prunable_linears
 from ds_dynmo.models.seeding import generator_for
 
 SIZES = {"layers": 3, "hidden_size": 16, "heads": 2, "sequence_length": 8, "tied_embedding": False}
@@ -167,6 +168,28 @@ def test_a_block_is_compared_with_what_it_was(case: dict[str, Any]) -> None:
     assert all(t.dtype == torch.bfloat16 for t in vars(block)[REFERENCE].values())
 
 
+@pytest.mark.parametrize("csr_from", [0.0, 1.0])
+def test_a_block_that_was_pruned_is_compared_once_its_reference_was_too(csr_from: float) -> None:
+    embedding, block, *_ = blocks(pruning={"csr_from": csr_from})
+    block.register_forward_hook(capture_first)
+
+    def batch() -> Watched:
+        watch(block, True)
+        block(embedding(torch.arange(8).view(1, 8)))
+        return Watched(block)
+
+    found = [batch().comparable]
+    for least in (None, 0.01, 0.02):
+        for linear in prunable_linears(block) if least is not None else ():
+            linear.prune(linear.weight.detach().abs() > least)
+        for _ in range(2):
+            watched = batch()
+            found.append(watched.comparable)
+            assert not watched.comparable or watched.plasticity() < float("inf")
+    in_csr = csr_from == 0.0  # where the structure gets smaller, too
+    assert found == [False, True, True, False, True, not in_csr, True]
+
+
 def test_a_block_that_is_not_watched_keeps_nothing() -> None:
     embedding, block, *_ = blocks()
     block.register_forward_hook(capture_first)
@@ -201,6 +224,9 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         return [self.learning_rate]
+
+    def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.clone()
 
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         return 2 * numbers  # two replicas of the same mind
@@ -285,11 +311,20 @@ def test_what_is_under_way_is_resumed() -> None:
     assert first.state_dict() == second.state_dict()
 
 
-def test_a_failure_on_the_thread_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_thawed_when_it_was_saved_is_thawed_in_frozen_layers() -> None:
+    engine = Engine()
+    for number, layer in enumerate(engine.module.children()):
+        layer.requires_grad_(number > 1)
+    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    assert run(engine, range(1), case) == [0] and engine.changes == ["freezing: first 0 layers"]
+
+
+@pytest.mark.parametrize("where", ["_plasticities", "Watched"])
+def test_a_failure_on_the_thread_or_before_it_is_heard(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(watched: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(egeria_module, "_plasticities", fails)
+    monkeypatch.setattr(egeria_module, where, fails)
     engine = Engine()
     case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
     with pytest.raises(RuntimeError, match="plasticity of a block could not be computed") as caught:

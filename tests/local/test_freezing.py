@@ -9,6 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import parse_block
+from ds_dynmo.engine.clipping import gradient_magnitudes
 from ds_dynmo.models.freezing import (
     FreezingConfig,
     FreezingController,
@@ -56,6 +57,10 @@ class Stage(nn.Module):
 def controller(block: dict[str, Any], *, num_blocks: int = 3, total_steps: int = 100) -> FreezingController:
     config = parse_block(FreezingConfig, block, "freezing")
     return FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
+
+
+def magnitudes(stage: Stage) -> torch.Tensor:
+    return gradient_magnitudes(dict(local_layers(stage)), len(stage._layer_specs), 0, lambda p: p.grad)
 
 
 def alone(numbers: torch.Tensor) -> torch.Tensor:
@@ -117,7 +122,7 @@ def test_automatic_freezing_compares_intervals() -> None:
             for parameter in layer.parameters():
                 parameter.grad = torch.full_like(parameter, 1.0 if number == 1 else 2.0**step)
         frozen.append(automatic.frozen_prefix(step))
-        automatic.add_gradients(stage)
+        automatic.add_gradients(magnitudes(stage))
         automatic.evaluate(step + 1, alone)
     assert frozen == [0, 0, 0, 0, 0, 0, 2, 2]  # block 0, whose gradients do not change, from the first decision on
 
@@ -130,7 +135,7 @@ def test_gradients_of_all_stages_decide() -> None:
             for number, layer in local_layers(stage):
                 for parameter in layer.parameters():
                     parameter.grad = torch.full_like(parameter, -1.0 - step * number)
-            each.add_gradients(stage)
+            each.add_gradients(magnitudes(stage))
         total = front._sums + back._sums
         assert torch.equal(total, whole._sums)
         for each in stages:
@@ -151,13 +156,16 @@ def test_a_resumed_controller_decides_as_the_first_one() -> None:
         for layer_number, layer in local_layers(stage):
             for parameter in layer.parameters():
                 parameter.grad = torch.full_like(parameter, 1.0 + number * layer_number)
-        each.add_gradients(stage)
+        each.add_gradients(magnitudes(stage))
         each.evaluate(number + 1, alone)
 
     for number in range(3):
         step(first, number)
     second = controller(block, total_steps=10)
-    second.load_state_dict(first.state_dict(alone), stage)
+    second.load_state_dict(first.state_dict(alone), first_rank=True)
+    other = controller(block, total_steps=10)
+    other.load_state_dict(first.state_dict(alone), first_rank=False)
+    assert not other._sums.any()
     for each in (first, second):
         step(each, 3)
     assert second.state_dict(alone) == first.state_dict(alone)

@@ -253,6 +253,16 @@ def test_the_models_config_is_left_alone() -> None:
     assert config.to_dict() == before and config._attn_implementation_internal is None
 
 
+def test_a_dict_is_left_alone() -> None:
+    scaled = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled |= {"original_max_position_embeddings": 8, "rope_theta": 10000.0}
+    for key, nested in (("rope_parameters", scaled), ("rope_scaling", {"type": "dynamic", "factor": 2.0})):
+        settings = {**MODELS["llama"], key: nested}
+        before = json.dumps(settings)
+        huggingface.layers(settings)
+        assert json.dumps(settings) == before
+
+
 # -- export -------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +335,12 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         {**MODELS["llama"], "hiden_size": 8}, "hiden_size: a llama config has no such key; did you mean hidden_size"
     )
     refused({**MODELS["llama"], "hidden_act": "none"}, "cannot build the model")
+    refused({**MODELS["llama"], "num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads 3: .* 4")
+    refused({**MODELS["llama"], "num_hidden_layers": 0}, "num_hidden_layers 0: should be at least 1")
+    for chosen in (0, 5):
+        refused({**MIXTRAL, "num_experts_per_tok": chosen}, f"num_experts_per_tok {chosen}: should be in 1 to .*, 4")
+    for coefficient in (-0.1, float("nan")):
+        refused({**MIXTRAL, "router_aux_loss_coef": coefficient}, "router_aux_loss_coef .*: should be 0 or more")
     refused({"vocab_size": 300}, "model_type null")
     refused({**GPT2, "add_cross_attention": True}, "add_cross_attention")
     refused({**MODELS["llama"]}, "sequence_length 65: the model has 64 positions", sequence_length=65)

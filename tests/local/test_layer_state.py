@@ -260,3 +260,17 @@ def test_a_hook_that_cannot_travel_is_refused(layer: Layer) -> None:
     layer.linear.weight.register_hook(lambda gradient: gradient * 0)
     with pytest.raises(TypeError, match=r"shape \[4, 3\] has the hook .*lambda"):
         travel(layer)
+
+
+def test_zeroing_elements_leaves_the_count_of_steps_alone() -> None:
+    scalar, matrix = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.Adam([scalar, matrix])
+    (scalar * matrix.sum()).backward()
+    optimizer.step()
+    state = PerParameterState(optimizer)
+    state.zero_elements(scalar, torch.tensor(True))
+    state.zero_elements(matrix, torch.eye(2).bool())
+    for parameter, left in ((scalar, 0), (matrix, 2)):
+        held = state.state_of(parameter)
+        assert held["step"] == 1
+        assert all(int(part.count_nonzero()) == left for part in (parameter, held["exp_avg"], held["exp_avg_sq"]))

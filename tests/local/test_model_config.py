@@ -27,7 +27,7 @@ def test_every_default_is_a_value_that_the_block_takes() -> None:
 
 def test_a_dumped_block_reads_as_it_was() -> None:
     for freezing in ({"schedule": [[0, 1], [0.5, 3]]}, {"automatic": {"interval": 0.5}}, {"egeria": {}}):
-        config = read(layers=3, freezing=freezing)
+        config = read(layers=3, tied_embedding=False, freezing=freezing)
         assert read(**config.model_dump(mode="json")) == config
     for model in ("folder", {"model_type": "llama", "bos_token_id": None}):
         config = read(huggingface=model, sequence_length=32)
@@ -70,7 +70,7 @@ def test_dumped_exits_read_as_they_were() -> None:
 
 
 def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
-    freezing = read(freezing={"schedule": [[0.2, 2], [0.4, 0]]}).freezing
+    freezing = read(tied_embedding=False, freezing={"schedule": [[0.2, 2], [0.4, 0]]}).freezing
     assert freezing is not None
     assert freezing.schedule == ((0.2, 2), (0.4, 0))
 
@@ -85,6 +85,12 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"vocab_size": 255}, "model.vocab_size = 255", "greater than or equal to 256"),
         ({"tied_embedding": 1}, "model.tied_embedding = 1", "valid boolean"),
         ({"freezing": 3}, "model.freezing = 3", "an object"),
+        (
+            {"freezing": {"schedule": [[0.5, 1]]}, "tied_embedding": True},
+            "model.freezing",
+            "would freeze the head with the embedding: needs tied_embedding = false",
+        ),
+        ({"freezing": {"automatic": {}}}, "model.freezing", "needs tied_embedding = false"),
         ({"freezing": {}}, "model.freezing", 'exactly one of "schedule", "automatic" and "egeria"'),
         ({"freezing": {"schedule": [[0.1, 1]], "automatic": {}}}, "model.freezing", "exactly one"),
         ({"freezing": {"egeria": {}, "automatic": {}}}, "model.freezing.egeria", "exactly one"),
@@ -103,7 +109,11 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"freezing": {"schedule": [[0.1, -1]]}}, "model.freezing.schedule", "0 or more, not -1"),
         ({"freezing": {"schedule": [[0.1, 1.5]]}}, "model.freezing.schedule", "0 or more, not 1.5"),
         ({"freezing": {"schedule": [[0.1]]}}, "model.freezing.schedule", "should hold pairs"),
-        ({"layers": 4, "freezing": {"schedule": [[0.1, 5]]}}, "model.freezing", "freezes 5 blocks, the model has 4"),
+        (
+            {"layers": 4, "tied_embedding": False, "freezing": {"schedule": [[0.1, 5]]}},
+            "model.freezing",
+            "freezes 5 blocks, the model has 4",
+        ),
         ({"moe": {"expert": 4}}, "model.moe.expert = 4", 'did you mean "experts"'),
         ({"moe": {"top_k": 9}}, "model.moe.top_k = 9", "at most the number of experts, 8"),
         ({"moe": {"experts": 4, "top_k": 0}}, "model.moe.top_k = 0", "greater than or equal to 1"),
@@ -156,7 +166,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"layers": 1, "early_exit": {"method": "calm"}}, "model.early_exit", "before the last of 1 (layers)"),
         (
-            {"freezing": {"automatic": {}}, "early_exit": {"method": "calm"}},
+            {"tied_embedding": False, "freezing": {"automatic": {}}, "early_exit": {"method": "calm"}},
             "model.early_exit",
             "cannot be combined with freezing",
         ),
@@ -180,7 +190,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"moe": {}, "pruning": {}}, "model.pruning", "cannot be combined with moe: experts are not pruned"),
         ({"pruning": {}, "mod": {}}, "model.mod", "cannot be combined with pruning"),
         (
-            {"freezing": {"egeria": {}}, "sparse_attention": {"kind": "hash"}},
+            {"tied_embedding": False, "freezing": {"egeria": {}}, "sparse_attention": {"kind": "hash"}},
             "model.sparse_attention",
             "cannot be combined with freezing.egeria",
         ),

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import magnitude
+from ds_dynmo.models import magnitude, read_model_config
 from ds_dynmo.models.gpt import Block, GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.magnitude import Linears, select_largest
@@ -20,7 +21,7 @@ from ds_dynmo.models.pruning import (
     pruning_steps,
     scheduled_sparsity,
 )
-from ds_dynmo.models.sparse_linear import PrunableLinear
+from ds_dynmo.models.sparse_linear import PrunableLinear, csr_is_faster
 
 SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 
@@ -337,3 +338,12 @@ def test_everything_pruned_gives_no_nan() -> None:
         assert all(layer.load_signal() == 0.0 for _, layer in list(local_layers(engine.module))[1:4])
         assert all(math.isfinite(engine.train(step)) for step in range(3))
         assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
+
+
+def test_the_models_of_the_configuration_save_work() -> None:
+    """At the sparsity that ds_configs/pruning.json ends with, CSR is faster in every linear layer of its blocks."""
+    model = read_model_config(Path(__file__).parents[2] / "ds_configs" / "pruning.json")
+    assert model.pruning is not None
+    for linear in prunable_linears(PrunableBlock(model, 1)):
+        kept = round(linear.weight.numel() * (1 - model.pruning.final_sparsity))
+        assert csr_is_faster(*linear.weight.shape, kept)

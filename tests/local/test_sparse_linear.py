@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.models.sparse_linear import PrunableLinear, csr_is_faster, csr_structure
 
@@ -31,7 +32,7 @@ def test_outputs_and_gradients_are_those_of_a_masked_weight(
     sparsity: float, csr_from: float, shape: tuple[int, ...]
 ) -> None:
     linear = pruned(sparsity, csr_from)
-    assert linear.computes_in_csr == (csr_from == ALWAYS)
+    assert linear.computes_in_csr == (csr_from == ALWAYS and sparsity < 1)
     assert linear.mask is not None
     hidden = seeded(*shape, 20, seed=1).requires_grad_()
     gradient = seeded(*shape, 24, seed=2)
@@ -48,6 +49,33 @@ def test_outputs_and_gradients_are_those_of_a_masked_weight(
     assert linear.weight.grad is not None
     assert torch.equal(linear.weight.grad[~linear.mask], torch.zeros(int((~linear.mask).sum())))
     assert linear.kept == round((1 - sparsity) * 480)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_nothing_is_kept_there_is_no_product(dtype: torch.dtype) -> None:
+    linear = PrunableLinear(nn.Parameter(seeded(24, 20).to(dtype)))
+    linear.prune(torch.zeros(24, 20, dtype=torch.bool))
+    with FlopCounterMode(display=False) as counter:
+        output = linear(seeded(7, 20).to(dtype).requires_grad_())
+        output.sum().backward()
+    assert counter.get_total_flops() == 0
+    assert output.dtype == dtype and linear.weight.grad is not None and not linear.weight.grad.any()
+
+
+@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+def test_what_lies_where_it_is_pruned_does_not_count(csr_from: float) -> None:
+    linear = pruned(0.8, csr_from)
+    results = []
+    for alive in (False, True):
+        if alive:
+            assert linear.mask is not None
+            linear.weight.detach()[~linear.mask] = 5.0
+        hidden = seeded(7, 20, seed=1).requires_grad_()
+        linear.weight.grad = None
+        output = linear(hidden)
+        output.square().sum().backward()
+        results.append((output, hidden.grad, linear.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
