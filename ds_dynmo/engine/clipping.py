@@ -62,19 +62,19 @@ def gradient_norm(
 def gradient_magnitudes(
     layers: Mapping[int, nn.Module],
     num_layers: int,
-    slice_index: int,
+    place: Place,
     gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> torch.Tensor:
     """``[num_layers]``, fp64 on the CPU: per layer the sum of the magnitudes of what this rank counts of its gradients.
 
     Args:
         layers: of this stage, by number; those alone of which this rank counts gradients.
-        slice_index: this rank's tensor-parallel index.
+        place: this rank's among the holders of its layers.
         gradient_of: the gradient of a parameter or this rank's part of it, or None.
     """
     sums = torch.zeros(num_layers, dtype=torch.float64)
     for index, layer in layers.items():
-        found = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, slice_index)]
+        found = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, place)]
         norms = [
             torch.linalg.vector_norm(_elements(gradient), ord=1, dtype=torch.float64)
             for gradient in found

@@ -200,7 +200,7 @@ class MendedPipelineEngine(PipelineEngine):
         return gradient_magnitudes(
             self._layers.counted_modules() if sharded or replica == 0 else {},
             self._layers.num_layers,
-            self.grid.get_slice_parallel_rank(),
+            Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size),
             lambda parameter: reduced.get(id(parameter)),
         )
 
