@@ -9,7 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.engine.clipping import gradient_magnitudes
+from ds_dynmo.engine.clipping import Place, gradient_magnitudes
 from ds_dynmo.models.freezing import (
     FreezingConfig,
     FreezingController,
@@ -60,7 +60,7 @@ def controller(block: dict[str, Any], *, num_blocks: int = 3, total_steps: int =
 
 
 def magnitudes(stage: Stage) -> torch.Tensor:
-    return gradient_magnitudes(dict(local_layers(stage)), len(stage._layer_specs), 0, lambda p: p.grad)
+    return gradient_magnitudes(dict(local_layers(stage)), len(stage._layer_specs), Place(0, 1), lambda p: p.grad)
 
 
 def alone(numbers: torch.Tensor) -> torch.Tensor:
