@@ -173,12 +173,12 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"moe": {}, "early_exit": {"method": "calm"}}, "model.early_exit", "cannot be combined with moe"),
         ({"moe": {"expert_parallel": 1}}, "model.moe.expert_parallel = 1", "valid boolean"),
         (
-            {"moe": {"expert_parallel": True}, "freezing": {"automatic": {}}},
+            {"tied_embedding": False, "moe": {"expert_parallel": True}, "freezing": {"automatic": {}}},
             "model.moe",
             "expert_parallel can be combined with freezing.schedule only",
         ),
         (
-            {"moe": {"expert_parallel": True}, "freezing": {"egeria": {}}},
+            {"tied_embedding": False, "moe": {"expert_parallel": True}, "freezing": {"egeria": {}}},
             "model.moe",
             "expert_parallel can be combined with freezing.schedule only",
         ),
