@@ -7,6 +7,7 @@ generator.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import torch
@@ -69,7 +70,7 @@ def _of_kind(kind: str, value: Any, default: Any, info: ValidationInfo) -> Any:
     return None
 
 
-class SparseAttention(nn.Module):
+class SparseAttention(nn.Module, ABC):
     """Causal multi-head self-attention over a pattern that is drawn in every forward pass.
 
     The pairs of the last training batch are counted for :meth:`load_signal`: a batch begins with a call of
@@ -104,6 +105,7 @@ class SparseAttention(nn.Module):
             self._count(attended, batch * self.heads * sequence * (sequence + 1) // 2)
         return self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
 
+    @abstractmethod
     def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mixed values ``[batch, heads, sequence, head width]``, and the number of pairs, int64 ``[]``.
 
@@ -111,7 +113,6 @@ class SparseAttention(nn.Module):
             projected: ``[projections, batch, heads, sequence, head width]``.
             positions: int64 ``[1, sequence]`` or ``[batch, 1, sequence]``.
         """
-        raise NotImplementedError
 
     def train(self, mode: bool = True) -> SparseAttention:
         """As ``nn.Module``'s. Training mode begins a batch: what was counted is dropped when the next pass counts."""
