@@ -24,8 +24,8 @@ import torch
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
-from ds_dynmo.models.magnitude import select_largest
-from ds_dynmo.models.pruning import prunable_linears
+from ds_dynmo.models.pruning.gradual import prunable_linears
+from ds_dynmo.models.pruning.magnitude import select_largest
 from ds_dynmo.models.stream import Activations, Stream
 
 Setting = tuple[str, Callable[[argparse.Namespace], torch.nn.Module]]

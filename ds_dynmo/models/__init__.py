@@ -3,17 +3,17 @@
 from ds_dynmo.models.assembly import dynamic_cases, model_layers
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig, read_model_config
-from ds_dynmo.models.early_exit import EarlyExit
-from ds_dynmo.models.egeria import Egeria, EgeriaController
-from ds_dynmo.models.exit_criteria import EarlyExitConfig
-from ds_dynmo.models.freezing import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
+from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
+from ds_dynmo.models.early_exit.exits import EarlyExit
+from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController
+from ds_dynmo.models.freezing.prefix import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig
-from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
-from ds_dynmo.models.pruning import Pruning, PruningConfig
-from ds_dynmo.models.routing import MoEConfig
-from ds_dynmo.models.sparse_attention import SparseAttentionConfig
+from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
+from ds_dynmo.models.moe.routing import MoEConfig
+from ds_dynmo.models.pruning.gradual import Pruning, PruningConfig
+from ds_dynmo.models.sparse_attention.attention import SparseAttentionConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [

@@ -11,15 +11,15 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
-from ds_dynmo.models.early_exit import EarlyExit, exit_layers
-from ds_dynmo.models.egeria import Egeria
-from ds_dynmo.models.freezing import Freezing
+from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
+from ds_dynmo.models.freezing.egeria import Egeria
+from ds_dynmo.models.freezing.prefix import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
-from ds_dynmo.models.moe import ExpertBalance, MixtureOfExperts
-from ds_dynmo.models.pruning import PrunableBlock, Pruning
-from ds_dynmo.models.routing import moe_blocks
-from ds_dynmo.models.sparse_attention import HashSparseAttention, QKSparseAttention
+from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
+from ds_dynmo.models.moe.routing import moe_blocks
+from ds_dynmo.models.pruning.gradual import PrunableBlock, Pruning
+from ds_dynmo.models.sparse_attention.attention import HashSparseAttention, QKSparseAttention
 
 __all__ = ["dynamic_cases", "model_layers"]
 

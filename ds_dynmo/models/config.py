@@ -17,13 +17,13 @@ from pydantic import (
 
 from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.exit_criteria import EarlyExitConfig
-from ds_dynmo.models.freezing import FreezingConfig
+from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
+from ds_dynmo.models.freezing.prefix import FreezingConfig
 from ds_dynmo.models.gpt import GPTConfig
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsConfig
-from ds_dynmo.models.pruning import PruningConfig
-from ds_dynmo.models.routing import MoEConfig, moe_blocks
-from ds_dynmo.models.sparse_attention import SparseAttentionConfig
+from ds_dynmo.models.moe.routing import MoEConfig, moe_blocks
+from ds_dynmo.models.pruning.gradual import PruningConfig
+from ds_dynmo.models.sparse_attention.attention import SparseAttentionConfig
 
 __all__ = ["ModelConfig", "read_model_config"]
 

@@ -13,7 +13,7 @@ from deepspeed.pipe import PipelineModule
 import ds_dynmo
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, dynamic_cases, language_model_loss, model_layers
-from ds_dynmo.models.early_exit import ExitHead
+from ds_dynmo.models.early_exit.exits import ExitHead
 from tests.distributed import workloads
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import ds_dynmo
 from ds_dynmo.models import dynamic_cases
-from ds_dynmo.models.expert_parallel import Replicas, share_of, through_replicas
-from ds_dynmo.models.grouped_linear import grouped_linear
+from ds_dynmo.models.moe.expert_parallel import Replicas, share_of, through_replicas
+from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from tests.distributed.case_workloads import CaseRun, batches, build
 from tests.distributed.moe_workloads import experts
 

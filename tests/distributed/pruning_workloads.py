@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ds_dynmo.models import Pruning, PruningConfig, dynamic_cases, local_layers
-from ds_dynmo.models.pruning import prunable_linears
+from ds_dynmo.models.pruning.gradual import prunable_linears
 from tests.distributed.case_workloads import CaseRun, batches, build
 
 

@@ -16,15 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, early_exit, language_model_loss, model_layers
-from ds_dynmo.models.early_exit import EarlyExit, ExitBlock, ExitHead
-from ds_dynmo.models.exit_criteria import (
+from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
+from ds_dynmo.models.early_exit import exits as exits_module
+from ds_dynmo.models.early_exit.criteria import (
     EarlyExitConfig,
     calm_threshold,
     largest_probability,
     softmax_margin,
     state_similarity,
 )
+from ds_dynmo.models.early_exit.exits import EarlyExit, ExitBlock, ExitHead
 from ds_dynmo.models.gpt import apply_rotary
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Stream
@@ -251,7 +252,7 @@ def left_in_turn(first: int, second: int) -> torch.Tensor:
 def test_rows_and_gradients_are_those_of_the_slow_block(
     remain: tuple[int, int], dense_above: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early_exit, "DENSE_ABOVE", dense_above)
+    monkeypatch.setattr(exits_module, "DENSE_ABOVE", dense_above)
     exited, found = left_in_turn(*remain), []
     for slow in (False, True):
         block = Model(config(method="calm")).double().blocks[1]

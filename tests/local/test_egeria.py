@@ -8,12 +8,12 @@ from torch import nn
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
-from ds_dynmo.models import egeria as egeria_module
-from ds_dynmo.models.egeria import Egeria, EgeriaController, moving_averages, slope
-from ds_dynmo.models.freezing import EgeriaConfig
+from ds_dynmo.models.freezing import egeria as egeria_module
+from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController, moving_averages, slope
+from ds_dynmo.models.freezing.plasticity import REFERENCE, Watched, capture_first, similarity_loss, watch
+from ds_dynmo.models.freezing.prefix import EgeriaConfig
 from ds_dynmo.models.gpt import language_model_loss
-from ds_dynmo.models.plasticity import REFERENCE, Watched, capture_first, similarity_loss, watch
-from ds_dynmo.models.pruning import prunable_linears
+from ds_dynmo.models.pruning.gradual import prunable_linears
 from ds_dynmo.models.seeding import generator_for
 
 SIZES = {"layers": 3, "hidden_size": 16, "heads": 2, "sequence_length": 8, "tied_embedding": False}

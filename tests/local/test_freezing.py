@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.clipping import Place, gradient_magnitudes
-from ds_dynmo.models.freezing import (
+from ds_dynmo.models.freezing.prefix import (
     FreezingConfig,
     FreezingController,
     auto_freeze,

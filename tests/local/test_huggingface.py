@@ -15,6 +15,7 @@ from torch import nn
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
+from ds_dynmo.models.huggingface import adapter
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -190,8 +191,8 @@ def test_a_layer_reads_its_own_tensors_alone(name: str, tmp_path: Path, monkeypa
     library_model(name).save_pretrained(tmp_path, max_shard_size="20KB")
     specs = huggingface.layers(tmp_path)
     read: list[str] = []
-    original = huggingface.Folder.read
-    monkeypatch.setattr(huggingface.Folder, "read", lambda self, names: (read.extend(names), original(self, names))[1])
+    original = adapter.Folder.read
+    monkeypatch.setattr(adapter.Folder, "read", lambda self, names: (read.extend(names), original(self, names))[1])
     specs[2].build()
     assert read and all(name.startswith("model.layers.1.") for name in read)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ExpertBalance, MixtureOfExperts, ModelConfig, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block, FeedForward
-from ds_dynmo.models.grouped_linear import grouped_linear
-from ds_dynmo.models.routing import MoEConfig, Router, load_balancing_loss, sinkhorn
+from ds_dynmo.models.moe.grouped_linear import grouped_linear
+from ds_dynmo.models.moe.routing import MoEConfig, Router, load_balancing_loss, sinkhorn
 from ds_dynmo.models.seeding import generator_for
 
 ROUTINGS = ["aux_loss", "sbase", "bias"]

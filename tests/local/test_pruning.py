@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import magnitude, read_model_config
+from ds_dynmo.models import read_model_config
 from ds_dynmo.models.gpt import Block, GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
-from ds_dynmo.models.magnitude import Linears, select_largest
-from ds_dynmo.models.pruning import (
+from ds_dynmo.models.pruning import magnitude
+from ds_dynmo.models.pruning.gradual import (
     PrunableBlock,
     Pruning,
     PruningConfig,
@@ -21,7 +21,8 @@ from ds_dynmo.models.pruning import (
     pruning_steps,
     scheduled_sparsity,
 )
-from ds_dynmo.models.sparse_linear import PrunableLinear, csr_is_faster
+from ds_dynmo.models.pruning.magnitude import Linears, select_largest
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, csr_is_faster
 
 SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_dynmo.models.sparse_linear import PrunableLinear, csr_is_faster, csr_structure
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, csr_is_faster, csr_structure
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:

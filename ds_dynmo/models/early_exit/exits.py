@@ -23,7 +23,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.exit_criteria import EarlyExitConfig, largest_probability, softmax_margin, state_similarity
+from ds_dynmo.models.early_exit.criteria import EarlyExitConfig, largest_probability, softmax_margin, state_similarity
 from ds_dynmo.models.gpt import (
     INIT_STD,
     Block,

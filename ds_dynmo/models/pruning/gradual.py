@@ -19,8 +19,8 @@ from torch import nn
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.gpt import Block, GPTConfig
 from ds_dynmo.models.local_layers import local_layers
-from ds_dynmo.models.magnitude import Linears, select_largest
-from ds_dynmo.models.sparse_linear import PrunableLinear
+from ds_dynmo.models.pruning.magnitude import Linears, select_largest
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 __all__ = ["PrunableBlock", "Pruning", "PruningConfig", "prunable_linears", "pruning_steps", "scheduled_sparsity"]
 

@@ -1,6 +1,6 @@
 """GPT-2, Llama, Qwen and Mixtral models of Hugging Face's transformers as layers of a pipeline, and back.
 
-The library's own modules compute (:mod:`ds_dynmo.models.huggingface_layers` puts them together), so that logits and
+The library's own modules compute (:mod:`ds_dynmo.models.huggingface.modules` puts them together), so that logits and
 gradients are those of the library's model. Weights are fp32 whatever the files hold: precision is the engine's matter.
 Attention is torch's ``scaled_dot_product_attention`` ("sdpa"), the library's default.
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.models.huggingface_layers import (
+from ds_dynmo.models.huggingface.modules import (
     DecoderLayer,
     FinalNorm,
     OutputHead,
@@ -34,7 +34,7 @@ from ds_dynmo.models.huggingface_layers import (
     TokenEmbedding,
     tied_logits,
 )
-from ds_dynmo.models.huggingface_weights import INDEX, Folder, InMemory, Stored, Tensors, check_tensors, stored
+from ds_dynmo.models.huggingface.weights import INDEX, Folder, InMemory, Stored, Tensors, check_tensors, stored
 from ds_dynmo.models.seeding import generator_for
 
 __all__ = ["export", "layers"]

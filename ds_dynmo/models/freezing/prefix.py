@@ -1,6 +1,6 @@
 """Layer freezing of the model's front: by a schedule, or by AutoFreeze's criterion (paper, section 2, layer freezing).
 
-Egeria's criterion is in :mod:`ds_dynmo.models.egeria`.
+Egeria's criterion is in :mod:`ds_dynmo.models.freezing.egeria`.
 
 Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without a word. A frozen
 block takes the blocks before it and the embedding with it; the final norm and the head are never frozen. A tied

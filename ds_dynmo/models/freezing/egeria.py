@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.freezing import LAYERS_BEFORE_BLOCKS, EgeriaConfig, freeze_prefix
+from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
+from ds_dynmo.models.freezing.prefix import LAYERS_BEFORE_BLOCKS, EgeriaConfig, freeze_prefix
 from ds_dynmo.models.local_layers import local_layers
-from ds_dynmo.models.plasticity import Watched, capture_first, watch
 
 __all__ = ["Egeria", "EgeriaController", "moving_averages", "slope"]
 

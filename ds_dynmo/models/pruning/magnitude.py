@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_dynmo.models.sparse_linear import PrunableLinear
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 __all__ = ["Selection", "select_largest"]
 

@@ -1,0 +1,1 @@
+"""Layer freezing: a growing prefix of layers stops learning, by schedule, AutoFreeze or Egeria."""

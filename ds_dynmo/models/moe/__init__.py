@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, experts as grouped products, experts spread over data-parallel replicas."""

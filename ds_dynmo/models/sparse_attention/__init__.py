@@ -1,0 +1,1 @@
+"""Dynamic sparse attention: which pairs of tokens attend, and kernels that compute these pairs only."""
