@@ -420,8 +420,8 @@ def killed() -> None:
     raise Killed
 
 
-def kill_everywhere(folder: str, tags: list[str]) -> list[tuple[int, str]]:
-    """Kill the writing of the last of ``tags`` at each of its steps; what is wrong afterwards, by step."""
+def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int, str]]:
+    """Kill the writing of the last of ``tags`` at ``every`` so many of its steps; what is wrong afterwards, by step."""
     engine = build(Case(stages=1, blocks=1))
     wrong, step, survived = [], 0, False
     while not survived:
@@ -450,7 +450,7 @@ def kill_everywhere(folder: str, tags: list[str]) -> list[tuple[int, str]]:
         names = {name for name in os.listdir(target)}
         if folders.read_latest(target) != tags[-1] or names != {*tags, "latest"}:
             wrong.append((step, f"left {names}"))
-        step += 1
+        step += every
         shutil.rmtree(target)
     return [*wrong, (step, "steps")]
 

@@ -21,7 +21,10 @@ PRELOAD = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # what ZeRO imports in its constructor: torch's compiler, seconds
     "ds_dynmo.engine",
+    "ds_dynmo.models",
     "tests.distributed.workloads",
+    "tests.distributed.case_workloads",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "mixtral", "qwen3")),  # where it is installed
 ]
 GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -57,6 +60,16 @@ def run(num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def run_each(num_ranks: int, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """``function(*call)`` for each of ``calls``, in turn, in one world; by call, the results in rank order."""
+    ranks = run(num_ranks, _each, function, calls)
+    return [[results[number] for results in ranks] for number in range(len(calls))]
+
+
+def _each(function: Callable[..., Any], calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    return [function(*call) for call in calls]
 
 
 def _collect(pipes: list[Connection], seconds: float) -> list[Any]:

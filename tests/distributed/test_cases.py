@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed import case_workloads as work
 from tests.distributed.case_workloads import CASES, CaseRun
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_each
 from tests.distributed.test_bitwise import whole
 
 # Cases of which recomputation, switching off and resuming are tried each time; of the others in the fuzz form.
@@ -52,8 +52,10 @@ def undisturbed(name: str) -> list[dict[str, Any]]:
 
 def check_moves_change_nothing(case: CaseRun, still: list[dict[str, Any]] | None = None) -> None:
     """``still``: what the case comes to without moves, if that is known."""
-    still = still or run(case.ranks, work.train, case)
-    elsewhere = run(case.ranks, work.train, moved(case))
+    if still is None:
+        still, elsewhere = run_each(case.ranks, work.train, (case,), (moved(case),))
+    else:
+        elsewhere = run(case.ranks, work.train, moved(case))
     assert still[0]["losses"] == elsewhere[0]["losses"] and still[0]["evaluated"] == elsewhere[0]["evaluated"]
     assert whole(still) == whole(elsewhere)
     assert signals(still) == signals(elsewhere)
@@ -92,7 +94,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Pat
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
 def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str) -> None:
     """Averaged over micro-batches and replicas, each once, whatever holds them and wherever layers are."""
-    plain = CaseRun({"freezing": {"automatic": {"interval": 0.05, "start": 0.0}}}, 2, 2, steps=16)
+    plain = CaseRun({"freezing": {"automatic": {"interval": 0.1, "start": 0.0}}}, 2, 2, steps=12)
     wanted, still = (run(4, work.gradient_magnitudes, case) for case in (plain, replace(plain, precision=precision)))
     elsewhere = run(4, work.gradient_magnitudes, moved(replace(plain, precision=precision)))
     for result in (*still, *elsewhere):

@@ -12,7 +12,7 @@ import pytest
 from tests.distributed import case_workloads, moe_workloads
 from tests.distributed import expert_parallel_workloads as work
 from tests.distributed.case_workloads import SIZES, CaseRun
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_each
 from tests.distributed.test_bitwise import whole
 from tests.distributed.test_cases import check_moves_change_nothing, moved
 
@@ -32,6 +32,13 @@ TABLES = [
     [[3, 2, 0, 0, 1, 0], [1, 4, 0, 0, 0, 0], [2, 2, 0, 0, 3, 5]],  # nothing for the second replica's experts
     [[0, 0, 0, 0, 0, 0], [1, 0, 2, 0, 3, 0], [0, 0, 0, 0, 0, 2]],  # nothing of the first one's
 ]
+
+
+# Models that are tried each time; the others in the fuzz form.
+FIRST = ("sbase with capacity", "bias and freezing")
+first = pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.fuzz) for name in MODELS]
+)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -64,13 +71,12 @@ def test_moves_change_nothing(name: str, stages: int) -> None:
     check_moves_change_nothing(CaseRun(MODELS[name], stages=stages, replicas=2, clip=0.05))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@first
 def test_recomputing_changes_nothing(name: str) -> None:
     """With layers on the move, too."""
     plain, again = (CaseRun(MODELS[name], replicas=2, checkpoint_interval=n) for n in (0, 1))
     expected = run(4, case_workloads.train, plain)
-    for recomputed in (again, moved(again)):
-        found = run(4, case_workloads.train, recomputed)
+    for found in run_each(4, case_workloads.train, (again,), (moved(again),)):
         assert expected[0]["losses"] == found[0]["losses"] and whole(expected) == whole(found)
 
 
@@ -116,7 +122,7 @@ def test_the_load_signal_is_the_busiest_replicas_share(favourites: bool) -> None
         assert layers[1][0]["loss"] == pytest.approx(everywhere[0][0]["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@first
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
     case = CaseRun(MODELS[name], replicas=2)
     through, resumed = (run(4, case_workloads.train, case, *how) for how in ((), (str(tmp_path), 3)))

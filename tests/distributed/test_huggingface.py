@@ -14,7 +14,7 @@ from ds_dynmo.models import huggingface
 from tests.distributed import case_workloads
 from tests.distributed import huggingface_workloads as work
 from tests.distributed.case_workloads import CaseRun
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_each
 from tests.distributed.test_bitwise import whole
 from tests.distributed.test_cases import check_moves_change_nothing, moved
 
@@ -34,7 +34,7 @@ def test_random_moves_change_nothing() -> None:
     still = case("mixtral", stages=3)
     rng = np.random.default_rng(7)
     moves = {step: [0, *sorted(rng.choice(range(1, 7), 2, replace=False).tolist()), 7] for step in range(1, 6)}
-    a, b = (run(3, case_workloads.train, each) for each in (still, replace(still, moves=moves)))
+    a, b = run_each(3, case_workloads.train, (still,), (replace(still, moves=moves),))
     assert a[0]["losses"] == b[0]["losses"] and whole(a) == whole(b)
 
 

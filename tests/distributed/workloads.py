@@ -281,13 +281,6 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) ->
     }
 
 
-def train_many(
-    case: Case, sequences: Sequence[Sequence[Sequence[int]]], steps: int, every: int
-) -> list[dict[str, Any]]:
-    """:func:`train`, an engine after the other."""
-    return [train(case, moves, steps, every) for moves in sequences]
-
-
 # -- tests/distributed/test_engine.py -----------------------------------------------------------------
 
 
