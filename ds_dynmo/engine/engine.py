@@ -19,7 +19,7 @@ from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
 from ds_dynmo.engine.checks import check_sharing
 from ds_dynmo.engine.decentralized import decide_among_neighbours
 from ds_dynmo.engine.flat import FlatState
-from ds_dynmo.engine.mended import MendedPipelineEngine
+from ds_dynmo.engine.for_models import EngineForModels
 from ds_dynmo.engine.migration import Site, migrate
 from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
@@ -28,10 +28,8 @@ from ds_dynmo.engine.reporting import Reporter, rebalance_report
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
-Callback = Callable[[], None]
 
-
-class DynMoPipelineEngine(MendedPipelineEngine):
+class DynMoPipelineEngine(EngineForModels):
     """DeepSpeed's ``PipelineEngine`` with a re-partition step. Built by :func:`ds_dynmo.initialize`.
 
     Attributes:
@@ -54,7 +52,6 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         self._profile: Profile | None = None
         self._last_move_step: int | None = None
         self._failure: Exception | None = None
-        self._step_callbacks: list[Callback] = []
         self._prefix = 0
         self._trainable: list[bool] = []
         if self._reentrant_checkpointing():
@@ -123,51 +120,6 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         self._profiler.forget()
         if self.dynmo.enabled:
             self._controller.request(reason)
-
-    def before_step(self, callback: Callback) -> None:
-        """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
-        self._require_block("before_step")
-        self._step_callbacks.append(callback)
-        self._set_instructions()
-
-    def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum of a tensor over the stages of this rank's pipeline. Collective."""
-        self._require_block("sum_over_stages")
-        return self._comm.sum_over_stages(numbers)
-
-    def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum of a tensor over the data-parallel replicas of this rank's stage. Collective."""
-        self._require_block("sum_over_replicas")
-        return self._comm.sum_over_replicas(numbers)
-
-    def zero_elements(self, parameter: torch.nn.Parameter, where: torch.Tensor) -> None:
-        """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
-
-        Where the gradient is 0 from then on too, an elementwise optimizer keeps them at exactly 0. Between batches;
-        not collective, but every replica has to make the same call.
-
-        Args:
-            where: bool in the parameter's shape, on its device.
-        """
-        self._require_block("zero_elements")
-        self._state.zero_elements(parameter, where)
-
-    def gradient_magnitudes(self) -> torch.Tensor:
-        """Per layer of the model, this rank's share of the sum of its gradients' magnitudes; the world's adds up.
-
-        For :meth:`before_step`: gradients are those of the batch, averaged over the replicas. Each number is held by
-        one rank, under ZeRO by one rank in parts of each gradient.
-
-        Returns:
-            fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
-        """
-        self._require_block("gradient_magnitudes")
-        return self._gradient_magnitudes()
-
-    def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum of a tensor over all ranks, replicas too. Collective."""
-        self._require_block("sum_over_world")
-        return self._comm.sum_over_world(numbers)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""
@@ -453,10 +405,6 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         )
 
     # -- misuse ---------------------------------------------------------------------------------------
-
-    def _require_block(self, what: str) -> None:
-        if self.dynmo is None:
-            raise ConfigError(f'engine.{what} needs a "dynmo" block in the DeepSpeed configuration; {{}} will do')
 
     def _require_enabled(self, what: str) -> None:
         self._require_block(what)

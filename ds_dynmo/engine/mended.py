@@ -20,7 +20,6 @@ from ds_dynmo.engine import checks, replicas
 from ds_dynmo.engine.clipping import (
     Place,
     counts,
-    gradient_magnitudes,
     gradient_norm,
     scale_gradients,
     sharded_norm,
@@ -30,7 +29,7 @@ from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.optimizer_state import OptimizerState, PerParameterState
 from ds_dynmo.engine.parameter_groups import Placeholders, complete_groups, in_order
 from ds_dynmo.engine.stage import StageLayers
-from ds_dynmo.engine.wrappers import Bf16Wrapper, FlatWrapper, ZeroWrapper, flat_wrapper
+from ds_dynmo.engine.wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
 from ds_dynmo.errors import ConfigError
 
 
@@ -188,21 +187,6 @@ class MendedPipelineEngine(PipelineEngine):
             place = replace(place, replica=self.grid.get_data_parallel_id(), replicas=self.grid.data_parallel_size)
             sum_over_all = self._comm.sum_over_world
         return gradient_norm(modules, count, place, sum_over_all, self.device, gradient_of)
-
-    def _gradient_magnitudes(self) -> torch.Tensor:
-        """Per layer, this rank's share of the sum of its reduced gradients' magnitudes."""
-        sharded = isinstance(self._wrapper, ZeroWrapper)
-        replica = self.grid.get_data_parallel_id()
-        if self._wrapper is None:
-            reduced = {id(p): p.grad for p in self.module.parameters() if p.grad is not None}
-        else:
-            reduced = {id(p): gradient for p, gradient in self._wrapper.gradients()}
-        return gradient_magnitudes(
-            self._layers.counted_modules() if sharded or replica == 0 else {},
-            self._layers.num_layers,
-            Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size),
-            lambda parameter: reduced.get(id(parameter)),
-        )
 
     def _norm_of_sums(self) -> float:
         assert self._wrapper is not None

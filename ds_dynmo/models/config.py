@@ -75,6 +75,13 @@ class ModelConfig(GPTConfig):
         predicted = self.mod is not None and self.mod.sampling == "predictor"
         return "auxiliary" if balanced or predicted else "hidden"
 
+    @property
+    def scheduled(self) -> list[str]:
+        """The keys of what changes at fractions of the run's steps."""
+        exits_later = self.early_exit is not None and self.early_exit.start > 0
+        by_steps = {"freezing": self.freezing, "pruning": self.pruning, "early_exit": exits_later or None}
+        return [key for key, case in by_steps.items() if case is not None]
+
     @field_validator(*_APART)
     @classmethod
     def _can_be_combined(cls, case: Any, info: ValidationInfo) -> Any:

@@ -89,11 +89,11 @@ def test_switched_off_it_learns_the_same() -> None:
 
 
 def test_a_decision_after_every_batch_changes_nothing() -> None:
-    every = {"interval": 1, "min_improvement": 0.0, "profile": {"batches": 1, "warmup_batches": 0}}
     often, never = (
         run(4, moe_workloads.train, CaseRun(MODELS["auxiliary loss"], replicas=2, dynmo=dynmo))
-        for dynmo in (every, {"interval": 0})
+        for dynmo in (moe_workloads.EVERY, {"interval": 0})
     )
+    assert often[0]["moved"] > 0 == never[0]["moved"]
     assert often[0]["losses"] == never[0]["losses"]
     assert all(rank["signals"] == often[0]["signals"] for rank in often)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -51,8 +50,8 @@ def test_a_sum_over_replicas_leaves_stages_apart() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("moe")])
 def test_a_decision_after_every_batch_changes_nothing(name: str) -> None:
-    every: dict[str, Any] = {"interval": 1, "min_improvement": 0.0, "profile": {"batches": 1, "warmup_batches": 0}}
-    often, never = (run(2, work.train, CaseRun(CASES[name], dynmo=dynmo)) for dynmo in (every, {"interval": 0}))
+    often, never = (run(2, work.train, CaseRun(CASES[name], dynmo=dynmo)) for dynmo in (work.EVERY, {"interval": 0}))
+    assert often[0]["moved"] > 0 == never[0]["moved"]
     assert often[0]["losses"] == never[0]["losses"] and all(map(math.isfinite, often[0]["losses"]))
     assert often[0]["steps"] == [1, 2, 3, 4, 5, 6]
     assert often[0]["signals"] == often[1]["signals"]

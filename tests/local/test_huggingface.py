@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +197,32 @@ def test_a_layer_reads_its_own_tensors_alone(name: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(adapter.Folder, "read", lambda self, names: (read.extend(names), original(self, names))[1])
     specs[2].build()
     assert read and all(name.startswith("model.layers.1.") for name in read)
+    assert set(specs[2].module_args[0].tensors.shapes) == set(read)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     needed = {index[name] for name in read}
     for path in tmp_path.glob("*.safetensors"):
         if path.name not in needed:
             path.unlink()
     specs[2].build()  # the other files are not even opened
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2", "mixtral"])
+def test_a_spec_holds_and_pickles_its_own_tensors_alone(name: str) -> None:
+    reference = library_model(name)
+    in_memory = {parameter.data_ptr() for parameter in reference.parameters()}
+    for spec in huggingface.layers(reference):
+        layer = spec.build()
+        tensors = spec.module_args[0].tensors
+        held = tensors.read(tensors.shapes)
+        assert {tensor.data_ptr() for tensor in held.values()} <= in_memory  # no copies
+        assert sum(t.nbytes for t in held.values()) == sum(p.nbytes for p in layer.parameters())
+        pickled = io.BytesIO()
+        torch.save(spec, pickled)
+        with zipfile.ZipFile(pickled) as records:
+            stored = sum(record.file_size for record in records.infolist() if "/data/" in record.filename)
+        assert stored == sum(p.nbytes for p in layer.parameters())
+        again = torch.load(io.BytesIO(pickled.getvalue()), weights_only=False).build()
+        assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), again.parameters(), strict=True))
 
 
 def test_a_file_of_the_model_without_its_head_will_do(tmp_path: Path) -> None:

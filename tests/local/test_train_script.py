@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from ds_dynmo.errors import ConfigError, PartitionError
-from scripts.train import prepare
+from scripts.train_options import RESUME_FILE, Run, prepare
 
 ROOT = Path(__file__).parents[2]
+SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
 
 
 def write(folder: Path, **changes: Any) -> Path:
     settings = json.loads((ROOT / "ds_configs" / "freezing.json").read_text())
-    settings["model"] = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
+    settings["model"] = SIZES
     settings["gradient_accumulation_steps"] = 2
     settings.update(changes)
     path = folder / "config.json"
@@ -44,7 +45,11 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dynamo": {}, "dynmo": {}}, [], "dynamo"),
         ({"model": {"layers": 4, "head": 2}}, [], "model.head.*heads"),
         ({"model": {"layers": 0}}, [], "model.layers"),
-        ({}, ["--steps", "0"], "steps"),
+        ({}, ["--steps", "0"], "--steps 0: should be at least 1"),
+        ({}, ["--steps", "8", "--stop-at", "9"], "--stop-at 9: should be in 1 to 8"),
+        ({}, ["--stop-at", "0"], "--stop-at 0: should be in 1 to 150"),
+        ({}, ["--save-interval", "3"], "--save-interval 3: needs --save"),
+        ({}, ["--save", "unused", "--save-interval", "0"], "--save-interval 0: should be at least 1"),
         ({}, ["--stages", "3"], "stages"),
         ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
@@ -78,6 +83,68 @@ def test_an_empty_data_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ConfigError, match=r"empty\.txt"):
         prepare(["--deepspeed_config", str(write(tmp_path)), "--data", str(tmp_path / "empty.txt")])
+
+
+# -- a run that is resumed ----------------------------------------------------------------------------------
+
+
+CHANGING = {
+    "freezing": {"freezing": {"schedule": [[0.5, 2]]}},
+    "pruning": {"pruning": {}},
+    "early_exit": {"early_exit": {"method": "calm", "start": 0.5}},
+}
+CONSTANT = {
+    "nothing": {},
+    "experts": {"moe": {}},
+    "exits from the start": {"early_exit": {"method": "calm", "start": 0.0}},
+}
+
+
+def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> Run:
+    """Going on from step 5 of 8."""
+    path = write(folder, model={**SIZES, **case})
+    model = prepare(["--deepspeed_config", str(path)]).model.model_dump(mode="json")
+    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 3, 7], "model": model, "cases": {}}
+    (folder / RESUME_FILE).write_text(json.dumps({**said, **changes}))
+    return prepare(["--deepspeed_config", str(path), "--resume", str(folder), *flags])
+
+
+@pytest.mark.parametrize("case", [*CHANGING.values(), *CONSTANT.values()], ids=[*CHANGING, *CONSTANT])
+def test_a_resumed_run_has_the_steps_that_it_had(tmp_path: Path, case: dict[str, Any]) -> None:
+    for flags in ([], ["--steps", "8"]):
+        run = resumed(tmp_path, case, *flags)
+        assert (run.first_step, run.stop, run.steps) == (5, 8, 8)
+    run = resumed(tmp_path, case, "--stop-at", "6")
+    assert (run.first_step, run.stop, run.steps) == (5, 6, 8)
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_other_steps_would_move_a_schedule(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--steps 16: the run in .* has 8 steps in total, and model\.{key} would"):
+        resumed(tmp_path, CHANGING[key], "--steps", "16")
+
+
+@pytest.mark.parametrize("case", CONSTANT.values(), ids=CONSTANT)
+def test_without_a_schedule_a_resumed_run_may_have_other_steps(tmp_path: Path, case: dict[str, Any]) -> None:
+    run = resumed(tmp_path, case, "--steps", "16")
+    assert (run.first_step, run.stop, run.steps) == (5, 16, 16)
+
+
+def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+    for flags, changes, message in (
+        ([], {"step": 8}, "is at step 8, --steps 8 leaves nothing to do"),
+        (["--steps", "4"], {}, "is at step 5, --steps 4 leaves nothing to do"),
+        (["--stop-at", "5"], {}, "--stop-at 5: should be in 6 to 8"),
+        (["--seed", "3"], {}, r"model\.seed = 0, this run has 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resumed(tmp_path, {}, *flags, **changes)
+    (tmp_path / RESUME_FILE).write_text(json.dumps({"step": 5, "partition": [0, 3, 7], "model": {}, "cases": {}}))
+    with pytest.raises(ConfigError, match=f"{RESUME_FILE} lacks steps, tag"):
+        prepare(["--deepspeed_config", str(tmp_path / "config.json"), "--resume", str(tmp_path)])
+
+
+# -- a whole run --------------------------------------------------------------------------------------------
 
 
 def test_a_short_run(tmp_path: Path) -> None:

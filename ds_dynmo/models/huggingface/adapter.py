@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +98,21 @@ def layers(
     loss = _router_loss(config)
     if source.tied:
         tie = {"tied_weight_attr": f"{PART}weight"}
-        embedding = TiedLayerSpec(TIE, TokenEmbedding, source, 0, loss, **tie)
+        embedding = TiedLayerSpec(TIE, TokenEmbedding, source.of(0), 0, loss, **tie)
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
-        head = TiedLayerSpec(TIE, TokenEmbedding, source, 0, loss, forward_fn=tied_logits, **tie)
+        head = TiedLayerSpec(TIE, TokenEmbedding, source.of(0), 0, loss, forward_fn=tied_logits, **tie)
     else:
-        embedding = LayerSpec(TokenEmbedding, source, 0, loss)
-        head = LayerSpec(OutputHead, source, len(source.paths) - 1, loss)
+        last = len(source.paths) - 1
+        embedding = LayerSpec(TokenEmbedding, source.of(0), 0, loss)
+        head = LayerSpec(OutputHead, source.of(last), last, loss)
     specs = [embedding]
     if _FAMILIES[config.model_type].positions:
-        specs.append(LayerSpec(PositionEmbedding, source, 1, config.embd_pdrop))
+        specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, config.embd_pdrop))
     for block in range(config.num_hidden_layers):
-        specs.append(LayerSpec(DecoderLayer, source, len(specs), _window(config, block), loss))
-    return [*specs, LayerSpec(FinalNorm, source, len(specs)), head]
+        layer = len(specs)
+        specs.append(LayerSpec(DecoderLayer, source.of(layer), layer, _window(config, block), loss))
+    layer = len(specs)
+    return [*specs, LayerSpec(FinalNorm, source.of(layer), layer), head]
 
 
 def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
@@ -189,6 +192,12 @@ class _Source:
             for name, parameter in self.skeleton.get_submodule(path).named_parameters()
         }
 
+    def of(self, layer: int) -> _Source:
+        """What pipeline layer ``layer`` is built from: the weights of no other layer are kept alive by its spec."""
+        if self.tensors is None:
+            return self
+        return replace(self, tensors=self.tensors.only(self._names(layer)))
+
     def build(self, layer: int) -> nn.Module:
         """The library's module of pipeline layer ``layer`` with its weights, on the CPU."""
         config, path = self.config, self.paths[layer]
@@ -207,6 +216,9 @@ class _Source:
         rotary = getattr(self.skeleton.base_model, "rotary_emb", None)
         return None if rotary is None else type(rotary)(self.config)
 
+    def _names(self, layer: int) -> list[str]:
+        return [name for place in self.stored(layer).values() for name in place.names]
+
     def _initialize(self, part: nn.Module, layer: int) -> None:
         """As the library does it, which draws from torch's generator: that one is lent a state."""
         state = torch.get_rng_state()
@@ -218,7 +230,7 @@ class _Source:
 
     def _read(self, part: nn.Module, layer: int, tensors: Tensors) -> None:
         places = self.stored(layer)
-        found = tensors.read([name for place in places.values() for name in place.names])
+        found = tensors.read(self._names(layer))
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 for piece, room in places[name].pieces(parameter).items():

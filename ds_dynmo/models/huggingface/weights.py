@@ -5,6 +5,7 @@ Only the header of a file is read before a layer is built, and then only that la
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ class Tensors(Protocol):
     place: str
     shapes: Mapping[str, tuple[int, ...]]
 
+    def only(self, names: Collection[str]) -> Tensors:
+        """The same place with these tensors and no other; nothing is read or copied."""
+
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """These tensors alone."""
 
@@ -84,6 +88,10 @@ class InMemory:
         self.place = "the model"
         self._tensors = tensors
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def only(self, names: Collection[str]) -> InMemory:
+        """A holder of these tensors and no other."""
+        return InMemory({name: self._tensors[name] for name in names})
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """These tensors alone."""
@@ -110,6 +118,13 @@ class Folder:
                 shapes[name] = shape
                 self._found[name] = (path, key)
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
+
+    def only(self, names: Collection[str]) -> Folder:
+        """A holder of the places of these tensors and no other."""
+        kept = copy.copy(self)
+        kept.shapes = {name: self.shapes[name] for name in names}
+        kept._found = {name: self._found[name] for name in names}
+        return kept
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """These tensors alone."""

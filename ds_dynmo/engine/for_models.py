@@ -1,0 +1,89 @@
+"""What a dynamic model may ask of the engine: sums over ranks, magnitudes of gradients, weights set to zero."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine.clipping import Place, gradient_magnitudes
+from ds_dynmo.engine.mended import MendedPipelineEngine
+from ds_dynmo.engine.wrappers import ZeroWrapper
+from ds_dynmo.errors import ConfigError
+
+Callback = Callable[[], None]
+
+
+class EngineForModels(MendedPipelineEngine):
+    """The engine as models see it; all of it needs a "dynmo" block, which may be switched off."""
+
+    def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
+        super().__init__(*args, dynmo=dynmo, **kwargs)
+        self._step_callbacks: list[Callback] = []
+
+    @abstractmethod
+    def _set_instructions(self) -> None:
+        """Make the instructions of a batch anew."""
+
+    def before_step(self, callback: Callback) -> None:
+        """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
+        self._require_block("before_step")
+        self._step_callbacks.append(callback)
+        self._set_instructions()
+
+    def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum of a tensor over the stages of this rank's pipeline. Collective."""
+        self._require_block("sum_over_stages")
+        return self._comm.sum_over_stages(numbers)
+
+    def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum of a tensor over the data-parallel replicas of this rank's stage. Collective."""
+        self._require_block("sum_over_replicas")
+        return self._comm.sum_over_replicas(numbers)
+
+    def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum of a tensor over all ranks, replicas too. Collective."""
+        self._require_block("sum_over_world")
+        return self._comm.sum_over_world(numbers)
+
+    def zero_elements(self, parameter: torch.nn.Parameter, where: torch.Tensor) -> None:
+        """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
+
+        Where the gradient is 0 from then on too, an elementwise optimizer keeps them at exactly 0. Between batches;
+        not collective, but every replica has to make the same call.
+
+        Args:
+            where: bool in the parameter's shape, on its device.
+        """
+        self._require_block("zero_elements")
+        self._state.zero_elements(parameter, where)
+
+    def gradient_magnitudes(self) -> torch.Tensor:
+        """Per layer of the model, this rank's share of the sum of its gradients' magnitudes; the world's adds up.
+
+        For :meth:`before_step`: gradients are those of the batch, averaged over the replicas. Each number is held by
+        one rank, under ZeRO by one rank in parts of each gradient.
+
+        Returns:
+            fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
+        """
+        self._require_block("gradient_magnitudes")
+        sharded = isinstance(self._wrapper, ZeroWrapper)
+        replica = self.grid.get_data_parallel_id()
+        if self._wrapper is None:
+            reduced = {id(p): p.grad for p in self.module.parameters() if p.grad is not None}
+        else:
+            reduced = {id(p): gradient for p, gradient in self._wrapper.gradients()}
+        return gradient_magnitudes(
+            self._layers.counted_modules() if sharded or replica == 0 else {},
+            self._layers.num_layers,
+            Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size),
+            lambda parameter: reduced.get(id(parameter)),
+        )
+
+    def _require_block(self, what: str) -> None:
+        if self.dynmo is None:
+            raise ConfigError(f'engine.{what} needs a "dynmo" block in the DeepSpeed configuration; {{}} will do')

@@ -1,0 +1,198 @@
+"""What scripts/train.py is asked to do: its flags and its JSON, checked before a process group exists."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ds_dynmo.config import load_json, read_dynmo_config
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import ByteText, ModelConfig, load_text, model_layers, read_model_config
+
+RESUME_FILE = "dynmo_train.json"
+STEPS = 150
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose every setting has been checked.
+
+    Attributes:
+        steps: batches of the whole run, of which schedules are fractions.
+        stop: after so many of them this part of the run ends.
+        save_interval: batches between checkpoints; None: there is one when this part ends.
+        resumed: what :data:`RESUME_FILE` says of the run that goes on; None for one that begins.
+    """
+
+    settings: dict[str, Any]
+    model: ModelConfig
+    text: ByteText
+    steps: int
+    stop: int
+    stages: int
+    local_rank: int
+    report: Path | None
+    save: Path | None
+    save_interval: int | None
+    resume: Path | None
+    resumed: dict[str, Any] | None
+
+    @property
+    def first_step(self) -> int:
+        return self.resumed["step"] if self.resumed else 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = _Parser(description="Train a GPT in a pipeline that re-balances itself.", allow_abbrev=False)
+    parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" blocks')
+    parser.add_argument("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's standard library)")
+    parser.add_argument("--steps", type=int, help=f"batches in total (default: {STEPS}, or the resumed run's)")
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many of them, to be resumed")
+    parser.add_argument("--seed", type=int, help="of weights and data (default: the model block's)")
+    parser.add_argument("--stages", type=int, help="of the pipeline (default: the number of processes)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="JSON lines: start, rebalance, measured, end")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
+    parser.add_argument("--save-interval", type=int, metavar="N", help="write one after every N batches, too")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint in it")
+    parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def prepare(arguments: list[str]) -> Run:
+    """Everything that can be checked without the other processes.
+
+    Raises:
+        ConfigError: naming the option, key or path, its value and what is allowed.
+    """
+    args = parse_arguments(arguments)
+    if "WORLD_SIZE" not in os.environ:
+        raise ConfigError("start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/train.py ...")
+    settings = load_json(args.deepspeed_config)
+    dynmo = read_dynmo_config(settings)
+    model = read_model_config(settings)
+    if model.freezing is not None and dynmo is None:
+        raise ConfigError('model.freezing: needs a "dynmo" block, stock DeepSpeed cannot train a frozen front')
+    if model.moe is not None and model.moe.routing == "bias" and dynmo is None:
+        raise ConfigError('model.moe.routing = "bias": needs a "dynmo" block, its counts are summed over replicas')
+    if model.moe is not None and model.moe.expert_parallel and dynmo is None:
+        raise ConfigError('model.moe.expert_parallel: needs a "dynmo" block, stock DeepSpeed would average the experts')
+    if model.pruning is not None and dynmo is None:
+        raise ConfigError('model.pruning: needs a "dynmo" block, stock DeepSpeed cannot sum over its stages')
+    check_counts(args)
+    if args.seed is not None:
+        if not 0 <= args.seed < 2**32:
+            raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
+        model = model.model_copy(update={"seed": args.seed})
+    stages = check_stages(args.stages, int(os.environ["WORLD_SIZE"]), len(model_layers(model)))
+    text = load_text(args.data)
+    text.check_length(model.sequence_length)
+    settings = dict(settings)
+    if dynmo is not None:
+        settings["dynmo"] = dict(settings["dynmo"])
+    resumed = None
+    if args.resume is not None:
+        resumed = read_resume_file(args.resume, model)
+    first_step = resumed["step"] if resumed else 0
+    steps = total_steps(args, model, resumed)
+    stop = steps if args.stop_at is None else args.stop_at
+    if not first_step < stop <= steps:
+        raise ConfigError(f"--stop-at {stop}: should be in {first_step + 1} to {steps}, the steps that are left")
+    if args.save is not None:
+        with refusing("--save", args.save):
+            args.save.mkdir(parents=True, exist_ok=True)
+    report = args.report
+    if report is not None and dynmo is not None:
+        settings["dynmo"]["report"] = str(report)
+    elif report is None and dynmo is not None and dynmo.report is not None:
+        report = Path(dynmo.report)
+    if report is not None:
+        with refusing("--report", report):
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.open("a").close()
+    return Run(
+        settings=settings,
+        model=model,
+        text=text,
+        steps=steps,
+        stop=stop,
+        stages=stages,
+        local_rank=args.local_rank,
+        report=report,
+        save=args.save,
+        save_interval=args.save_interval,
+        resume=args.resume,
+        resumed=resumed,
+    )
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    for option in ("steps", "save_interval"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: should be at least 1")
+    if args.save_interval is not None and args.save is None:
+        raise ConfigError(f"--save-interval {args.save_interval}: needs --save DIR, where to write to")
+
+
+def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
+    """The number of pipeline stages: what was asked for, or one per process."""
+    if stages is None:
+        stages = world_size
+    if stages < 1 or world_size % stages:
+        raise ConfigError(f"--stages {stages}: should divide the number of processes, {world_size}")
+    if stages > num_layers:
+        raise ConfigError(f"--stages {stages}: the model has {num_layers} layers, at most one stage each")
+    return stages
+
+
+def total_steps(args: argparse.Namespace, model: ModelConfig, resumed: dict[str, Any] | None) -> int:
+    """Of the whole run. One that is resumed keeps its own where the model changes at fractions of them."""
+    if resumed is None:
+        return STEPS if args.steps is None else int(args.steps)
+    steps: int = resumed["steps"] if args.steps is None else args.steps
+    if steps != resumed["steps"] and model.scheduled:
+        raise ConfigError(
+            f"--steps {steps}: the run in {args.resume} has {resumed['steps']} steps in total, and "
+            f"model.{', model.'.join(model.scheduled)} would change at others than it did, at fractions of {steps}; "
+            f"leave --steps out, --stop-at ends a run earlier"
+        )
+    if resumed["step"] >= steps:
+        raise ConfigError(f"--resume {args.resume}: is at step {resumed['step']}, --steps {steps} leaves nothing to do")
+    return steps
+
+
+def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
+    """What the run that is resumed was, if this one can go on from it."""
+    if not folder.is_dir():
+        raise ConfigError(f"--resume {folder}: no such folder")
+    resumed = load_json(folder / RESUME_FILE)
+    missing = {"step", "steps", "tag", "partition", "model", "cases"} - resumed.keys()
+    if missing:
+        raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
+    saved_model = read_model_config(resumed)
+    for key in ModelConfig.model_fields:
+        if getattr(model, key) != getattr(saved_model, key):
+            raise ConfigError(
+                f"--resume {folder}: was trained with model.{key} = {getattr(saved_model, key)}, "
+                f"this run has {getattr(model, key)}"
+            )
+    return resumed
+
+
+@contextmanager
+def refusing(option: str, path: Path) -> Iterator[None]:
+    """An OSError as a ConfigError that names the option."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error

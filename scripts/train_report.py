@@ -1,0 +1,135 @@
+"""What scripts/train.py shows and writes: progress, the closing table, the numbers of the whole run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from ds_dynmo.plan import Profile, RebalanceReport
+from scripts.train_options import Run
+
+PROGRESS_LINES = 20
+LAST_STEPS = 10  # the training loss that is reported at the end is their mean
+
+
+@dataclass
+class History:
+    """What the closing table is made from."""
+
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    validation_losses: list[tuple[int, float]] = field(default_factory=list)
+    profiles: list[Profile | None] = field(default_factory=list)  # for each report, what it was decided on
+
+    def decisions_seen(self, engine: Any) -> None:
+        """Keeps the profile behind every new report."""
+        for report in engine.reports[len(self.profiles) :]:
+            profile = engine.profile
+            known = profile is not None and profile.partition == report.old_partition
+            self.profiles.append(profile if known else None)
+
+
+class Progress:
+    """A bar on a terminal, a line now and then elsewhere; nothing on other ranks."""
+
+    def __init__(self, run: Run, engine: Any) -> None:
+        self._first_rank = engine.global_rank == 0
+        self._steps, self._stop = run.steps, run.stop
+        self._every = max(1, run.steps // PROGRESS_LINES)
+        self._tokens = tokens_per_step(run, engine)
+        self._bar: tqdm | None = None
+        if self._first_rank and sys.stderr.isatty():
+            self._bar = tqdm(total=run.steps, initial=run.first_step, unit="step", dynamic_ncols=True)
+
+    def step(self, steps_done: int, history: History) -> None:
+        seconds = history.step_seconds[-self._every :]
+        speed = self._tokens * len(seconds) / sum(seconds)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {history.losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            self._bar.update()
+        elif steps_done % self._every == 0 or steps_done == self._stop or len(history.losses) == 1:
+            self.say(f"step {steps_done}/{self._steps}: loss {history.losses[-1]:.3f}, {speed:,.0f} tokens/s")
+
+    def say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line)
+        elif self._first_rank:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def tokens_per_step(run: Run, engine: Any) -> int:
+    return int(engine.train_batch_size()) * run.model.sequence_length
+
+
+def closing_table(run: Run, engine: Any, history: History) -> list[str]:
+    """One line per decision: what it changed, and what was measured before and after."""
+    if not engine.reports:
+        return []
+    tokens = tokens_per_step(run, engine)
+    rows = [("step", "reason", "partition", "tokens/s", "bubble ratio", "imbalance")]
+    for report, profile in zip(engine.reports, history.profiles):
+        measured = [m for m in engine.measurements if report.moved and m.rebalance_step == report.step]
+        before = batch_numbers(report, profile, tokens)
+        after = ("-", "-", "-")
+        if measured:
+            first = measured[0]
+            after = (f"{tokens / first.batch_seconds:,.0f}", f"{first.bubble_ratio:.2f}", f"{first.imbalance:.2f}")
+        if report.moved:
+            partition = f"{list(report.old_partition)} -> {list(report.new_partition)}"
+        else:
+            partition = f"{list(report.old_partition)} kept"
+        changes = [f"{old} -> {new}" if report.moved else old for old, new in zip(before, after)]
+        rows.append((str(report.step), report.reason, partition, *changes))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int) -> tuple[str, str, str]:
+    """Tokens per second, bubble ratio and imbalance when ``report`` was decided."""
+    if profile is None or report.imbalance_before is None:
+        return ("-", "-", "-")
+    busy_seconds = profile.micro_batches * sum(profile.costs("time")) / (len(profile.partition) - 1)
+    bubble_ratio = max(0.0, 1 - busy_seconds / profile.batch_seconds)
+    return (f"{tokens / profile.batch_seconds:,.0f}", f"{bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
+
+
+def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
+    """The numbers of the whole run; validation is not in its time."""
+    last = history.losses[-LAST_STEPS:]
+    seconds = sum(history.step_seconds)
+    return {
+        "kind": "end",
+        "steps": engine.global_steps,
+        "partition": engine.partition,
+        "tokens_per_second": tokens_per_step(run, engine) * len(history.losses) / seconds,
+        "train_seconds": seconds,
+        "median_step_seconds": statistics.median(history.step_seconds),
+        "train_loss": statistics.fmean(last),
+        "first_train_loss": history.losses[0],
+        "validation_loss": history.validation_losses[-1][1],
+        "validation_losses": history.validation_losses,
+    }
+
+
+def closing_line(history: History, numbers: dict[str, Any]) -> str:
+    """The end of what is shown; ``numbers``: what :func:`summary` gave."""
+    return (
+        f"{numbers['tokens_per_second']:,.0f} tokens/s, train loss {numbers['train_loss']:.3f} "
+        f"(last {len(history.losses[-LAST_STEPS:])} steps), validation loss {numbers['validation_loss']:.3f}"
+    )
+
+
+def write_record(path: Path | None, record: dict[str, Any], mode: str) -> None:
+    if path is not None:
+        with path.open(mode) as lines:
+            lines.write(json.dumps(record) + "\n")
