@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.clipping import Place, gradient_magnitudes
@@ -49,7 +50,7 @@ class EngineForModels(MendedPipelineEngine):
         self._require_block("sum_over_world")
         return self._comm.sum_over_world(numbers)
 
-    def zero_elements(self, parameter: torch.nn.Parameter, where: torch.Tensor) -> None:
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
 
         Where the gradient is 0 from then on too, an elementwise optimizer keeps them at exactly 0. Between batches;
@@ -60,6 +61,26 @@ class EngineForModels(MendedPipelineEngine):
         """
         self._require_block("zero_elements")
         self._state.zero_elements(parameter, where)
+
+    def zero_gradients(self, elements: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Set elements of the batch's gradients to 0. For :meth:`before_step`; before the norm is taken for clipping.
+
+        Not collective, but every replica has to make the same call.
+
+        Args:
+            elements: parameters of this stage, each with a bool in its shape: where its gradient is to be 0.
+        """
+        self._require_block("zero_gradients")
+        reduced = self._reduced_gradients()
+        for parameter, where in elements:
+            gradient = reduced.get(id(parameter))
+            if gradient is None:
+                continue
+            if gradient.numel() < parameter.numel():  # this rank's part
+                held = self._state.state_of(parameter).values()
+                start = next(part[0] for part in held if isinstance(part, tuple))
+                where = where.reshape(-1)[start : start + gradient.numel()]
+            gradient.masked_fill_(where.reshape(gradient.shape), 0)
 
     def gradient_magnitudes(self) -> torch.Tensor:
         """Per layer of the model, this rank's share of the sum of its gradients' magnitudes; the world's adds up.
@@ -73,16 +94,19 @@ class EngineForModels(MendedPipelineEngine):
         self._require_block("gradient_magnitudes")
         sharded = isinstance(self._wrapper, ZeroWrapper)
         replica = self.grid.get_data_parallel_id()
-        if self._wrapper is None:
-            reduced = {id(p): p.grad for p in self.module.parameters() if p.grad is not None}
-        else:
-            reduced = {id(p): gradient for p, gradient in self._wrapper.gradients()}
+        reduced = self._reduced_gradients()
         return gradient_magnitudes(
             self._layers.counted_modules() if sharded or replica == 0 else {},
             self._layers.num_layers,
             Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size),
             lambda parameter: reduced.get(id(parameter)),
         )
+
+    def _reduced_gradients(self) -> dict[int, torch.Tensor]:
+        """Gradients of this batch by the ``id`` of the parameter; under ZeRO the parts of them in this rank's shard."""
+        if self._wrapper is None:
+            return {id(p): p.grad for p in self.module.parameters() if p.grad is not None}
+        return {id(p): gradient for p, gradient in self._wrapper.gradients()}
 
     def _require_block(self, what: str) -> None:
         if self.dynmo is None:

@@ -70,14 +70,14 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
     """
     cases: list[DynamicCase] = []
     num_layers = len(model_layers(config))
+    if config.pruning is not None:  # first, so that the others see no gradients of what is pruned
+        cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     if config.freezing is not None and config.freezing.egeria is not None:
         cases.append(Egeria(config.freezing.egeria, engine, num_blocks=config.layers, total_steps=total_steps))
     elif config.freezing is not None:
         cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
     if config.moe is not None:
         cases.append(ExpertBalance(config.moe, engine, num_layers=num_layers))
-    if config.pruning is not None:
-        cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     if config.early_exit is not None:
         cases.append(EarlyExit(config.early_exit, engine, total_steps=total_steps))
     return cases

@@ -42,12 +42,14 @@ def test_outputs_and_gradients_are_those_of_a_masked_weight(
     given = hidden.detach().double().requires_grad_()
     wanted = F.linear(given, weight * linear.mask)
     wanted.backward(gradient.double())
-    for mine, theirs in ((linear(hidden), wanted), (hidden.grad, given.grad), (linear.weight.grad, weight.grad)):
+    assert linear.weight.grad is not None and weight.grad is not None
+    mine_left = linear.weight.grad * linear.mask
+    for mine, theirs in ((linear(hidden), wanted), (hidden.grad, given.grad), (mine_left, weight.grad)):
         assert mine is not None and theirs is not None
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
         assert mine.is_contiguous()
-    assert linear.weight.grad is not None
-    assert torch.equal(linear.weight.grad[~linear.mask], torch.zeros(int((~linear.mask).sum())))
+    if linear.computes_in_csr or sparsity == 1:
+        assert not linear.weight.grad[~linear.mask].any()
     assert linear.kept == round((1 - sparsity) * 480)
 
 
@@ -62,9 +64,25 @@ def test_where_nothing_is_kept_there_is_no_product(dtype: torch.dtype) -> None:
     assert output.dtype == dtype and linear.weight.grad is not None and not linear.weight.grad.any()
 
 
-@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
-def test_what_lies_where_it_is_pruned_does_not_count(csr_from: float) -> None:
-    linear = pruned(0.8, csr_from)
+def test_while_it_is_dense_it_does_what_a_linear_layer_does() -> None:
+    """No more products and no mask: it is as fast."""
+    linear = pruned(0.8, NEVER)
+    plain = nn.Linear(20, 24, bias=False)
+    plain.weight = nn.Parameter(linear.weight.detach().clone())
+    results, operators = [], []
+    for layer in (linear, plain):
+        hidden = seeded(7, 20, seed=1).requires_grad_()
+        with torch.profiler.profile() as profile:
+            output = layer(hidden)
+            output.square().sum().backward()
+        results.append((output, hidden.grad, layer.weight.grad))
+        operators.append({event.key: event.count for event in profile.key_averages() if event.key.startswith("aten::")})
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert operators[0] == operators[1]
+
+
+def test_in_csr_what_lies_where_it_is_pruned_does_not_count() -> None:
+    linear = pruned(0.8, ALWAYS)
     results = []
     for alive in (False, True):
         if alive:
@@ -132,6 +150,8 @@ def test_optimizer_steps_leave_zeros_where_they_are(csr_from: float) -> None:
     for step in range(5):
         optimizer.zero_grad()
         linear(seeded(6, 20, seed=step)).square().sum().backward()
+        assert linear.weight.grad is not None
+        linear.weight.grad.mul_(linear.mask)
         optimizer.step()
     assert not linear.weight[~linear.mask].any() and linear.weight[linear.mask].all()
     assert not optimizer.state[linear.weight]["exp_avg_sq"][~linear.mask].any()

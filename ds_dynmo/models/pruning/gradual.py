@@ -9,6 +9,7 @@ apart by layer and position.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -124,6 +125,7 @@ class Pruning(DynamicCase):
         self._num_layers = num_layers
         self._steps = pruning_steps(config, total_steps)
         self._loaded = True  # the layers, perhaps
+        engine.before_step(self._zero_gradients)
 
     def before_batch(self, step: int) -> None:
         """Prunes if that is due, and tells the engine."""
@@ -139,10 +141,19 @@ class Pruning(DynamicCase):
         self._loaded = True
 
     def _zero_pruned(self) -> None:
+        for weight, pruned in self._pruned(lambda linear: True):
+            self.engine.zero_elements(weight, pruned)
+
+    def _zero_gradients(self) -> None:
+        """In CSR they are 0 already."""
+        self.engine.zero_gradients(self._pruned(lambda linear: not linear.computes_in_csr))
+
+    def _pruned(self, of: Callable[[PrunableLinear], bool]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Weights of this stage, and where they are pruned."""
         for members in local_linears(self.engine.module).values():
             for linear in members:
-                if linear.mask is not None:
-                    self.engine.zero_elements(linear.weight, ~linear.mask)
+                if linear.mask is not None and of(linear):
+                    yield linear.weight, ~linear.mask
 
     def prune(self, sparsity: float) -> None:
         """Keep ``round(N (1 - sparsity))`` of the model's ``N`` prunable weights; pruned ones stay pruned. Collective.

@@ -1,6 +1,7 @@
-"""A linear layer whose weights can be pruned: masked dense, and compressed sparse rows where those are faster.
+"""A linear layer whose weights can be pruned: dense at first, and compressed sparse rows where those are faster.
 
-Where nothing is kept there is no product at all.
+Where nothing is kept there is no product at all. While it computes densely the mask costs nothing: pruned weights are
+exactly 0, and :class:`~ds_dynmo.models.Pruning` sets their gradients to 0 once a batch, before they are used.
 
 The parameter stays the dense weight for life, with exact zeros where it is pruned, so that optimizers, moves and
 checkpoints know it as before. Beside it there are buffers: the mask, 1 byte per weight, and where the layer computes in
@@ -17,13 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["PrunableLinear", "csr_is_faster", "csr_linear", "csr_structure", "masked_linear", "no_linear"]
+__all__ = ["PrunableLinear", "csr_is_faster", "csr_linear", "csr_structure", "no_linear"]
 
 Structure = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PrunableLinear(nn.Module):
     """``hidden @ weight.T``, at first dense.
+
+    Of a pruned weight that is computed densely the gradient is dense too: whoever steps it sets that to 0 where the
+    mask is False, after the last micro-batch, so that the weight stays 0 there.
 
     Args:
         weight: ``[outputs, inputs]``.
@@ -77,12 +81,10 @@ class PrunableLinear(nn.Module):
         return outputs * inputs - self.kept >= self.csr_from * outputs * inputs
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.mask is None:
-            return F.linear(hidden, self.weight)
         if self.index is not None and not len(self.index):
             return no_linear(hidden, self.weight)
         if not self.computes_in_csr:
-            return masked_linear(hidden, self.weight, self.mask)
+            return F.linear(hidden, self.weight)
         assert self.crow is not None and self.col is not None and self.index is not None
         assert self.crow_transposed is not None
         assert self.col_transposed is not None and self.index_transposed is not None
@@ -119,12 +121,6 @@ def csr_structure(mask: torch.Tensor) -> Structure:
     return crow, (index % columns).int(), index.int()
 
 
-def masked_linear(hidden: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``hidden @ weight.T`` with the weight taken as 0 where ``mask`` is False, and a gradient that is 0 there."""
-    result: torch.Tensor = _Masked.apply(hidden, weight, mask)
-    return result
-
-
 def csr_linear(hidden: torch.Tensor, weight: torch.Tensor, structure: Structure, transposed: Structure) -> torch.Tensor:
     """``hidden @ weight.T`` by the weight's kept entries alone, forward and backward.
 
@@ -156,22 +152,6 @@ class _Nothing(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         to_hidden = gradient.new_zeros(ctx.inputs) if ctx.needs_input_grad[0] else None
         return to_hidden, torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-
-
-class _Masked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight, mask)
-        return F.linear(hidden, weight * mask)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        hidden, weight, mask = ctx.saved_tensors
-        to_hidden = gradient @ (weight * mask) if ctx.needs_input_grad[0] else None
-        to_weight = None
-        if ctx.needs_input_grad[1]:
-            to_weight = (gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)).mul_(mask)
-        return to_hidden, to_weight, None
 
 
 class _Csr(torch.autograd.Function):
