@@ -21,13 +21,20 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
 
 import ds_dynmo
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
-from ds_dynmo.models import Batches, DynamicCase, dynamic_cases, language_model_loss, model_layers
+from ds_dynmo.models import (
+    AUXILIARY_LOSS,
+    LANGUAGE_MODEL_LOSS,
+    Batches,
+    DynamicCase,
+    LanguageModelPipeline,
+    dynamic_cases,
+    model_layers,
+)
 from scripts.train_options import RESUME_FILE, Run, prepare
 from scripts.train_report import History, Progress, closing_line, closing_table, summary, write_record
 
@@ -52,9 +59,7 @@ def refuse(error: Exception) -> int:
 
 def build_engine(run: Run) -> Any:
     """The model in uniform stages, and the engine around it."""
-    module = PipelineModule(
-        layers=model_layers(run.model), num_stages=run.stages, loss_fn=language_model_loss, partition_method="uniform"
-    )
+    module = LanguageModelPipeline(model_layers(run.model), num_stages=run.stages, partition_method="uniform")
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
         model=module,
@@ -84,10 +89,12 @@ def train(run: Run, engine: Any) -> History:
         for case in cases:
             case.before_batch(step)
         began = time.perf_counter()
-        loss = engine.train_batch(training.iterate(step * engine.micro_batches))
+        engine.train_batch(training.iterate(step * engine.micro_batches))
         if engine.released:
             break
-        history.losses.append(float(loss))
+        losses = engine.get_additional_losses()
+        history.losses.append(float(losses[LANGUAGE_MODEL_LOSS]))
+        history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
         history.step_seconds.append(time.perf_counter() - began)
         history.decisions_seen(engine)
         for case in cases:

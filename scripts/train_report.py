@@ -20,12 +20,22 @@ LAST_STEPS = 10  # the training loss that is reported at the end is their mean
 
 @dataclass
 class History:
-    """What the closing table is made from."""
+    """What the closing table is made from.
+
+    Attributes:
+        losses: the language model's in training, to be compared with other models'.
+        auxiliary_losses: what was added to them to be trained; 0 where there is nothing.
+    """
 
     losses: list[float] = field(default_factory=list)
+    auxiliary_losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
     profiles: list[Profile | None] = field(default_factory=list)  # for each report, what it was decided on
+
+    @property
+    def latest_losses(self) -> str:
+        return _losses(self.losses[-1], self.auxiliary_losses[-1])
 
     def decisions_seen(self, engine: Any) -> None:
         """Keeps the profile behind every new report."""
@@ -51,10 +61,10 @@ class Progress:
         seconds = history.step_seconds[-self._every :]
         speed = self._tokens * len(seconds) / sum(seconds)
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {history.losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(f"loss {history.latest_losses}, {speed:,.0f} tokens/s", refresh=False)
             self._bar.update()
         elif steps_done % self._every == 0 or steps_done == self._stop or len(history.losses) == 1:
-            self.say(f"step {steps_done}/{self._steps}: loss {history.losses[-1]:.3f}, {speed:,.0f} tokens/s")
+            self.say(f"step {steps_done}/{self._steps}: loss {history.latest_losses}, {speed:,.0f} tokens/s")
 
     def say(self, line: str) -> None:
         if self._bar is not None:
@@ -105,7 +115,6 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
 
 def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
     """The numbers of the whole run; validation is not in its time."""
-    last = history.losses[-LAST_STEPS:]
     seconds = sum(history.step_seconds)
     return {
         "kind": "end",
@@ -114,7 +123,8 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
         "tokens_per_second": tokens_per_step(run, engine) * len(history.losses) / seconds,
         "train_seconds": seconds,
         "median_step_seconds": statistics.median(history.step_seconds),
-        "train_loss": statistics.fmean(last),
+        "train_loss": statistics.fmean(history.losses[-LAST_STEPS:]),
+        "auxiliary_loss": statistics.fmean(history.auxiliary_losses[-LAST_STEPS:]),
         "first_train_loss": history.losses[0],
         "validation_loss": history.validation_losses[-1][1],
         "validation_losses": history.validation_losses,
@@ -123,10 +133,15 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
 
 def closing_line(history: History, numbers: dict[str, Any]) -> str:
     """The end of what is shown; ``numbers``: what :func:`summary` gave."""
+    losses = _losses(numbers["train_loss"], numbers["auxiliary_loss"])
     return (
-        f"{numbers['tokens_per_second']:,.0f} tokens/s, train loss {numbers['train_loss']:.3f} "
+        f"{numbers['tokens_per_second']:,.0f} tokens/s, train loss {losses} "
         f"(last {len(history.losses[-LAST_STEPS:])} steps), validation loss {numbers['validation_loss']:.3f}"
     )
+
+
+def _losses(loss: float, auxiliary: float) -> str:
+    return f"{loss:.3f} + auxiliary {auxiliary:.3f}" if auxiliary else f"{loss:.3f}"
 
 
 def write_record(path: Path | None, record: dict[str, Any], mode: str) -> None:

@@ -12,11 +12,14 @@ from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig
 from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.moe.routing import MoEConfig
+from ds_dynmo.models.pipeline import AUXILIARY_LOSS, LANGUAGE_MODEL_LOSS, LanguageModelPipeline
 from ds_dynmo.models.pruning.gradual import Pruning, PruningConfig
 from ds_dynmo.models.sparse_attention.attention import SparseAttentionConfig
 from ds_dynmo.models.text import Batches, ByteText, load_text
 
 __all__ = [
+    "AUXILIARY_LOSS",
+    "LANGUAGE_MODEL_LOSS",
     "Batches",
     "ByteText",
     "DynamicCase",
@@ -29,6 +32,7 @@ __all__ = [
     "FreezingConfig",
     "FreezingController",
     "GPTConfig",
+    "LanguageModelPipeline",
     "MixtureOfDepthsBlock",
     "MixtureOfDepthsConfig",
     "MixtureOfExperts",

@@ -36,6 +36,7 @@ __all__ = [
     "init_linear",
     "init_normal",
     "language_model_loss",
+    "language_model_losses",
     "residual_std",
 ]
 
@@ -254,7 +255,13 @@ def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> 
 
 
 def language_model_loss(outputs: Activations, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats, in fp32, and the auxiliary losses if there are any.
+    """What is trained: the sum of :func:`language_model_losses`."""
+    loss, auxiliary = language_model_losses(outputs, labels)
+    return loss if auxiliary is None else loss + auxiliary
+
+
+def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Mean cross entropy in nats, in fp32, and the sum of the auxiliary losses if there are any.
 
     Args:
         outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``.
@@ -262,7 +269,7 @@ def language_model_loss(outputs: Activations, labels: torch.Tensor) -> torch.Ten
     """
     logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-    return loss if auxiliary is None else loss + auxiliary.squeeze()
+    return loss, None if auxiliary is None else auxiliary.squeeze()
 
 
 def embed(weight: torch.Tensor, tokens: torch.Tensor, carries: str) -> Activations:

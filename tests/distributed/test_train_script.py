@@ -12,14 +12,13 @@ from scripts.train_options import RESUME_FILE
 from tests.distributed.case_workloads import CASES, SIZES
 from tests.distributed.harness import run
 from tests.distributed.test_bitwise import whole
-from tests.distributed.train_script_workloads import run_script
+from tests.distributed.train_script_workloads import losses_apart, run_script
 
 STEPS = 8
 
 
-@pytest.mark.parametrize(("name", "killed_in"), [("freezing and pruning", None), ("egeria", 7)])
-def test_a_resumed_run_is_the_run_in_one_go(name: str, killed_in: int | None, tmp_path: Path) -> None:
-    """Its schedule too, though it is not told the steps again; from the last checkpoint that is whole."""
+def flags(folder: Path, name: str, steps: int | None = None) -> list[str]:
+    """Of a run of case ``name``; its JSON is written to ``folder``."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -27,22 +26,41 @@ def test_a_resumed_run_is_the_run_in_one_go(name: str, killed_in: int | None, tm
         "dynmo": {"interval": 2, "min_improvement": 0.0, "profile": {"batches": 1}},
         "model": {**SIZES, **CASES[name]},
     }
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    common = ["--deepspeed_config", str(tmp_path / "config.json"), "--data", __file__]
+    (folder / "config.json").write_text(json.dumps(settings))
+    given = ["--deepspeed_config", str(folder / "config.json"), "--data", __file__]
+    return given if steps is None else [*given, "--steps", str(steps)]
+
+
+@pytest.mark.parametrize(("name", "killed_in"), [("freezing and pruning", None), ("egeria", 7)])
+def test_a_resumed_run_is_the_run_in_one_go(name: str, killed_in: int | None, tmp_path: Path) -> None:
+    """Its schedule too, though it is not told the steps again; from the last checkpoint that is whole."""
+    arguments = flags(tmp_path, name, STEPS)
     folder = tmp_path / "saved"
-    steps, saving = ["--steps", str(STEPS)], ["--save", str(folder), "--save-interval", "3"]
-    in_one_go = run(2, run_script, [*common, *steps])
+    saving = ["--save", str(folder), "--save-interval", "3"]
+    in_one_go = run(2, run_script, arguments)
     if killed_in is None:
-        begun = run(2, run_script, [*common, *steps, *saving, "--stop-at", "4"])
+        begun = run(2, run_script, [*arguments, *saving, "--stop-at", "4"])
         assert begun[0]["losses"] == in_one_go[0]["losses"][:4]
         (folder / "latest").write_text("global_step3")  # what counts is the checkpoint that the run's own file names
         done = 4
     else:
-        run(2, run_script, [*common, *steps, *saving], killed_in)
+        run(2, run_script, [*arguments, *saving], killed_in)
         done = 6
     assert {path.name for path in folder.glob("global_step*")} == {"global_step3", f"global_step{done}"}
     assert json.loads((folder / RESUME_FILE).read_text())["step"] == done
-    resumed = run(2, run_script, [*common, "--resume", str(folder)])
+    resumed = run(2, run_script, [*flags(tmp_path, name), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][done:]
     assert resumed[0]["validation"] == [(step, loss) for step, loss in in_one_go[0]["validation"] if step > done]
     assert whole(resumed) == whole(in_one_go)
+
+
+@pytest.mark.parametrize("name", ["moe auxiliary loss", "dense"])
+def test_the_losses_are_told_apart_and_training_is_the_same(name: str, tmp_path: Path) -> None:
+    results = run(4, losses_apart, [*flags(tmp_path, name, 3), "--stages", "2"])
+    first = results[0]
+    assert first["losses"][0] == pytest.approx(first["evaluated"], rel=1e-6)  # evaluations have no auxiliary losses
+    for loss, auxiliary, total in zip(first["losses"], first["auxiliary"], first["totals"], strict=True):
+        assert loss + auxiliary == pytest.approx(total, rel=1e-6)
+        assert auxiliary > 0.01 if "moe" in name else auxiliary == 0
+    assert all((rank["losses"], rank["auxiliary"]) == (first["losses"], first["auxiliary"]) for rank in results)
+    assert whole(results) == whole([{**rank, "state": rank["plain"]} for rank in results])

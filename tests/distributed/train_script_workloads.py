@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.train import build_engine, train
+from deepspeed.pipe import PipelineModule
+
+import ds_dynmo
+from ds_dynmo.models import language_model_loss, model_layers
+from scripts.train import batches, build_engine, train
 from scripts.train_options import prepare
 from tests.distributed import workloads
 
@@ -36,6 +40,30 @@ def run_script(arguments: list[str], killed_in: int | None = None) -> dict[str, 
     return {
         "losses": history.losses,
         "validation": history.validation_losses,
+        "state": workloads.state(engine),
+        "replica": engine.grid.get_data_parallel_id(),
+    }
+
+
+def losses_apart(arguments: list[str]) -> dict[str, Any]:
+    """What scripts/train.py reports, and beside it a plain pipeline and an evaluation of the first batch."""
+    run = prepare(arguments)
+    module = PipelineModule(
+        layers=model_layers(run.model), num_stages=run.stages, loss_fn=language_model_loss, partition_method="uniform"
+    )
+    parameters = list(module.parameters())
+    plain = ds_dynmo.initialize(model=module, model_parameters=parameters, config=run.settings)[0]
+    data = batches(run, plain, "train")
+    totals = [plain.train_batch(data.iterate(step * plain.micro_batches)).item() for step in range(run.steps)]
+    engine = build_engine(run)
+    evaluated = engine.eval_batch(data.iterate(0)).item()
+    history = train(run, engine)
+    return {
+        "totals": totals,
+        "plain": workloads.state(plain),
+        "evaluated": evaluated,
+        "losses": history.losses,
+        "auxiliary": history.auxiliary_losses,
         "state": workloads.state(engine),
         "replica": engine.grid.get_data_parallel_id(),
     }
