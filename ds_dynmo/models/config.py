@@ -29,7 +29,7 @@ __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
 BYTES = 256  # the text's different tokens
-BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed"}
+BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed", "freezing"}
 
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
@@ -49,6 +49,11 @@ class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
 
     vocab_size: int = Field(default=BYTES, ge=BYTES, description="at least 256, the text is bytes")
+    huggingface: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
+        'or what is in one; beside it "sequence_length", "seed" and "freezing" alone may be given',
+    )
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
     moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")
     pruning: PruningConfig | None = Field(default=None, description="prunes the blocks' weights; null: nothing")
@@ -59,12 +64,6 @@ class ModelConfig(GPTConfig):
         default=None, description="mixture of depths: blocks that take some of the tokens; null: all blocks take all"
     )
     early_exit: EarlyExitConfig | None = Field(default=None, description="lets confident tokens leave; null: none")
-
-    huggingface: str | dict[str, Any] | None = Field(
-        default=None,
-        description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
-        'or what is in one; beside it "sequence_length" and "seed" alone may be given',
-    )
 
     @property
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
@@ -102,7 +101,7 @@ class ModelConfig(GPTConfig):
     @field_validator("freezing")
     @classmethod
     def _head_trains(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
-        if freezing is not None and info.data.get("tied_embedding"):
+        if freezing is not None and info.data.get("tied_embedding") and info.data.get("huggingface") is None:
             raise ValueError("would freeze the head with the embedding: needs tied_embedding = false")
         return freezing
 
@@ -110,10 +109,10 @@ class ModelConfig(GPTConfig):
     @classmethod
     def _blocks_exist(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
         layers = info.data.get("layers")  # absent if it is wrong itself
-        if freezing is not None and freezing.schedule is not None and layers is not None:
-            most = max(blocks for _, blocks in freezing.schedule)
-            if most > layers:
-                raise ValueError(f"schedule freezes {most} blocks, the model has {layers} (layers)")
+        if freezing is None or layers is None or info.data.get("huggingface") is not None:
+            return freezing
+        if freezing.most_blocks > layers:
+            raise ValueError(f"schedule freezes {freezing.most_blocks} blocks, the model has {layers} (layers)")
         return freezing
 
     @field_validator("moe")

@@ -262,7 +262,7 @@ def run(engine: Engine, steps: range, case: Egeria) -> list[int]:
 
 def test_verdicts_take_effect_at_their_step() -> None:
     engine = Engine()
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     # References from step 0 on, plasticities from step 2 on, a slope of two averages in step 4, known in step 5.
     assert run(engine, range(10), case) == [0, 0, 0, 0, 0, 2, 2, 3, 3, 3]
     assert engine.changes == ["freezing: first 2 layers", "freezing: first 3 layers"]
@@ -279,7 +279,7 @@ def test_training_waits_for_a_verdict_where_it_is_due_and_nowhere_else(monkeypat
 
     monkeypatch.setattr(egeria_module, "_plasticities", slowly)
     engine = Engine()
-    case = Egeria(config(**{**SOON, "delay": 0.2}), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**{**SOON, "delay": 0.2}), engine, blocks=range(1, 4), total_steps=10)
     run(engine, range(2), case)  # is not held up
     thread = threading.Timer(0.2, may_go.set)
     thread.start()
@@ -289,7 +289,7 @@ def test_training_waits_for_a_verdict_where_it_is_due_and_nowhere_else(monkeypat
 
 def test_a_fallen_learning_rate_sets_all_blocks_free() -> None:
     engine = Engine()
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     assert run(engine, range(6), case)[-1] == 2
     engine.learning_rate = 0.1
     assert run(engine, range(6, 8), case) == [0, 0]
@@ -298,11 +298,11 @@ def test_a_fallen_learning_rate_sets_all_blocks_free() -> None:
 
 def test_what_is_under_way_is_resumed() -> None:
     one, other = Engine(), Engine()
-    first = Egeria(config(**SOON), one, num_blocks=3, total_steps=10)
+    first = Egeria(config(**SOON), one, blocks=range(1, 4), total_steps=10)
     whole = run(one, range(5), first)
     state = first.state_dict()  # between an evaluation and its verdict
     assert state["under_way"]["due"] == 5
-    second = Egeria(config(**SOON), other, num_blocks=3, total_steps=10)
+    second = Egeria(config(**SOON), other, blocks=range(1, 4), total_steps=10)
     other.module.load_state_dict(one.module.state_dict())
     for mine, theirs in zip(other.module.children(), one.module.children(), strict=True):
         vars(mine)[REFERENCE] = vars(theirs).get(REFERENCE)
@@ -315,7 +315,7 @@ def test_what_was_thawed_when_it_was_saved_is_thawed_in_frozen_layers() -> None:
     engine = Engine()
     for number, layer in enumerate(engine.module.children()):
         layer.requires_grad_(number > 1)
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     assert run(engine, range(1), case) == [0] and engine.changes == ["freezing: first 0 layers"]
 
 
@@ -326,7 +326,7 @@ def test_a_failure_on_the_thread_or_before_it_is_heard(where: str, monkeypatch: 
 
     monkeypatch.setattr(egeria_module, where, fails)
     engine = Engine()
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     with pytest.raises(RuntimeError, match="plasticity of a block could not be computed") as caught:
         run(engine, range(3), case)
     assert isinstance(caught.value.__cause__, MemoryError)

@@ -30,7 +30,7 @@ def test_a_dumped_block_reads_as_it_was() -> None:
         config = read(layers=3, tied_embedding=False, freezing=freezing)
         assert read(**config.model_dump(mode="json")) == config
     for model in ("folder", {"model_type": "llama", "bos_token_id": None}):
-        config = read(huggingface=model, sequence_length=32)
+        config = read(huggingface=model, sequence_length=32, freezing={"schedule": [[0.5, 40]]})
         assert read(**config.model_dump(mode="json")) == config
     config = read(moe={"routing": "bias", "bias_rate": 0.01})
     assert read(**config.model_dump(mode="json")) == config
@@ -196,7 +196,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
         ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
-        ({"huggingface": {}, "freezing": None}, "model = ", "freezing: cannot be given beside huggingface"),
+        ({"huggingface": {}, "pruning": None}, "model = ", "pruning: cannot be given beside huggingface"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
         ({"sparse_attention": True}, "model.sparse_attention = true", "an object"),
         ({"sparse_attention": {}}, "model.sparse_attention.kind", "is required"),

@@ -18,7 +18,7 @@ import torch
 
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
-from ds_dynmo.models.freezing.prefix import LAYERS_BEFORE_BLOCKS, EgeriaConfig, freeze_prefix
+from ds_dynmo.models.freezing.prefix import EgeriaConfig, freeze_prefix
 from ds_dynmo.models.local_layers import local_layers
 
 __all__ = ["Egeria", "EgeriaController", "moving_averages", "slope"]
@@ -123,13 +123,13 @@ class Egeria(DynamicCase):
 
     name = "freezing"
 
-    def __init__(self, config: EgeriaConfig, engine: Any, *, num_blocks: int, total_steps: int) -> None:
+    def __init__(self, config: EgeriaConfig, engine: Any, *, blocks: range, total_steps: int) -> None:
         super().__init__(engine)
-        self._num_blocks = num_blocks
+        self._numbers = blocks  # in the layer list
         self._interval = max(1, round(config.interval * total_steps))
         self._delay = min(self._interval, max(1, round(config.delay * total_steps)))
         self._start = round(config.start * total_steps)
-        self._controller = EgeriaController(config, num_blocks=num_blocks)
+        self._controller = EgeriaController(config, num_blocks=len(blocks))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="egeria")
         self._verdict: _Verdict | None = None
         self._frozen: int | None = None  # layers that were loaded may be frozen or not
@@ -140,8 +140,8 @@ class Egeria(DynamicCase):
 
     def _blocks(self) -> list[tuple[int, Any]]:
         """The blocks of this stage by their numbers from 0."""
-        numbered = [(layer - LAYERS_BEFORE_BLOCKS, module) for layer, module in local_layers(self.engine.module)]
-        return [(block, module) for block, module in numbered if 0 <= block < self._num_blocks]
+        layers = local_layers(self.engine.module)
+        return [(layer - self._numbers.start, module) for layer, module in layers if layer in self._numbers]
 
     def before_batch(self, step: int) -> None:
         """Lets a verdict that is due take effect, and has blocks watched if it is time."""
@@ -154,7 +154,7 @@ class Egeria(DynamicCase):
             self._controller.record(self._agree(self._verdict), learning_rate)
             self._verdict = None
         blocks = self._controller.frozen_blocks
-        frozen = LAYERS_BEFORE_BLOCKS + blocks if blocks else 0
+        frozen = self._numbers.start + blocks if blocks else 0
         if frozen != self._frozen:
             freeze_prefix(self.engine, frozen)
             self._frozen = frozen
@@ -186,7 +186,7 @@ class Egeria(DynamicCase):
         """
         if verdict.agreed is None:
             assert verdict.mine is not None
-            numbers = torch.zeros(2, self._num_blocks + 1, dtype=torch.float64)
+            numbers = torch.zeros(2, len(self._numbers) + 1, dtype=torch.float64)
             failure = verdict.mine.exception()
             if failure is None:
                 for block, plasticity in verdict.mine.result().items():
