@@ -18,7 +18,7 @@ from tests.distributed import workloads
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
 
-# Evaluates before every step, freezes a block each as soon as there is a slope: before the last two steps.
+# Evaluates before every step, freezes the first block as soon as there is a slope: before the fourth of six steps.
 EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold": 100.0}
 
 # The "model" block of each dynamic case, as small as it can be.

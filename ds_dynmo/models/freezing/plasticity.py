@@ -1,8 +1,8 @@
 """How much a block still changes: its activations against those of a reference, itself some steps ago.
 
 Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing" (EuroSys 2023). Egeria runs a whole
-reference model; here each block's reference gets the very input that the block got, so that a stage needs nothing of
-another and a block is judged by its own change, not by that of the blocks before it.
+reference model; here a block's reference gets the very input that the block got, so that a stage needs nothing of
+another. :mod:`ds_dynmo.models.freezing.egeria` says why that is the same for a block behind a frozen prefix.
 
 References run on a thread beside the training: a block that draws random numbers there would disturb the layers' own.
 """
