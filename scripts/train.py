@@ -289,6 +289,8 @@ def batches(run: Run, engine: Any, split: Any) -> Batches:
         sequence_length=run.model.sequence_length,
         seed=run.model.seed,
         replica=engine.grid.get_data_parallel_rank(),
+        replicas=engine.grid.get_data_parallel_world_size(),
+        sampling=run.model.sampling if split == "train" else "random",
     )
 
 

@@ -24,12 +24,13 @@ from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsConfig
 from ds_dynmo.models.moe.routing import MoEConfig, moe_blocks
 from ds_dynmo.models.pruning.gradual import PruningConfig
 from ds_dynmo.models.sparse_attention.attention import SparseAttentionConfig
+from ds_dynmo.models.text import Sampling
 
 __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
 BYTES = 256  # the text's different tokens
-BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed", "freezing"}
+BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed", "sampling", "freezing"}
 
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
@@ -49,10 +50,15 @@ class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
 
     vocab_size: int = Field(default=BYTES, ge=BYTES, description="at least 256, the text is bytes")
+    sampling: Sampling = Field(
+        default="random",
+        description='"random": training sequences from random places of the text; "epochs": the same micro-batches in '
+        "every epoch, in another order",
+    )
     huggingface: str | dict[str, Any] | None = Field(
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
-        'or what is in one; beside it "sequence_length", "seed" and "freezing" alone may be given',
+        'or what is in one; beside it "sequence_length", "seed", "sampling" and "freezing" alone may be given',
     )
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
     moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")

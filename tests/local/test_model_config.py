@@ -79,6 +79,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
     ("block", "key", "allowed"),
     [
         ({"layer": 2}, "model.layer = 2", 'did you mean "layers"'),
+        ({"sampling": "shuffled"}, 'model.sampling = "shuffled"', "'random' or 'epochs'"),
         ({"layers": 0}, "model.layers = 0", "greater than or equal to 1"),
         ({"layers": "2"}, 'model.layers = "2"', "valid integer"),
         ({"heads": 3}, "model.heads = 3", "should divide hidden_size, 128"),
