@@ -36,6 +36,7 @@ from ds_dynmo.models import (
     Batches,
     ByteText,
     DynamicCase,
+    EpochBatches,
     ModelConfig,
     dynamic_cases,
     language_model_loss,
@@ -79,6 +80,7 @@ class History:
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
+    cases: dict[str, dict[str, float]] = field(default_factory=dict)  # what each has to say at the end
     profiles: list[Profile | None] = field(default_factory=list)  # for each report, what it was decided on
 
     def decisions_seen(self, engine: Any) -> None:
@@ -260,6 +262,9 @@ def train(run: Run, engine: Any) -> History:
             case.load_state_dict(run.resumed["cases"][case.name])
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
+    caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
+    if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
+        progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
     for step in range(engine.global_steps, run.steps):
         for case in cases:
             case.before_batch(step)
@@ -277,6 +282,8 @@ def train(run: Run, engine: Any) -> History:
             history.validation_losses.append((step + 1, validate(run, engine)))
             progress.say(f"step {step + 1}: validation loss {history.validation_losses[-1][1]:.3f}")
     progress.close()
+    if not engine.released:
+        history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
     if run.save is not None and not engine.released:
         save(run, engine, cases)
     return history
@@ -385,6 +392,14 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
     return (f"{tokens / profile.batch_seconds:,.0f}", f"{bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
 
 
+def case_lines(history: History) -> list[str]:
+    """One line per case that has numbers."""
+    return [
+        f"{name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,.0f}" for key, value in numbers.items())
+        for name, numbers in history.cases.items()
+    ]
+
+
 def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
     """The numbers of the whole run; validation is not in its time."""
     last = history.losses[-LAST_STEPS:]
@@ -400,6 +415,7 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
         "first_train_loss": history.losses[0],
         "validation_loss": history.validation_losses[-1][1],
         "validation_losses": history.validation_losses,
+        "cases": history.cases,
     }
 
 
@@ -440,7 +456,8 @@ def main(arguments: list[str]) -> int:
             f"{numbers['tokens_per_second']:,.0f} tokens/s, train loss {numbers['train_loss']:.3f} "
             f"(last {len(history.losses[-LAST_STEPS:])} steps), validation loss {numbers['validation_loss']:.3f}"
         )
-        print("\n".join(itertools.chain([""], closing_table(run, engine, history), [closing])), flush=True)
+        lines = itertools.chain([""], closing_table(run, engine, history), case_lines(history), [closing])
+        print("\n".join(lines), flush=True)
     if not engine.released:
         deepspeed.comm.destroy_process_group()
     return 0

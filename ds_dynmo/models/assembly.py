@@ -86,7 +86,10 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
     layers = model_layers(config)
     num_layers, blocks = len(layers), block_numbers(layers)
     if config.freezing is not None and config.freezing.egeria is not None:
-        cases.append(Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps))
+        cache_bytes = config.freezing.cache_bytes
+        cases.append(
+            Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps, cache_bytes=cache_bytes)
+        )
     elif config.freezing is not None:
         cases.append(Freezing(config.freezing, engine, blocks=blocks, num_layers=num_layers, total_steps=total_steps))
     if config.moe is not None:

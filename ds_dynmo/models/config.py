@@ -45,6 +45,12 @@ _APART = {
     },
 }
 
+# By case, why passes of a frozen layer cannot be left out.
+_NOT_CACHED = {
+    "moe": "experts count their tokens in every pass",
+    "sparse_attention": "a pattern is drawn in every pass",
+}
+
 
 class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
@@ -103,6 +109,23 @@ class ModelConfig(GPTConfig):
         if self.huggingface is None:
             return dumped
         return {key: value for key, value in dumped.items() if key in BESIDE_HUGGINGFACE}
+
+    @field_validator("freezing")
+    @classmethod
+    def _inputs_come_again(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
+        if freezing is not None and freezing.cache_bytes and info.data.get("sampling") == "random":
+            raise ValueError(
+                f'cache_bytes {freezing.cache_bytes}: inputs never come again with sampling = "random", needs "epochs"'
+            )
+        return freezing
+
+    @field_validator(*_NOT_CACHED)
+    @classmethod
+    def _a_pass_can_be_skipped(cls, case: Any, info: ValidationInfo) -> Any:
+        freezing = info.data.get("freezing")
+        if case is not None and freezing is not None and freezing.cache_bytes:
+            raise ValueError(f"cannot be combined with freezing.cache_bytes: {_NOT_CACHED[str(info.field_name)]}")
+        return case
 
     @field_validator("freezing")
     @classmethod

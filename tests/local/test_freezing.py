@@ -10,13 +10,13 @@ from torch import nn
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.clipping import Place, gradient_magnitudes
+from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import (
     FreezingConfig,
     FreezingController,
     auto_freeze,
     gradient_change,
     scheduled_blocks,
-    set_frozen_prefix,
 )
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import block_numbers, local_layers

@@ -10,6 +10,8 @@ from ds_dynmo.models import ModelConfig, gpt_layers, model_layers, read_model_co
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
+CACHED = {"tied_embedding": False, "sampling": "epochs", "freezing": {"automatic": {}, "cache_bytes": 10**6}}
+
 
 def read(**block: Any) -> ModelConfig:
     return read_model_config({"train_batch_size": 8, "model": block})
@@ -100,6 +102,22 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             {"freezing": {"egeria": {"interval": 0.1, "delay": 0.2}}},
             "model.freezing.egeria.delay = 0.2",
             "interval, 0.1",
+        ),
+        (
+            {"tied_embedding": False, "freezing": {"automatic": {}, "cache_bytes": 1000}},
+            "model.freezing",
+            'cache_bytes 1000: inputs never come again with sampling = "random", needs "epochs"',
+        ),
+        ({"freezing": {"automatic": {}, "cache_bytes": -1}}, "model.freezing.cache_bytes = -1", "equal to 0"),
+        (
+            {**CACHED, "moe": {}},
+            "model.moe",
+            "cannot be combined with freezing.cache_bytes: experts count their tokens in every pass",
+        ),
+        (
+            {**CACHED, "sparse_attention": {"kind": "qk"}},
+            "model.sparse_attention",
+            "cannot be combined with freezing.cache_bytes: a pattern is drawn",
         ),
         ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
         ({"freezing": {"schedule": []}}, "model.freezing.schedule", "one or more"),

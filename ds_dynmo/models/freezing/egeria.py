@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.freezing.front import FreezingCase
 from ds_dynmo.models.freezing.plasticity import Watched, capture_first, watch
-from ds_dynmo.models.freezing.prefix import EgeriaConfig, freeze_prefix
+from ds_dynmo.models.freezing.prefix import EgeriaConfig
 from ds_dynmo.models.local_layers import local_layers
 
 __all__ = ["Egeria", "EgeriaController", "moving_averages", "slope"]
@@ -121,25 +121,23 @@ class _Verdict:
     agreed: tuple[float | None] | None = None
 
 
-class Egeria(DynamicCase):
+class Egeria(FreezingCase):
     """Connects an :class:`EgeriaController` to the engine, and measures for it.
 
     The frontmost active block is watched in one batch of every interval. Before its step it is compared with the
     reference that it has carried since the last interval, and gets a new one.
     """
 
-    name = "freezing"
-
-    def __init__(self, config: EgeriaConfig, engine: Any, *, blocks: range, total_steps: int) -> None:
-        super().__init__(engine)
-        self._numbers = blocks  # in the layer list
+    def __init__(
+        self, config: EgeriaConfig, engine: Any, *, blocks: range, total_steps: int, cache_bytes: int = 0
+    ) -> None:
+        super().__init__(engine, blocks=blocks, cache_bytes=cache_bytes)
         self._interval = max(1, round(config.interval * total_steps))
         self._delay = min(self._interval, max(1, round(config.delay * total_steps)))
         self._start = round(config.start * total_steps)
         self._controller = EgeriaController(config, num_blocks=len(blocks))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="egeria")
         self._verdict: _Verdict | None = None
-        self._frozen: int | None = None  # layers that were loaded may be frozen or not
         self._watching: int | None = None  # the step in which a block is watched
         for _, block in self._blocks():
             block.register_forward_hook(capture_first)
@@ -148,7 +146,7 @@ class Egeria(DynamicCase):
     def _blocks(self) -> list[tuple[int, Any]]:
         """The blocks of this stage by their numbers from 0."""
         layers = local_layers(self.engine.module)
-        return [(layer - self._numbers.start, module) for layer, module in layers if layer in self._numbers]
+        return [(layer - self._block_numbers.start, module) for layer, module in layers if layer in self._block_numbers]
 
     def before_batch(self, step: int) -> None:
         """Lets a verdict that is due take effect, and has a block watched if it is time."""
@@ -161,10 +159,7 @@ class Egeria(DynamicCase):
             self._controller.record(self._agree(self._verdict), learning_rate)
             self._verdict = None
         blocks = self._controller.frozen_blocks
-        frozen = self._numbers.start + blocks if blocks else 0
-        if frozen != self._frozen:
-            freeze_prefix(self.engine, frozen)
-            self._frozen = frozen
+        self._freeze(self._block_numbers.start + blocks if blocks else 0)
         if step >= self._start and (step - self._start) % self._interval == 0:
             self._watching = step
             for block, module in self._blocks():

@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.local_layers import local_layers, tie_of
+from ds_dynmo.models.freezing.front import FreezingCase
 
 __all__ = [
     "AutoFreezeConfig",
@@ -29,10 +27,8 @@ __all__ = [
     "FreezingConfig",
     "FreezingController",
     "auto_freeze",
-    "freeze_prefix",
     "gradient_change",
     "scheduled_blocks",
-    "set_frozen_prefix",
 ]
 
 Schedule = tuple[tuple[float, int], ...]
@@ -84,7 +80,14 @@ class EgeriaConfig(_Block):
 
 
 class FreezingConfig(_Block):
-    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria"."""
+    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria", and the cache."""
+
+    cache_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="host memory of each rank in which outputs of frozen layers are kept for inputs that come again; "
+        "0: none are",
+    )
 
     schedule: Schedule | None = Field(
         default=None,
@@ -162,33 +165,6 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
     changes = [gradient_change(*pair) for pair in zip(previous[frozen_blocks:], current[frozen_blocks:], strict=True)]
     median = statistics.median(changes)
     return frozen_blocks + next(block for block, change in enumerate(changes) if change >= median)
-
-
-def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
-    """Makes the first ``num_frozen`` layers of the model untrainable and all others trainable, as far as they are here.
-
-    A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
-
-    Returns:
-        Was any parameter of this stage otherwise before?
-    """
-    changed = False
-    frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
-    for layer_number, layer in local_layers(module):
-        frozen = layer_number < num_frozen or tie_of(module, layer_number) in frozen_ties
-        for parameter in layer.parameters():
-            changed |= parameter.requires_grad == frozen
-            parameter.requires_grad_(not frozen)
-            if frozen:
-                parameter.grad = None
-    return changed
-
-
-def freeze_prefix(engine: Any, num_frozen: int) -> None:
-    """:func:`set_frozen_prefix` on all stages, and tells the engine if that changed anything on one. Collective."""
-    changed = set_frozen_prefix(engine.module, num_frozen)
-    if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
-        engine.model_changed(f"freezing: first {num_frozen} layers")
 
 
 class FreezingController:
@@ -271,29 +247,24 @@ class FreezingController:
             self._sums += torch.tensor(state["sums"], dtype=torch.float64)
 
 
-class Freezing(DynamicCase):
+class Freezing(FreezingCase):
     """Connects a :class:`FreezingController` to the engine."""
-
-    name = "freezing"
 
     def __init__(
         self, config: FreezingConfig, engine: Any, *, blocks: range, num_layers: int, total_steps: int
     ) -> None:
-        super().__init__(engine)
-        self._frozen: int | None = None  # layers that were loaded may be frozen or not
+        super().__init__(engine, blocks=blocks, cache_bytes=config.cache_bytes)
         self._controller = FreezingController(config, blocks=blocks, num_layers=num_layers, total_steps=total_steps)
         if self._controller.automatic:
             engine.before_step(lambda: self._controller.add_gradients(engine.gradient_magnitudes()))
 
     def before_batch(self, step: int) -> None:
         """Freezes what the controller says, and tells the engine if that changed."""
-        frozen = self._controller.frozen_prefix(step)
-        if frozen != self._frozen:
-            freeze_prefix(self.engine, frozen)
-            self._frozen = frozen
+        self._freeze(self._controller.frozen_prefix(step))
 
     def after_batch(self, steps_done: int) -> None:
         """Lets the controller decide."""
+        super().after_batch(steps_done)
         self._controller.evaluate(steps_done, self.engine.sum_over_world)
 
     def state_dict(self) -> dict[str, Any]:
