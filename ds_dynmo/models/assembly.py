@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import huggingface
@@ -15,6 +15,7 @@ from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.prefix import Freezing
 from ds_dynmo.models.gpt import Block, gpt_layers
+from ds_dynmo.models.local_layers import block_numbers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
 from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.moe.routing import moe_blocks
@@ -33,18 +34,31 @@ def model_layers(config: ModelConfig) -> list[LayerSpec]:
         ConfigError: what "huggingface" names cannot be had; nothing has been built.
     """
     if config.huggingface is not None:
-        try:
-            return huggingface.layers(
-                config.huggingface,
-                seed=config.seed,
-                sequence_length=config.sequence_length,
-                vocab_size=BYTES,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
+        return _huggingface_layers(config)
     if config.early_exit is not None:
         return exit_layers(config, config.early_exit)
     return gpt_layers(config, [_block(config, layer) for layer in range(1, config.layers + 1)])
+
+
+def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
+    try:
+        layers = huggingface.layers(
+            config.huggingface, seed=config.seed, sequence_length=config.sequence_length, vocab_size=BYTES
+        )
+        if config.freezing is not None and config.freezing.egeria is not None:
+            huggingface.check_blocks_draw_nothing(config.huggingface, "freezing.egeria runs blocks beside the training")
+    except ConfigError as error:
+        raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
+    if config.freezing is not None:
+        if any(isinstance(spec, TiedLayerSpec) for spec in layers):
+            raise ConfigError(
+                f"{BLOCK}.freezing: would freeze the head with the embedding: needs tie_word_embeddings = false in "
+                f"{BLOCK}.huggingface"
+            )
+        most, blocks = config.freezing.most_blocks, len(block_numbers(layers))
+        if most > blocks:
+            raise ConfigError(f"{BLOCK}.freezing: schedule freezes {most} blocks, {BLOCK}.huggingface has {blocks}")
+    return layers
 
 
 def _block(config: ModelConfig, layer: int) -> LayerSpec:
@@ -69,13 +83,17 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         total_steps: of the run: schedules are fractions of it.
     """
     cases: list[DynamicCase] = []
-    num_layers = len(model_layers(config))
+    layers = model_layers(config)
+    num_layers, blocks = len(layers), block_numbers(layers)
     if config.pruning is not None:  # first, so that the others see no gradients of what is pruned
         cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     if config.freezing is not None and config.freezing.egeria is not None:
-        cases.append(Egeria(config.freezing.egeria, engine, num_blocks=config.layers, total_steps=total_steps))
+        cache_bytes = config.freezing.cache_bytes
+        cases.append(
+            Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps, cache_bytes=cache_bytes)
+        )
     elif config.freezing is not None:
-        cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
+        cases.append(Freezing(config.freezing, engine, blocks=blocks, num_layers=num_layers, total_steps=total_steps))
     if config.moe is not None:
         cases.append(ExpertBalance(config.moe, engine, num_layers=num_layers))
     if config.early_exit is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -115,6 +115,8 @@ class Block(_Layer):
             ``[batch, sequence, hidden]`` and positions, int64 ``[sequence]`` or ``[batch, sequence]``.
         mlp: makes the feed-forward part likewise; it gives hidden states, or them and an auxiliary loss, fp32 ``[1]``.
     """
+
+    is_block: ClassVar[bool] = True
 
     def __init__(
         self,
