@@ -12,7 +12,7 @@ from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
 from ds_dynmo.partitioners.registry import Balancer, get, names, register
-from ds_dynmo.partitioners.simulate import Timeline, simulate
+from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
 from ds_dynmo.partitioners.uniform import uniform
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "diffusion_trace",
     "get",
     "imbalance",
+    "iteration_seconds",
     "lemma2_bound",
     "loads",
     "message_capacity",
