@@ -1,8 +1,8 @@
 """DECIDE: which contiguous layers each stage should own, as pure functions over plain sequences.
 
 A *balancer* takes per-layer costs, a number of stages, the partition in force and a memory model, and gives
-boundaries. ``"partition"`` (:func:`balanced`) and ``"diffusion"`` (:func:`diffusion`) are registered here;
-:func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
+boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"schedule"``
+(:func:`shortest`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
 """
 
 from ds_dynmo.partitioners.balanced import balanced
@@ -11,7 +11,9 @@ from ds_dynmo.partitioners.diffusion_node import DiffusionNode, message_capacity
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
-from ds_dynmo.partitioners.registry import Balancer, get, names, register
+from ds_dynmo.partitioners.pipeline import PipelineModel
+from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
+from ds_dynmo.partitioners.shortest import shortest
 from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
 from ds_dynmo.partitioners.uniform import uniform
 
@@ -20,6 +22,7 @@ __all__ = [
     "DiffusionNode",
     "DiffusionTrace",
     "MemoryModel",
+    "PipelineModel",
     "StageMemory",
     "Timeline",
     "balanced",
@@ -37,7 +40,10 @@ __all__ = [
     "message_capacity",
     "names",
     "potential",
+    "propose",
     "register",
+    "shortest",
     "simulate",
+    "takes",
     "uniform",
 ]

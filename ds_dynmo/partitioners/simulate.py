@@ -76,6 +76,7 @@ class _Step(NamedTuple):
     activations: tuple[slice, slice]  # from whom, to whom
     forwards: slice
     backwards: slice
+    full: bool  # every stage has a pass
 
 
 @lru_cache(maxsize=64)
@@ -102,6 +103,7 @@ def _steps(num_stages: int, micro_batches: int) -> tuple[_Step, ...]:
                 (every_other(senders), every_other(senders, 1)),
                 every_other(forwards),
                 every_other(backwards),
+                len(forwards) + len(backwards) == num_stages,
             )
         )
         forwarded, went_back = forwards, backwards
@@ -117,24 +119,33 @@ def _run(
     record: Callable[[int, _Step, Floats], None] | None = None,
 ) -> Floats:
     """When each stage is done; arrays are ``[num_stages, ...]``, ``links`` one fewer, None for no seconds."""
+    num_stages = len(forward)
     free_at = np.zeros_like(forward)
-    for number, step in enumerate(_steps(len(forward), micro_batches)):
-        (to, giver), (sender, receiver), forwards, backwards = step
+    pairs = [(free_at[first : num_stages - 1 : 2], free_at[first + 1 :: 2]) for first in (0, 1)]
+    everyone = [forward.copy(), backward.copy()]  # what a step takes in which every stage has a pass
+    everyone[0][1::2], everyone[1][1::2] = backward[1::2], forward[1::2]
+    for number, step in enumerate(_steps(num_stages, micro_batches)):
+        (to, giver), (sender, receiver), forwards, backwards, full = step
         if sends == "rendezvous":
-            for early, late in ((to, giver), (sender, receiver)):
-                met = np.maximum(free_at[early], free_at[late])
-                if links is not None:
-                    met += links[early]
-                free_at[early] = free_at[late] = met
+            # All neighbours whose turn it is meet; those that have nothing to send are never late for each other.
+            early, late = pairs[(number + 1) % 2]
+            np.maximum(early, late, out=early)
+            if links is not None:
+                free_at[to] += links[to]
+                free_at[sender] += links[sender]
+            late[...] = early
         else:
             left_at = free_at.copy() if sends == "overlapped" else free_at
-            for source, target, early in ((giver, to, to), (sender, receiver, sender)):
-                arrived = left_at[source] + links[early] if links is not None else left_at[source]
+            for source, target, link in ((giver, to, to), (sender, receiver, sender)):
+                arrived = left_at[source] + links[link] if links is not None else left_at[source]
                 free_at[target] = np.maximum(free_at[target], arrived)
         if record is not None:
             record(number, step, free_at)
-        free_at[forwards] += forward[forwards]
-        free_at[backwards] += backward[backwards]
+        if full:
+            free_at += everyone[number % 2]
+        else:
+            free_at[forwards] += forward[forwards]
+            free_at[backwards] += backward[backwards]
     return free_at
 
 
@@ -200,7 +211,7 @@ def iteration_seconds(
     """
     ahead, back = (np.ascontiguousarray(times, dtype=np.float64) for times in (forward, backward))
     links = _checked_links(len(ahead), len(back), micro_batches, link_seconds)
-    if links is not None and ahead.ndim > 1:
+    if links is not None:
         links = links.reshape(-1, *(1,) * (ahead.ndim - 1))
     done: Floats = _run(ahead, back, micro_batches, links, sends).max(axis=0)
     return done

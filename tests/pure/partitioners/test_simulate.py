@@ -132,3 +132,5 @@ def test_many_pipelines_at_once_take_what_each_takes(sends: Sends) -> None:
                         forward[:, place].tolist(), backward[:, place].tolist(), micro_batches, links, sends=sends
                     )
                     assert together[place] == alone.iteration_seconds
+                one = iteration_seconds(forward[:, 0], backward[:, 0], micro_batches, links, sends=sends)
+                assert one.shape == () and one == together[0]
