@@ -16,11 +16,15 @@ from ds_dynmo.errors import PartitionError
 from ds_dynmo.plan import LayerCost, Profile
 
 _FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _COLUMNS = range(10)
-_BATCH, _FAILED = 0, 1  # in the row after the last layer
+_BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
 
-def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState) -> torch.Tensor:
-    """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere."""
+def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+    """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere.
+
+    Args:
+        move_seconds: that moves since the last table took here.
+    """
     table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
     for index in range(layers.start, layers.stop):
         row = table[index]
@@ -36,6 +40,7 @@ def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState) ->
             signal = getattr(module, "load_signal", None)
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
     table[-1, _BATCH] = statistics.median(samples.batch_seconds)
+    table[-1, _MOVES] = move_seconds
     return table
 
 
@@ -49,6 +54,11 @@ def failure(num_layers: int) -> torch.Tensor:
 def failed(table: torch.Tensor) -> bool:
     """Does the maximum of all ranks' tables hold a failure?"""
     return bool(table[-1, _FAILED])
+
+
+def move_seconds(table: torch.Tensor) -> float:
+    """That moves since the last table took on the slowest rank."""
+    return float(table[-1, _MOVES])
 
 
 def profile_from(table: torch.Tensor, partition: tuple[int, ...], step: int, micro_batches: int) -> Profile:

@@ -9,20 +9,26 @@ from ds_dynmo.partitioners.balanced import balanced
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode, message_capacity
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
+from ds_dynmo.partitioners.history import CostHistory
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
+from ds_dynmo.partitioners.move_costs import MoveCosts
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
 from ds_dynmo.partitioners.shortest import shortest
 from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
+from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.partitioners.uniform import uniform
 
 __all__ = [
     "Balancer",
+    "CostHistory",
     "DiffusionNode",
     "DiffusionTrace",
     "MemoryModel",
+    "MoveCosts",
     "PipelineModel",
+    "SpeedEvidence",
     "StageMemory",
     "Timeline",
     "balanced",
@@ -42,6 +48,7 @@ __all__ = [
     "potential",
     "propose",
     "register",
+    "relative_speeds",
     "shortest",
     "simulate",
     "takes",

@@ -18,6 +18,7 @@ def counters_of(engine: Any) -> dict[str, Any]:
         "micro_offset": engine.module.micro_offset,
         "last_move_step": engine._last_move_step,
         "controller": engine._controller.state_dict(),
+        "experience": engine._experience.state_dict(),
     }
 
 
@@ -28,6 +29,7 @@ def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool
     if same_partition:
         engine._last_move_step = saved["last_move_step"]
         engine._controller.load_state_dict(saved["controller"])
+        engine._experience.load_state_dict(saved["experience"])
 
 
 def random_states() -> dict[str, Any]:
