@@ -101,7 +101,7 @@ class Profile:
         partition: the partition under which it was measured.
         layers: one :class:`LayerCost` per layer of the model.
         micro_batches: micro-batches per batch.
-        batch_seconds: wall-clock seconds of a batch, median over profiled batches, slowest rank.
+        batch_seconds: wall-clock seconds of a batch, median of the latest since layers moved or changed, slowest rank.
     """
 
     step: int

@@ -65,6 +65,11 @@ class Controller:
         return self._reason
 
     @property
+    def warm(self) -> bool:
+        """Is the warm-up after the start or the last move over?"""
+        return self._settled >= self._config.profile.warmup_batches
+
+    @property
     def batches_to_gain(self) -> int:
         """For how many batches what is decided now is expected to last.
 
@@ -88,7 +93,7 @@ class Controller:
             return False
         if self._urgent:
             return True
-        if self._settled < self._config.profile.warmup_batches:
+        if not self.warm:
             return False
         return self._outcome_wanted or self._reason is not None or self._due_within(step, self._config.profile.batches)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from ds_dynmo.engine.layer_state import num_bytes
 from ds_dynmo.engine.optimizer_state import OptimizerState
-from ds_dynmo.engine.profiler import Samples
+from ds_dynmo.engine.profiler import Profiler
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.plan import LayerCost, Profile
@@ -19,12 +18,13 @@ _FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIG
 _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
 
-def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
     """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere.
 
     Args:
         move_seconds: that moves since the last table took here.
     """
+    samples = profiler.samples
     table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
     for index in range(layers.start, layers.stop):
         row = table[index]
@@ -39,7 +39,7 @@ def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState, mo
             row[_STATIC] = static_bytes(module, state)
             signal = getattr(module, "load_signal", None)
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
-    table[-1, _BATCH] = statistics.median(samples.batch_seconds)
+    table[-1, _BATCH] = profiler.batch_seconds
     table[-1, _MOVES] = move_seconds
     return table
 

@@ -124,7 +124,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         if self.dynmo is None:
             return
         self._agree_on_trainable("model_changed")
-        self._profiler.forget()
+        self._profiler.forget(batches_too=True)
         self._experience.history.forget()
         if self.dynmo.enabled:
             self._controller.model_changed(reason)
@@ -183,7 +183,10 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         if self._controller.profile_batch(self.global_steps + 1):
             loss = self._profiled_batch(data_iter)
         else:
+            began = time.perf_counter()
             loss = super().train_batch(data_iter)
+            if self._controller.warm:
+                self._profiler.batch_took(time.perf_counter() - began)
         self._batch_done()
         return loss
 
@@ -317,7 +320,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
 
     def _stage_costs(self) -> torch.Tensor:
         try:
-            return costs.stage_costs(self._layers, self._profiler.samples, self._state, self._move_seconds)
+            return costs.stage_costs(self._layers, self._profiler, self._state, self._move_seconds)
         except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
             logger.error(f"rank {self.global_rank} cannot tell what its layers cost: {error!r}")
             return costs.failure(self._layers.num_layers)
@@ -409,7 +412,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         """Make everything in the engine that depends on the stage's layers right again."""
         self._use_replicas()
         self._last_move_step = self.global_steps
-        self._profiler.forget()
+        self._profiler.forget(batches_too=True)
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)

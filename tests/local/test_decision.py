@@ -12,6 +12,7 @@ import pytest
 from ds_dynmo.config import DynMoConfig, parse_block
 from ds_dynmo.engine import controller, decision
 from ds_dynmo.engine.decision import Experience, Outlook, Stakes
+from ds_dynmo.engine.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import MemoryModel, MoveCosts, balanced
 from ds_dynmo.plan import LayerCost, MigrationPlan, Profile
@@ -101,6 +102,28 @@ def test_a_move_has_to_save_more_than_noise_explains() -> None:
     outlook = Outlook.of(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)))
     for error, goes in ((0.07, True), (0.08, False)):
         assert (decision.decide(outlook, config(), None, stakes(9, MoveCosts(), error)).partition == (0, 3, 4)) == goes
+
+
+@pytest.mark.parametrize("micro_batches", [8, 9, 16, 32])
+@pytest.mark.parametrize("balancer", ["partition", "schedule", "diffusion"])
+def test_one_stalled_micro_batch_changes_no_decision(micro_batches: int, balancer: str) -> None:
+    rng = random.Random(micro_batches)
+    work = [1.0] * 6 + [0.4] * 6
+    chosen = set()
+    for stalled in (None, *range(12)):
+        samples = Samples()
+        for layer, seconds in enumerate(work):
+            for times, share in ((samples.forward[layer], 1), (samples.backward[layer], 2)):
+                times += [share * seconds * rng.uniform(0.999, 1.001) for _ in range(micro_batches)]
+        if stalled is not None:
+            samples.backward[stalled][rng.randrange(micro_batches)] += 50.0
+        layers = tuple(
+            LayerCost(samples.forward_seconds(layer), samples.backward_seconds(layer), 5, 5, 10, 1, 1)
+            for layer in range(len(work))
+        )
+        measured = Profile(0, (0, 6, 12), layers, micro_batches, batch_seconds=1.0)
+        chosen.add(decide(measured, config(balancer=balancer), None).partition)
+    assert len(chosen) == 1 and chosen != {(0, 6, 12)}
 
 
 # -- one profile after the other ----------------------------------------------------------------------
