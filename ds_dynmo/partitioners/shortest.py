@@ -30,7 +30,6 @@ Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are col
 _ALL = 1000  # partitions, at most, that are all simulated
 _BATCH = 192  # neighbours that are simulated at once; fewer would not be faster
 _NEIGHBOURS = 1200  # that are looked at in a round
-_PATIENCE = 2  # rounds without a better one
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 
 
@@ -127,8 +126,8 @@ def _search(
     shifts = _shifts(num_stages)
     width = max(2, min(8, _NEIGHBOURS // shifts.shape[1]))
     seen: set[bytes] = set()
-    patience = _PATIENCE
-    while patience:
+    improved = True
+    while improved:
         order = np.argsort(seconds, kind="stable")[:width]
         beam, seconds = beam[:, order], seconds[order]
         near = _fitted((beam[:, :, None] + shifts[:, None, :]).reshape(num_stages + 1, -1), furthest)
@@ -136,7 +135,7 @@ def _search(
         if not near.shape[1]:
             break
         near_seconds = pipeline.iterations_seconds(near)
-        patience = _PATIENCE if near_seconds.min() < seconds[0] * (1 - _TIE) else patience - 1
+        improved = near_seconds.min() < seconds[0] * (1 - _TIE)
         beam, seconds = np.column_stack([beam, near]), np.concatenate([seconds, near_seconds])
     best = beam[:, seconds.argmin()].tolist()
     return best if given is None else _homeward(best, float(seconds.min()), pipeline, furthest, given)
@@ -148,7 +147,10 @@ def _homeward(
     """``best`` with boundaries put back where they are now, as long as that makes nothing longer."""
     runs = _shifts(len(best) - 1)[:, ::2].astype(bool)
     near = _fitted(np.where(runs, np.array(given)[:, None], np.array(best)[:, None]), furthest)
-    near = np.column_stack([np.array(best), near[:, _lower_bounds(near, pipeline) <= best_seconds * (1 + _TIE)]])
+    near = near[:, _lower_bounds(near, pipeline) <= best_seconds * (1 + _TIE)]
+    if not near.shape[1]:
+        return best
+    near = np.column_stack([np.array(best), near])
     return _preferred(near, pipeline.iterations_seconds(near), pipeline, given, best_seconds)
 
 
