@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.engine.layer_state import num_bytes
@@ -21,9 +22,21 @@ _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
     """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere.
 
+    Where it cannot tell, the table says that, and :func:`failed` finds it in the maximum of all ranks' tables.
+
     Args:
         move_seconds: that moves since the last table took here.
     """
+    try:
+        return _stage_costs(layers, profiler, state, move_seconds)
+    except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
+        logger.error(f"layers {layers.start} to {layers.stop}: cannot tell what they cost: {error!r}")
+        table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
+        table[-1, _FAILED] = 1.0
+        return table
+
+
+def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
     samples = profiler.samples
     table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
     for index in range(layers.start, layers.stop):
@@ -41,13 +54,6 @@ def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, 
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
     table[-1, _BATCH] = profiler.batch_seconds
     table[-1, _MOVES] = move_seconds
-    return table
-
-
-def failure(num_layers: int) -> torch.Tensor:
-    """The table of a rank that could not make one."""
-    table = torch.zeros(num_layers + 1, _COLUMNS, dtype=torch.float64)
-    table[-1, _FAILED] = 1.0
     return table
 
 

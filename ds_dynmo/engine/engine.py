@@ -309,7 +309,7 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         self._controller.decided(moved=False)
 
     def _gather_profile(self) -> None:
-        table = self._stage_costs()
+        table = costs.stage_costs(self._layers, self._profiler, self._state, self._move_seconds)
         self._comm.max_over_world(table)
         if costs.failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
@@ -317,13 +317,6 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         self._experience.profiled(self._profile, costs.move_seconds(table))
         self._move_seconds = 0.0
         self._profiler.forget()
-
-    def _stage_costs(self) -> torch.Tensor:
-        try:
-            return costs.stage_costs(self._layers, self._profiler, self._state, self._move_seconds)
-        except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
-            logger.error(f"rank {self.global_rank} cannot tell what its layers cost: {error!r}")
-            return costs.failure(self._layers.num_layers)
 
     def _train_until_profiled(self) -> None:
         self._comm.enter("rebalance")
@@ -389,12 +382,12 @@ class DynMoPipelineEngine(MendedPipelineEngine):
         began = time.perf_counter()
         site = Site(self.stage_id, self._layers, self._state, self.grid, self.device, self._comm, self._name_parameters)
         moved_bytes = migrate(plan, site)
-        migrate_seconds = time.perf_counter() - began
         if plan.moves:
             self._layers_moved()
-            if self._profile is not None:
-                self._experience.moved(self._profile, plan)
-                self._move_seconds += migrate_seconds
+        migrate_seconds = time.perf_counter() - began
+        if plan.moves and self._profile is not None:
+            self._experience.moved(self._profile, plan)
+            self._move_seconds += migrate_seconds
         self._controller.decided(bool(plan.moves))
         report = rebalance_report(
             plan,
