@@ -87,7 +87,8 @@ class DynMoConfig(_Block):
         default=0.03,
         ge=0,
         lt=1,
-        description="least predicted fall of the bottleneck, as a fraction, that is worth a move",
+        description="least predicted fall of the bottleneck, as a fraction, that is worth a move; "
+        'with balancer "schedule" of an iteration\'s seconds',
     )
     memory_limit: int | float | None = Field(
         default=None, description="per device: an int is bytes, a float in (0, 1] a fraction of the device's memory"

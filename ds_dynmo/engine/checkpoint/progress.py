@@ -23,7 +23,7 @@ def counters_of(engine: Any) -> dict[str, Any]:
 
 
 def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool) -> None:
-    """Put back :func:`counters_of`; when to decide, and what was learnt for it, only where layers are where they were."""
+    """Put back :func:`counters_of`; when to decide, and what was learnt for it, at the saved partition alone."""
     engine.micro_steps = saved["micro_steps"]
     engine.module.micro_offset = saved["micro_offset"]
     if same_partition:
