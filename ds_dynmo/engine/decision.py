@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -54,7 +55,7 @@ class Outlook:
         """With the profile's own partition in force."""
         return cls(profile.partition, profile, speeds)
 
-    @property
+    @cached_property
     def pipeline(self) -> PipelineModel:
         """Layers' seconds on a stage of speed 1, and all that simulating takes."""
         profile, num_stages = self.profile, len(self.current) - 1
