@@ -122,7 +122,7 @@ class DynMoPipelineEngine(EngineForModels):
             return
         self._agree_on_trainable("model_changed")
         self._profiler.forget(batches_too=True)
-        self._experience.history.forget()
+        self._experience.model_changed()
         if self.dynmo.enabled:
             self._controller.model_changed(reason)
 
@@ -300,6 +300,7 @@ class DynMoPipelineEngine(EngineForModels):
             logger.error(f"rank {self.global_rank} cannot decide where layers go: {error!r}")
             self._comm.agree(None)
             raise AssertionError("no plan cannot be agreed on") from error
+        self._experience.decided(decision)
         decide_seconds = time.perf_counter() - began
         return self._go_to(
             decision.partition,

@@ -31,7 +31,7 @@ def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool
         engine._controller.load_state_dict(saved["controller"])
         engine._experience.load_state_dict(saved["experience"])
     else:
-        engine._experience.history.forget()
+        engine._experience.model_changed()
 
 
 def random_states() -> dict[str, Any]:
