@@ -25,6 +25,7 @@ from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.randomness import LayerStreams
 from ds_dynmo.engine.reporting import Reporter, rebalance_report
+from ds_dynmo.engine.trace import Tracer
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
@@ -47,7 +48,8 @@ class DynMoPipelineEngine(EngineForModels):
         if dynmo is None:
             return
         self._controller = controller.Controller(dynmo)
-        self._profiler = Profiler(EventClock(get_accelerator()) if _has_events() else CpuClock())
+        clock = EventClock(get_accelerator()) if _has_events() else CpuClock()
+        self._profiler = Profiler(clock)
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
         self._last_move_step: int | None = None
@@ -63,6 +65,7 @@ class DynMoPipelineEngine(EngineForModels):
             seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
             self._streams = LayerStreams(seed, self.grid.get_data_parallel_id())
         self._origin = checkpoint.Origin.of(self)
+        self._tracer = Tracer(dynmo.trace, self, clock, self._reporter.warn) if dynmo.trace is not None else None
         self._agree_on_trainable("initialize")
 
     # -- public ---------------------------------------------------------------------------------------
@@ -125,6 +128,12 @@ class DynMoPipelineEngine(EngineForModels):
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""
         if self.dynmo is None:
             return super().train_batch(data_iter)
+        if self._tracer is not None and self._tracer.wants(self.global_steps + 1):
+            with self._tracer.batch(self):
+                return self._train_batch(data_iter)
+        return self._train_batch(data_iter)
+
+    def _train_batch(self, data_iter: Any) -> torch.Tensor:
         self._check_trainable()
         self._layers.refresh_twins(training=True)
         if self._controller.profile_batch(self.global_steps + 1):
@@ -132,6 +141,7 @@ class DynMoPipelineEngine(EngineForModels):
         else:
             loss = super().train_batch(data_iter)
         self._batch_done()
+        self._reporter.profiled(self._profile)
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
