@@ -30,13 +30,11 @@ def expected(report: Report) -> list[Rows]:
         return [simulated(profile, profile["partition"], title)]
     move = report.moves[-1]
     known = [profile for profile in report.profiles if profile["step"] <= move["step"]]
-    return [
-        simulated(
-            known[-1], move[which], f"simulated from the profile of step {known[-1]['step']}: partition {move[which]}"
-        )
-        for which in ("old_partition", "new_partition")
-        if known
-    ]
+    if not known:
+        return []
+    source = f"simulated from the profile of step {known[-1]['step']}"
+    partitions = (move["old_partition"], move["new_partition"])
+    return [simulated(known[-1], partition, f"{source}: partition {partition}") for partition in partitions]
 
 
 def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Rows]:
@@ -62,9 +60,12 @@ def main(arguments: list[str]) -> int:
     try:
         from scripts import plot_html, plot_pictures
     except ModuleNotFoundError as error:
-        print(f'plot.py: error: no {error.name}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)
+        missing = str(error.name).split(".")[0]
+        print(f'plot.py: error: no {missing}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)
         return 2
     try:
+        if args.steps is not None and args.trace is None:
+            raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
         report = read_report(args.report)
         timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
     except ConfigError as error:
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
             figure.savefig(buffer, format="png", dpi=130)
             pictures[title] = buffer.getvalue()
             (args.out / f"{name}.png").write_bytes(pictures[title])
-    (args.out / "report.html").write_text(plot_html.page(report, pictures))
+    (args.out / "report.html").write_text(plot_html.page(report, pictures), encoding="utf-8")
     print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
     return 0
 

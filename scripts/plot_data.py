@@ -142,19 +142,14 @@ def traced_steps(events: Iterable[Record]) -> list[int]:
 def traced(events: Sequence[Record], step: int) -> Rows:
     """One batch of a trace."""
     (marker,) = (event for event in events if event["ph"] == "i" and event["args"]["step"] == step)
-    names = {
-        which: {(event["pid"], event.get("tid")): event["args"]["name"] for event in events if event["name"] == which}
-        for which in ("process_name", "thread_name")
-    }
-    several = len(names["process_name"]) > 1
-    rows: dict[tuple[int, int], list[Bar]] = {place: [] for place in sorted(names["thread_name"])}
+    pipelines = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    stages = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows: dict[tuple[int, int], list[Bar]] = {place: [] for place in sorted(stages)}
     for event in events:
         if event["ph"] == "X" and event["args"]["step"] == step:
             begin = (event["ts"] - marker["ts"]) / 1e6
             bar = Bar(event["cat"], event["args"].get("micro_batch"), begin, event["dur"] / 1e6)
             rows[event["pid"], event["tid"]].append(bar)
-    named = tuple(
-        (f"pipeline {pid}, " * several + names["thread_name"][pid, tid], tuple(bars))
-        for (pid, tid), bars in rows.items()
-    )
+    several = len(pipelines) > 1
+    named = tuple((f"{pipelines[place[0]]}, " * several + stages[place], tuple(bars)) for place, bars in rows.items())
     return Rows(f"step {step}, measured: partition {marker['args']['partition']}", named)

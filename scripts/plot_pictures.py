@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from scripts.plot_data import Loads, Report, Rows, loads_around, quality
 
 COLUMNS, MOST_MOVES = 3, 12
+MOST_TALL_ROWS = 8
 WINDOW = 5  # steps of the running median of tokens/s
 MILLI = 1e3
 BEFORE, PREDICTED, MEASURED = "#b0b7c3", "#9ecae9", "#2a6fb0"
@@ -74,20 +75,22 @@ def _loads_of_one_move(axes: Any, found: Loads) -> None:
 
 
 def _short(partition: Sequence[int]) -> str:
-    return (
-        str(list(partition)) if len(partition) <= 7 else f"[{', '.join(map(str, partition[:3]))}, ..., {partition[-1]}]"
-    )
+    if len(partition) <= 7:
+        return str(list(partition))
+    return f"[{', '.join(map(str, partition[:3]))}, ..., {partition[-1]}]"
 
 
 def speed(report: Report) -> Figure:
     """Tokens per second of each step (or seconds of the profiled batches), imbalance and bubble ratio."""
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    panels = 2 if report.profiles else 1
+    figure = Figure(figsize=(9, 2.8 * panels), layout="constrained")
+    upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
     if report.steps:
         numbers = [record["step"] for record in report.steps]
         tokens = [record["tokens_per_second"] for record in report.steps]
         upper.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
-        smooth = [statistics.median(tokens[max(0, end - WINDOW) : end]) for end in range(1, len(tokens) + 1)]
+        half = WINDOW // 2
+        smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
         upper.plot(numbers, smooth, color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
         upper.set_ylabel("tokens/s")
         upper.yaxis.set_major_formatter("{x:,.0f}")
@@ -96,16 +99,14 @@ def speed(report: Report) -> Figure:
         upper.plot(*zip(*points), "o-", color=MEASURED, markersize=4, label="profiled batches")
         upper.set_ylabel("batch (s)")
     upper.set_ylim(bottom=0)
-    if report.profiles:
+    for axes in lower:
         steps = [profile["step"] for profile in report.profiles]
         imbalances, bubbles = zip(*(quality(profile) for profile in report.profiles))
-        lower.plot(
-            steps, imbalances, "o-", color=COLORS["receive"], markersize=4, label="imbalance, (max - min) / mean load"
-        )
-        lower.plot(steps, bubbles, "s-", color=COLORS["load"], markersize=4, label="bubble ratio")
-    lower.set_ylim(bottom=0)
-    lower.set_ylabel("ratio")
-    _over_steps(upper, lower, report=report)
+        axes.plot(steps, imbalances, "o-", color=COLORS["receive"], markersize=4, label="imbalance of loads")
+        axes.plot(steps, bubbles, "s-", color=COLORS["load"], markersize=4, label="bubble ratio")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("ratio")
+    _over_steps(upper, *lower, report=report)
     return figure
 
 
@@ -132,25 +133,27 @@ def _over_steps(*panels: Any, report: Report) -> None:
     """What all pictures over the run have: where layers moved, a legend outside, an axis of steps."""
     for axes in panels:
         for number, move in enumerate(report.moves):
-            label = "layers moved" if number == 0 else None
+            label = "layers moved" if number == 0 and axes is panels[0] else None
             axes.axvline(move["step"] + 0.5, color=MOVE, linewidth=1, linestyle="--", alpha=0.7, label=label)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
         _plain(axes)
     panels[-1].set_xlabel("step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def timelines(every: Sequence[Rows]) -> Figure:
     """Batches below each other on one scale of time; a row for each stage."""
     rows = [len(one.rows) for one in every]
-    figure = Figure(figsize=(13, sum(0.42 * count + 0.8 for count in rows) + 0.9), layout="constrained")
+    inches = 0.42 if max(rows) <= MOST_TALL_ROWS else 0.22
+    figure = Figure(figsize=(13, sum(inches * count + 0.8 for count in rows) + 0.9), layout="constrained")
     panels = figure.subplots(len(every), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = MILLI * max(one.seconds for one in every)
     for axes, one in zip(panels, every):
         for place, (_, bars) in enumerate(one.rows):
             for category in COLORS:
                 spans = [(MILLI * bar.begin_seconds, MILLI * bar.seconds) for bar in bars if bar.category == category]
-                axes.broken_barh(spans, (place - 0.4, 0.8), facecolor=COLORS[category])
+                edge = {"edgecolor": "white", "linewidth": 0.4} if category in ("forward", "backward") else {}
+                axes.broken_barh(spans, (place - 0.4, 0.8), facecolor=COLORS[category], **edge)
             for bar in bars:
                 if bar.category in ("forward", "backward") and MILLI * bar.seconds > 0.012 * longest:
                     middle = MILLI * (bar.begin_seconds + bar.seconds / 2)
@@ -162,6 +165,7 @@ def timelines(every: Sequence[Rows]) -> Figure:
         axes.set_title(f"{one.title}, {MILLI * one.seconds:,.0f} ms", fontsize=10, loc="left")
         _plain(axes)
     panels[-1].set_xlabel("ms since the batch began")
+    panels[-1].xaxis.set_major_formatter("{x:,.0f}")
     shown = {bar.category for one in every for _, bars in one.rows for bar in bars}
     handles = [Patch(color=color, label=category) for category, color in COLORS.items() if category in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)

@@ -192,11 +192,6 @@ def test_a_clients_scheduler_of_lambdas_and_an_empty_group() -> None:
         assert result["lr"] == pytest.approx([0.03 * 0.1**6, 0.03 * 0.9**6, 0.02 * 0.5**6])
 
 
-def test_the_monitor_gets_the_numbers(tmp_path: Path) -> None:
-    run(2, workloads.monitored, str(tmp_path))
-    assert {"DynMo_layers_moved", "DynMo_bubble_ratio", "DynMo_imbalance"} <= {p.stem for p in tmp_path.rglob("*.csv")}
-
-
 def test_clip_norm_is_that_of_the_whole_model() -> None:
     norms = {tuple(result) for result in run(2, workloads.norms, Case(clip=1.0, stages=2))}
     alone = {tuple(result) for result in run(1, workloads.norms, Case(clip=1.0, stages=1))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ from tests.distributed.workloads import Case, batches, build, freeze, sleeping_e
 
 
 def offsets_of_shifted_clocks(seconds: float) -> tuple[float, float]:
-    """Each rank's clock is so far ahead of the one before it."""
-    rank = torch.distributed.get_rank()
+    """Each rank's clock is so far ahead of the one before it; rank 0 is slow now and then to tell its time."""
+    rank, calls = torch.distributed.get_rank(), count()
     comm = Communicator(None, torch.device("cpu"), timeout_seconds=30)
-    return comm.clock_offset(lambda: time.perf_counter() + seconds * rank)
+
+    def now() -> float:
+        if rank == 0 and next(calls) % 3 == 0:
+            time.sleep(0.2)
+        return time.perf_counter() + seconds * rank
+
+    return comm.clock_offset(now)
 
 
 def train_with_shifted_clocks(path: str, seconds: float) -> list[int]:
@@ -60,9 +67,9 @@ def cannot_write(folder: str) -> tuple[str, int]:
 
 
 def instructions_when_not_traced(path: str) -> list[Any]:
-    """Before, in between and after: what runs is what runs without a trace."""
+    """For each batch, of which the second is profiled and the fourth traced: is it carried out as DeepSpeed does?"""
     found = []
-    engine = build(Case(dynmo={"interval": 0, "trace": {"path": path, "steps": [2, 2]}}))
+    engine = build(Case(dynmo={"interval": 0, "trace": {"path": path, "steps": [4, 4]}}))
     bare = dict(engine._INSTRUCTION_MAP)
     data, run = batches(engine), type(engine)._exec_schedule
 
@@ -72,7 +79,7 @@ def instructions_when_not_traced(path: str) -> list[Any]:
 
     type(engine)._exec_schedule = watch
     try:
-        for _ in range(3):
+        for _ in range(5):
             engine.train_batch(data)
     finally:
         type(engine)._exec_schedule = run

@@ -28,13 +28,13 @@ def test_a_receive_is_cut_where_the_neighbour_began_to_send() -> None:
 
 
 def test_only_the_send_that_was_received_counts() -> None:
-    receive = track(1, Event("receive", "activation", 4, 1.0, 3.0))
+    receive = track(1, Event("receive", "activation", 4, 1.0, 3.0), replica=1, part=1)
     for other in (
-        track(0, Event("send", "activation", 3, 2.0, 2.0)),
-        track(0, Event("send", "gradient", 4, 2.0, 2.0)),
-        track(0, Event("send", "activation", 4, 2.0, 2.0), replica=1),
-        track(0, Event("send", "activation", 4, 2.0, 2.0), part=1),
-        track(2, Event("send", "activation", 4, 2.0, 2.0)),
+        track(0, Event("send", "activation", 3, 2.0, 2.0), replica=1, part=1),
+        track(0, Event("send", "gradient", 4, 2.0, 2.0), replica=1, part=1),
+        track(0, Event("send", "activation", 4, 2.0, 2.0), replica=0, part=1),
+        track(0, Event("send", "activation", 4, 2.0, 2.0), replica=1, part=0),
+        track(2, Event("send", "activation", 4, 2.0, 2.0), replica=1, part=1),
     ):
         assert with_waits([other, receive])[1] == receive
 
