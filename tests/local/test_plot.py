@@ -103,6 +103,13 @@ def test_a_move_before_any_profile_has_no_loads() -> None:
     assert loads_around(Report(None, None, (), (profile(2, (0, 3, 4)),), moves)) == []
 
 
+def test_what_is_measured_after_the_next_move_is_not_this_ones() -> None:
+    moves = (decision(2, (0, 2, 4), (0, 3, 4)), decision(3, (0, 3, 4), (0, 2, 4)))
+    profiles = (profile(2, (0, 2, 4)), profile(5, (0, 2, 4)))
+    first, second = loads_around(Report(None, None, (), profiles, moves))
+    assert first.measured_after is None and second.measured_after == [6.0, 12.0]
+
+
 def test_the_measured_quality_is_the_engines() -> None:
     imbalance, bubble_ratio = quality(profile(2, (0, 2, 4)))
     assert imbalance == pytest.approx(6 / 9) and bubble_ratio == pytest.approx(1 - 4 * 18 / (2 * 60))
@@ -196,7 +203,7 @@ def test_what_cannot_be_drawn_is_said(
     report = write_report(tmp_path, run_records())
     assert plot.main([str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl: cannot be read" in capsys.readouterr().err
-    assert plot.main([str(report), "--steps", "3"]) == 2
+    assert plot.main([str(report), "--steps", "3", "--out", str(tmp_path / "never")]) == 2
     assert "--steps 3: needs --trace FILE" in capsys.readouterr().err
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "scripts.plot_pictures"]:
         monkeypatch.delitem(sys.modules, name)
