@@ -37,7 +37,16 @@ from ds_dynmo.models import (
     model_layers,
 )
 from scripts.train_options import RESUME_FILE, Run, prepare
-from scripts.train_report import History, Progress, case_lines, closing_line, closing_table, summary, write_record
+from scripts.train_report import (
+    History,
+    Progress,
+    case_lines,
+    closing_line,
+    closing_table,
+    step_record,
+    summary,
+    write_record,
+)
 
 VALIDATIONS = 5
 FIRST_RANK_SECONDS = 10.0
@@ -101,6 +110,8 @@ def train(run: Run, engine: Any) -> History:
         history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
         history.step_seconds.append(time.perf_counter() - began)
         history.decisions_seen(engine)
+        if engine.global_rank == 0:
+            write_record(run.report, step_record(run, engine, history), "a")
         for case in cases:
             case.after_batch(step + 1)
         progress.step(step + 1, history)

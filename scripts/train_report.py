@@ -123,6 +123,19 @@ def case_lines(history: History) -> list[str]:
     ]
 
 
+def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
+    """The batch that was trained last; its time holds the rebalance that followed it."""
+    seconds = history.step_seconds[-1]
+    return {
+        "kind": "step",
+        "step": engine.global_steps,
+        "seconds": seconds,
+        "tokens_per_second": tokens_per_step(run, engine) / seconds,
+        "train_loss": history.losses[-1],
+        "auxiliary_loss": history.auxiliary_losses[-1],
+    }
+
+
 def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
     """The numbers of the whole run; validation is not in its time."""
     seconds = sum(history.step_seconds)

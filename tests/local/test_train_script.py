@@ -55,12 +55,25 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--unknown"], "--unknown"),
+        ({}, ["--trace", "t.json", "5", "4"], r"--trace.steps = \[5, 4\]: should be \[first, last\]"),
+        ({}, ["--trace", "t.json", "1", "all"], r'--trace.steps = \[1, "all"\]: should be \[first, last\]'),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], flags: list[str], message: str) -> None:
     path = write(tmp_path, **changes)
     with pytest.raises((ConfigError, PartitionError), match=message):
         prepare(["--deepspeed_config", str(path), *flags])
+
+
+def test_a_trace_is_a_key_of_the_block(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    run = prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
+    assert run.settings["dynmo"]["trace"] == {"path": "t.json", "steps": [3, 5]}
+    settings = json.loads(path.read_text())
+    del settings["dynmo"]
+    path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
+    with pytest.raises(ConfigError, match=r'^--trace t\.json: needs a "dynmo" block'):
+        prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
 
 
 @pytest.mark.parametrize(
@@ -182,13 +195,29 @@ def test_a_short_run(tmp_path: Path) -> None:
     dynmo = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}
     config = write(tmp_path, model=model, dynmo=dynmo, gradient_accumulation_steps=8)
     report = tmp_path / "report.jsonl"
-    printed = launch(config, "--data", str(tmp_path / "text"), "--steps", "8", "--report", str(report))
+    flags = [
+        "--data",
+        str(tmp_path / "text"),
+        "--report",
+        str(report),
+        "--trace",
+        str(tmp_path / "trace.json"),
+        "7",
+        "8",
+    ]
+    printed = launch(config, "--steps", "8", *flags)
     records = [json.loads(line) for line in report.read_text().splitlines()]
     assert records[0]["kind"] == "start" and records[-1]["kind"] == "end"
     assert records[0]["config"]["dynmo"]["interval"] == 3
     reasons = [record["reason"] for record in records if record["kind"] == "rebalance"]
     assert "interval" in reasons and any("freezing" in reason for reason in reasons)
     assert any(record["kind"] == "measured" for record in records)
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == list(range(1, 9))
+    tokens = 8 * SIZES["sequence_length"]
+    assert all(r["tokens_per_second"] == pytest.approx(tokens / r["seconds"]) for r in steps)
+    assert steps[0]["train_loss"] == records[-1]["first_train_loss"]
+    assert {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} >= {"step 7"}
     assert records[-1]["steps"] == 8 and records[-1]["validation_loss"] > 0
     found = records[-1]["cases"]["freezing"]
     assert 0 < found["cache_hits"] < found["cache_lookups"] and "cache hits" in printed
