@@ -192,19 +192,22 @@ def freeze_prefix(engine: Any, num_frozen: int) -> None:
 class FreezingController:
     """Decides how many layers at the front of a :func:`~ds_dynmo.models.gpt.gpt_layers` list are frozen.
 
+    A block is frozen whole, also where it is two layers (``layers_per_block``).
     Before each batch ``set_frozen_prefix(module, controller.frozen_prefix(step))`` is due where that number changed.
     With :attr:`automatic`, :meth:`add_gradients` belongs between backward and optimizer step of every batch, and
     :meth:`evaluate` after it.
     """
 
-    def __init__(self, config: FreezingConfig, *, num_blocks: int, total_steps: int) -> None:
+    def __init__(self, config: FreezingConfig, *, num_blocks: int, layers_per_block: int = 1, total_steps: int) -> None:
         self._config = config
         self._num_blocks = num_blocks
+        self._layers_per_block = layers_per_block
         self._total_steps = total_steps
         self._frozen_blocks = 0
         self._previous: list[float] | None = None
         # This rank's share: a layer that migrates leaves here what it has gathered, the sum over all ranks finds it.
-        self._sums = torch.zeros(LAYERS_BEFORE_BLOCKS + num_blocks + LAYERS_AFTER_BLOCKS, dtype=torch.float64)
+        num_layers = LAYERS_BEFORE_BLOCKS + num_blocks * layers_per_block + LAYERS_AFTER_BLOCKS
+        self._sums = torch.zeros(num_layers, dtype=torch.float64)
 
     @property
     def automatic(self) -> bool:
@@ -217,7 +220,7 @@ class FreezingController:
             blocks = scheduled_blocks(self._config.schedule, step, self._total_steps)
         else:
             blocks = self._frozen_blocks
-        return LAYERS_BEFORE_BLOCKS + blocks if blocks else 0
+        return LAYERS_BEFORE_BLOCKS + blocks * self._layers_per_block if blocks else 0
 
     def add_gradients(self, magnitudes: torch.Tensor) -> None:
         """Adds this rank's share of the sums of gradient magnitudes of one batch, fp64 ``[num_layers]``."""
@@ -236,7 +239,8 @@ class FreezingController:
         if automatic is None or steps_done % max(1, round(automatic.interval * self._total_steps)):
             return
         # As fp32 numbers: in what order fp64 ones were added depends on where layers and their shards were.
-        sums = sum_over_world(self._sums).float()[LAYERS_BEFORE_BLOCKS:-LAYERS_AFTER_BLOCKS].tolist()
+        of_layers = sum_over_world(self._sums)[LAYERS_BEFORE_BLOCKS:-LAYERS_AFTER_BLOCKS]
+        sums = of_layers.view(-1, self._layers_per_block).sum(dim=1).float().tolist()
         self._sums = torch.zeros_like(self._sums)
         if not any(sums[self._frozen_blocks :]):
             raise RuntimeError(
@@ -269,10 +273,14 @@ class Freezing(DynamicCase):
 
     name = "freezing"
 
-    def __init__(self, config: FreezingConfig, engine: Any, *, num_blocks: int, total_steps: int) -> None:
+    def __init__(
+        self, config: FreezingConfig, engine: Any, *, num_blocks: int, layers_per_block: int = 1, total_steps: int
+    ) -> None:
         super().__init__(engine)
         self._frozen: int | None = None  # layers that were loaded may be frozen or not
-        self._controller = FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
+        self._controller = FreezingController(
+            config, num_blocks=num_blocks, layers_per_block=layers_per_block, total_steps=total_steps
+        )
         if self._controller.automatic:
             engine.before_step(lambda: self._controller.add_gradients(engine.gradient_magnitudes()))
 
