@@ -218,7 +218,7 @@ class DynMoPipelineEngine(EngineForModels):
             super()._exec_schedule(pipe_schedule)
             return
         training = not isinstance(pipe_schedule, schedule.InferenceSchedule)
-        with self._streams.batch(self.module, self._layers.start, step=self.global_steps, training=training):
+        with self._streams.batch(self.module, self._layers.random_streams(), step=self.global_steps, training=training):
             super()._exec_schedule(pipe_schedule)
 
     def _profiled_batch(self, data_iter: Any) -> torch.Tensor:

@@ -14,12 +14,17 @@ from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
 from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.prefix import Freezing
-from ds_dynmo.models.gpt import Block, gpt_layers
+from ds_dynmo.models.gpt import AttentionHalf, Block, FeedForwardHalf, gpt_layers
 from ds_dynmo.models.local_layers import block_numbers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
 from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.moe.routing import moe_blocks
-from ds_dynmo.models.pruning.gradual import PrunableBlock, Pruning
+from ds_dynmo.models.pruning.gradual import (
+    PrunableAttentionHalf,
+    PrunableBlock,
+    PrunableFeedForwardHalf,
+    Pruning,
+)
 from ds_dynmo.models.sparse_attention.attention import HashSparseAttention, QKSparseAttention
 
 __all__ = ["dynamic_cases", "model_layers"]
@@ -37,7 +42,7 @@ def model_layers(config: ModelConfig) -> list[LayerSpec]:
         return _huggingface_layers(config)
     if config.early_exit is not None:
         return exit_layers(config, config.early_exit)
-    return gpt_layers(config, [_block(config, layer) for layer in range(1, config.layers + 1)])
+    return gpt_layers(config, [spec for layer in range(1, config.layers + 1) for spec in _block(config, layer)])
 
 
 def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
@@ -61,18 +66,23 @@ def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
     return layers
 
 
-def _block(config: ModelConfig, layer: int) -> LayerSpec:
-    """Block ``layer``, counted from 1: a class for what it does with its tokens and weights, and its two parts."""
-    parts: dict[str, Any] = {}
-    if config.sparse_attention is not None:
-        parts["attention"] = SPARSE_ATTENTION[config.sparse_attention.kind]
+def _block(config: ModelConfig, layer: int) -> list[LayerSpec]:
+    """Block ``layer``, counted from 1, whole or in halves: classes for what it does with its tokens and weights, and
+    its two parts."""
+    attention = None if config.sparse_attention is None else SPARSE_ATTENTION[config.sparse_attention.kind]
+    mlp = None
     if config.moe is not None and layer - 1 in moe_blocks(config.moe, config.layers):
-        parts["mlp"] = partial(MixtureOfExperts, moe=config.moe)
+        mlp = partial(MixtureOfExperts, moe=config.moe)
+    both: dict[str, Any] = {"attention": attention, "mlp": mlp}
     if config.mod is not None and config.mod.routes(layer):
-        return LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **parts)
-    if config.pruning is not None:
-        return LayerSpec(PrunableBlock, config, layer, csr_from=config.pruning.csr_from, **parts)
-    return LayerSpec(Block, config, layer, **parts)
+        return [LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **both)]
+    prunable = {} if config.pruning is None else {"csr_from": config.pruning.csr_from}
+    if not config.split_blocks:
+        return [LayerSpec(PrunableBlock if prunable else Block, config, layer, **both, **prunable)]
+    return [
+        LayerSpec(PrunableAttentionHalf if prunable else AttentionHalf, config, layer, attention=attention, **prunable),
+        LayerSpec(PrunableFeedForwardHalf if prunable else FeedForwardHalf, config, layer, **both, **prunable),
+    ]
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
@@ -93,7 +103,16 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
             Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps, cache_bytes=cache_bytes)
         )
     elif config.freezing is not None:
-        cases.append(Freezing(config.freezing, engine, blocks=blocks, num_layers=num_layers, total_steps=total_steps))
+        cases.append(
+            Freezing(
+                config.freezing,
+                engine,
+                blocks=blocks,
+                num_layers=num_layers,
+                layers_per_block=config.layers_per_block,
+                total_steps=total_steps,
+            )
+        )
     if config.moe is not None:
         cases.append(ExpertBalance(config.moe, engine, num_layers=num_layers))
     if config.early_exit is not None:

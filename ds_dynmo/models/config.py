@@ -35,8 +35,12 @@ BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed", "sampling", "fre
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
     "pruning": {"moe": "experts are not pruned"},
-    "mod": {"pruning": "a routed block has no weights that can be pruned"},
+    "mod": {
+        "split_blocks": "a routed block takes its tokens through both halves at once",
+        "pruning": "a routed block has no weights that can be pruned",
+    },
     "early_exit": {
+        "split_blocks": "tokens leave after whole blocks",
         "freezing": "it counts layers without exits",
         "moe": "blocks that tokens leave have one feed-forward part",
         "pruning": "blocks that tokens leave have no weights that can be pruned",
@@ -97,7 +101,7 @@ class ModelConfig(GPTConfig):
     @classmethod
     def _can_be_combined(cls, case: Any, info: ValidationInfo) -> Any:
         for other, why in _APART[str(info.field_name)].items():
-            if case is not None and info.data.get(other) is not None:
+            if case is not None and info.data.get(other) not in (None, False):
                 raise ValueError(f"cannot be combined with {other}: {why}")
         return case
 
@@ -136,9 +140,11 @@ class ModelConfig(GPTConfig):
 
     @field_validator("freezing")
     @classmethod
-    def _head_trains(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
+    def _fits_the_layers(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
         if freezing is not None and info.data.get("tied_embedding") and info.data.get("huggingface") is None:
             raise ValueError("would freeze the head with the embedding: needs tied_embedding = false")
+        if freezing is not None and freezing.egeria is not None and info.data.get("split_blocks"):
+            raise ValueError("egeria cannot be combined with split_blocks: it compares whole blocks with references")
         return freezing
 
     @field_validator("freezing")

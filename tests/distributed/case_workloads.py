@@ -69,6 +69,17 @@ CASES: dict[str, dict[str, Any]] = {
         "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
         "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
     },
+    "halves, moe auxiliary loss and freezing": {
+        "split_blocks": True,
+        "freezing": {"schedule": [[0.3, 1], [0.6, 2]]},
+        "moe": {"experts": 4, "every": 2},
+    },
+    "halves, automatic freezing, pruning and qk-sparse attention": {
+        "split_blocks": True,
+        "freezing": {"automatic": {"interval": 0.2, "start": 0.2}},
+        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
+        "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
+    },
 }
 
 

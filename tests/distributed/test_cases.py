@@ -78,6 +78,39 @@ def test_with_activation_checkpointing(name: str) -> None:
     assert whole(plain) == whole(recomputed) and signals(plain) == signals(recomputed)
 
 
+def as_whole_blocks(state: dict[str, Any]) -> dict[str, Any]:
+    """A model in halves under the names of that of whole blocks."""
+    blocks = work.SIZES["layers"]
+    renamed = {}
+    for key, value in state.items():
+        layer, name = key.split(".", 1)
+        number = (int(layer) + 1) // 2 if int(layer) <= 2 * blocks else int(layer) - blocks
+        renamed[f"{number}.{name}"] = value
+    return renamed
+
+
+def check_halves_train_as_whole_blocks(halves: CaseRun) -> None:
+    """The run in halves moves; that of whole blocks does not."""
+    plain = replace(halves, model={**halves.model, "split_blocks": False}, checkpoint_interval=0)
+    blocks, split = run_each(halves.ranks, work.train, (plain,), (moved(halves),))
+    assert blocks[0]["losses"] == split[0]["losses"] and blocks[0]["evaluated"] == split[0]["evaluated"]
+    assert whole(blocks) == as_whole_blocks(whole(split))
+
+
+@pytest.mark.parametrize("checkpoint_interval", [0, 1])
+@pytest.mark.parametrize("name", [name for name in CASES if "split_blocks" in CASES[name]])
+def test_halves_train_as_whole_blocks(name: str, checkpoint_interval: int) -> None:
+    check_halves_train_as_whole_blocks(CaseRun(CASES[name], checkpoint_interval=checkpoint_interval))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+@pytest.mark.parametrize("name", [name for name in CASES if "split_blocks" in CASES[name]])
+def test_halves_train_as_whole_blocks_in_bf16(name: str, precision: str) -> None:
+    halves = CaseRun(CASES[name], replicas=2, precision=precision, clip=0.0)
+    check_halves_train_as_whole_blocks(halves)
+
+
 @first_of_all
 def test_switched_off_it_learns_the_same(name: str) -> None:
     on, off = undisturbed(name), run(2, work.train, CaseRun(CASES[name], enabled=False))

@@ -64,6 +64,10 @@ def test_pruning_with_its_defaults_is_the_papers() -> None:
     assert read(**dumped.model_dump(mode="json")) == dumped
 
 
+def test_whole_blocks_may_be_asked_for_by_name() -> None:
+    assert read(split_blocks=False, mod={}) == read(mod={})
+
+
 def test_dumped_exits_read_as_they_were() -> None:
     for exits in ({"method": "calm", "confidence": "classifier"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
         config = read(early_exit=exits)
@@ -208,6 +212,19 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"moe": {}, "pruning": {}}, "model.pruning", "cannot be combined with moe: experts are not pruned"),
         ({"pruning": {}, "mod": {}}, "model.mod", "cannot be combined with pruning"),
+        ({"split_blocks": 1}, "model.split_blocks = 1", "valid boolean"),
+        ({"split_blocks": True, "mod": {}}, "model.mod", "cannot be combined with split_blocks"),
+        (
+            {"split_blocks": True, "early_exit": {"method": "calm"}},
+            "model.early_exit",
+            "cannot be combined with split_blocks",
+        ),
+        (
+            {"split_blocks": True, "tied_embedding": False, "freezing": {"egeria": {}}},
+            "model.freezing",
+            "egeria cannot be combined with split_blocks",
+        ),
+        ({"huggingface": "folder", "split_blocks": True}, "model = ", "split_blocks: cannot be given beside"),
         (
             {"tied_embedding": False, "freezing": {"egeria": {}}, "sparse_attention": {"kind": "hash"}},
             "model.sparse_attention",

@@ -170,6 +170,7 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
 class FreezingController:
     """Decides how many layers at the front of a model are frozen.
 
+    A block is frozen whole, also where it is two layers (``layers_per_block``).
     Before each batch ``set_frozen_prefix(module, controller.frozen_prefix(step))`` is due where that number changed.
     With :attr:`automatic`, :meth:`add_gradients` belongs between backward and optimizer step of every batch, and
     :meth:`evaluate` after it.
@@ -180,9 +181,12 @@ class FreezingController:
         total_steps: of the run.
     """
 
-    def __init__(self, config: FreezingConfig, *, blocks: range, num_layers: int, total_steps: int) -> None:
+    def __init__(
+        self, config: FreezingConfig, *, blocks: range, num_layers: int, layers_per_block: int = 1, total_steps: int
+    ) -> None:
         self._config = config
         self._blocks = blocks
+        self._layers_per_block = layers_per_block
         self._total_steps = total_steps
         self._frozen_blocks = 0
         self._previous: list[float] | None = None
@@ -200,7 +204,7 @@ class FreezingController:
             blocks = scheduled_blocks(self._config.schedule, step, self._total_steps)
         else:
             blocks = self._frozen_blocks
-        return self._blocks.start + blocks if blocks else 0
+        return self._blocks.start + blocks * self._layers_per_block if blocks else 0
 
     def add_gradients(self, magnitudes: torch.Tensor) -> None:
         """Adds this rank's share of the sums of gradient magnitudes of one batch, fp64 ``[num_layers]``."""
@@ -219,11 +223,12 @@ class FreezingController:
         if automatic is None or steps_done % max(1, round(automatic.interval * self._total_steps)):
             return
         # As fp32 numbers: in what order fp64 ones were added depends on where layers and their shards were.
-        sums = sum_over_world(self._sums).float()[self._blocks.start : self._blocks.stop].tolist()
+        of_blocks = sum_over_world(self._sums)[self._blocks.start : self._blocks.stop]
+        sums = of_blocks.view(-1, self._layers_per_block).sum(dim=1).float().tolist()
         self._sums = torch.zeros_like(self._sums)
         if not any(sums[self._frozen_blocks :]):
             raise RuntimeError(
-                f"automatic freezing saw no gradient in blocks {self._frozen_blocks} to {len(self._blocks) - 1} "
+                f"automatic freezing saw no gradient in blocks {self._frozen_blocks} to {len(sums) - 1} "
                 f"up to step {steps_done}"
             )
         if self._previous is not None and steps_done >= round(automatic.start * self._total_steps):
@@ -251,10 +256,19 @@ class Freezing(FreezingCase):
     """Connects a :class:`FreezingController` to the engine."""
 
     def __init__(
-        self, config: FreezingConfig, engine: Any, *, blocks: range, num_layers: int, total_steps: int
+        self,
+        config: FreezingConfig,
+        engine: Any,
+        *,
+        blocks: range,
+        num_layers: int,
+        layers_per_block: int = 1,
+        total_steps: int,
     ) -> None:
         super().__init__(engine, blocks=blocks, cache_bytes=config.cache_bytes)
-        self._controller = FreezingController(config, blocks=blocks, num_layers=num_layers, total_steps=total_steps)
+        self._controller = FreezingController(
+            config, blocks=blocks, num_layers=num_layers, layers_per_block=layers_per_block, total_steps=total_steps
+        )
         if self._controller.automatic:
             engine.before_step(lambda: self._controller.add_gradients(engine.gradient_magnitudes()))
 
