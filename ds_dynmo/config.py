@@ -74,7 +74,9 @@ class DynMoConfig(_Block):
     stop_step: int | None = Field(
         default=None, ge=0, description="last such step, at least start_step; null: no last one"
     )
-    balancer: str = Field(default="partition", description="partition, diffusion, or the name of a registered balancer")
+    balancer: str = Field(
+        default="partition", description="partition, diffusion, schedule, or the name of a registered balancer"
+    )
     balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
     decentralized: bool = Field(
         default=False,
@@ -120,6 +122,13 @@ class DynMoConfig(_Block):
         if balancer not in known:
             raise ValueError(f"is no registered balancer; {_suggest(balancer, known)}")
         return balancer
+
+    @field_validator("balance_by")
+    @classmethod
+    def _time_for_a_schedule(cls, balance_by: str, info: ValidationInfo) -> str:
+        if balance_by != "time" and info.data.get("balancer") == "schedule":
+            raise ValueError('should be "time": balancer "schedule" minimises the time of an iteration')
+        return balance_by
 
     @field_validator("decentralized")
     @classmethod

@@ -101,7 +101,7 @@ class Profile:
         partition: the partition under which it was measured.
         layers: one :class:`LayerCost` per layer of the model.
         micro_batches: micro-batches per batch.
-        batch_seconds: wall-clock seconds of a batch, median over profiled batches, slowest rank.
+        batch_seconds: wall-clock seconds of a batch, median of the latest since layers moved or changed, slowest rank.
     """
 
     step: int
@@ -181,6 +181,9 @@ class RebalanceReport:
         bytes_moved: in the whole pipeline (one data-parallel replica), weights, optimizer state and the rest.
         profile_seconds: extra time of gathering the profile; decide_seconds, migrate_seconds: likewise.
         load_signals: per layer, None where a layer does not report one.
+        iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule; what is not in layers
+            (the optimizer's step, messages) is not counted.
+        verdict: why layers moved or stayed.
     """
 
     step: int
@@ -197,6 +200,9 @@ class RebalanceReport:
     decide_seconds: float
     migrate_seconds: float
     load_signals: tuple[float | None, ...] = ()
+    iteration_seconds_before: float | None = None
+    iteration_seconds_after: float | None = None
+    verdict: str = ""
 
     @property
     def moved(self) -> bool:

@@ -1,62 +1,15 @@
-"""When to profile and when to decide, and the decision itself: the same on every rank."""
+"""When to profile and when to decide: the same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.partitioners import MemoryModel
-from ds_dynmo.plan import MeasuredReport, Profile, check_partition
+from ds_dynmo.plan import MeasuredReport, Profile
 
-
-@dataclass(frozen=True)
-class Decision:
-    """A partition to go to, and what is predicted of it. Seconds are per micro-batch, of the slowest stage."""
-
-    partition: tuple[int, ...]
-    bottleneck_seconds_before: float
-    bottleneck_seconds_after: float
-    imbalance_before: float
-    imbalance_after: float
-
-
-def decide(profile: Profile, config: DynMoConfig, memory: MemoryModel | None) -> Decision:
-    """The balancer's partition if it is worth a move from the profile's, else the profile's own.
-
-    Raises:
-        PartitionError: no partition meets the memory limit, or a cost is no cost.
-    """
-    current = profile.partition
-    num_layers, num_stages = len(profile.layers), len(current) - 1
-    costs = profile.costs(config.balance_by)
-    balancer = partitioners.get(config.balancer)
-    proposed = balancer(costs, num_stages, start=list(current), memory=memory)
-    return judge(profile, check_partition(proposed, num_layers, num_stages), config, memory)
-
-
-def judge(profile: Profile, proposed: tuple[int, ...], config: DynMoConfig, memory: MemoryModel | None) -> Decision:
-    """``proposed`` if its bottleneck is lower by ``min_improvement``, or if the present partition breaks the limit."""
-    current = profile.partition
-    costs = profile.costs(config.balance_by)
-    before, after = partitioners.bottleneck(costs, current), partitioners.bottleneck(costs, proposed)
-    worth_it = after < before and before - after >= config.min_improvement * before
-    chosen = proposed if worth_it or not _fits(current, memory) else current
-    return predict(profile, chosen)
-
-
-def predict(profile: Profile, partition: tuple[int, ...]) -> Decision:
-    """What the profile lets expect of ``partition``, in seconds whatever was balanced."""
-    seconds = profile.costs("time")
-    return Decision(
-        partition,
-        partitioners.bottleneck(seconds, profile.partition),
-        partitioners.bottleneck(seconds, partition),
-        partitioners.imbalance(seconds, profile.partition),
-        partitioners.imbalance(seconds, partition),
-    )
+_LEAST_SPAN = 100  # batches that a change is taken to last, where decisions come from changes alone
 
 
 def measured(profile: Profile, rebalance_step: int | None) -> MeasuredReport:
@@ -89,12 +42,6 @@ def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval:
     )
 
 
-def _fits(partition: Sequence[int], memory: MemoryModel | None) -> bool:
-    if memory is None:
-        return True
-    return all(memory.fits(stage, partition[stage], partition[stage + 1]) for stage in range(len(partition) - 1))
-
-
 class Controller:
     """Which batches are profiled, and after which a decision is due.
 
@@ -109,11 +56,32 @@ class Controller:
         self._reason: str | None = "initial" if config.initial_partition == "profile" else None
         self._urgent = False
         self._outcome_wanted = True  # the first profile of a run, and the first after each move
+        self._unchanged = 0  # batches since the start or since the model last changed
+        self._span = 0  # how many there were when it last changed
 
     @property
     def reason(self) -> str | None:
         """What asked for the decision that is pending, None if none is."""
         return self._reason
+
+    @property
+    def warm(self) -> bool:
+        """Is the warm-up after the start or the last move over?"""
+        return self._settled >= self._config.profile.warmup_batches
+
+    @property
+    def batches_to_gain(self) -> int:
+        """For how many batches what is decided now is expected to last.
+
+        Until the next interval; without intervals as long as the model's work stayed as it was before its last change,
+        at least 100.
+        """
+        return self._config.interval or max(_LEAST_SPAN, self._span)
+
+    def model_changed(self, reason: str) -> None:
+        """Layers cost something else from here on."""
+        self._span, self._unchanged = self._unchanged, 0
+        self.request(reason)
 
     def request(self, reason: str) -> None:
         """The next batch is profiled, whatever the warm-up, and a decision follows."""
@@ -125,13 +93,14 @@ class Controller:
             return False
         if self._urgent:
             return True
-        if self._settled < self._config.profile.warmup_batches:
+        if not self.warm:
             return False
         return self._outcome_wanted or self._reason is not None or self._due_within(step, self._config.profile.batches)
 
     def batch_done(self, step: int) -> None:
         """A batch ended with ``step``."""
         self._settled += 1
+        self._unchanged += 1
         if self._config.enabled and self._reason is None and self._due(step):
             self._reason = "interval"
 

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.engine.layer_state import num_bytes
 from ds_dynmo.engine.optimizer_state import OptimizerState
-from ds_dynmo.engine.profiler import Samples
+from ds_dynmo.engine.profiler import Profiler
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.plan import LayerCost, Profile
 
 _FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _COLUMNS = range(10)
-_BATCH, _FAILED = 0, 1  # in the row after the last layer
+_BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
 
-def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState) -> torch.Tensor:
-    """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere."""
+def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+    """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere.
+
+    Where it cannot tell, the table says that, and :func:`failed` finds it in the maximum of all ranks' tables.
+
+    Args:
+        move_seconds: that moves since the last table took here.
+    """
+    try:
+        return _stage_costs(layers, profiler, state, move_seconds)
+    except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
+        logger.error(f"layers {layers.start} to {layers.stop}: cannot tell what they cost: {error!r}")
+        table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
+        table[-1, _FAILED] = 1.0
+        return table
+
+
+def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+    samples = profiler.samples
     table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
     for index in range(layers.start, layers.stop):
         row = table[index]
@@ -35,20 +52,19 @@ def stage_costs(layers: StageLayers, samples: Samples, state: OptimizerState) ->
             row[_STATIC] = static_bytes(module, state)
             signal = getattr(module, "load_signal", None)
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
-    table[-1, _BATCH] = statistics.median(samples.batch_seconds)
-    return table
-
-
-def failure(num_layers: int) -> torch.Tensor:
-    """The table of a rank that could not make one."""
-    table = torch.zeros(num_layers + 1, _COLUMNS, dtype=torch.float64)
-    table[-1, _FAILED] = 1.0
+    table[-1, _BATCH] = profiler.batch_seconds
+    table[-1, _MOVES] = move_seconds
     return table
 
 
 def failed(table: torch.Tensor) -> bool:
     """Does the maximum of all ranks' tables hold a failure?"""
     return bool(table[-1, _FAILED])
+
+
+def move_seconds(table: torch.Tensor) -> float:
+    """That moves since the last table took on the slowest rank."""
+    return float(table[-1, _MOVES])
 
 
 def profile_from(table: torch.Tensor, partition: tuple[int, ...], step: int, micro_batches: int) -> Profile:

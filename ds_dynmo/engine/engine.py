@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
 from ds_dynmo.engine.checks import check_sharing
 from ds_dynmo.engine.decentralized import decide_among_neighbours
+from ds_dynmo.engine.decision import Decision, Experience, decide, judge, predict
 from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.for_models import EngineForModels
 from ds_dynmo.engine.migration import Site, migrate
@@ -47,6 +47,8 @@ class DynMoPipelineEngine(EngineForModels):
         if dynmo is None:
             return
         self._controller = controller.Controller(dynmo)
+        self._experience = Experience()
+        self._move_seconds = 0.0
         self._profiler = Profiler(EventClock(get_accelerator()) if _has_events() else CpuClock())
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
@@ -90,6 +92,8 @@ class DynMoPipelineEngine(EngineForModels):
     def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport:
         """Move layers now. Collective: every rank calls it between the same two batches.
 
+        What is decided by hand has to be better by ``min_improvement``, but is not weighed against the cost of moving.
+
         Args:
             partition: exactly where to go; None: decide from the latest profile as at an interval. If there is no
                 profile yet, batches are trained first, on the data iterator that the engine has, until there is.
@@ -117,9 +121,10 @@ class DynMoPipelineEngine(EngineForModels):
         if self.dynmo is None:
             return
         self._agree_on_trainable("model_changed")
-        self._profiler.forget()
+        self._profiler.forget(batches_too=True)
+        self._experience.history.forget()
         if self.dynmo.enabled:
-            self._controller.request(reason)
+            self._controller.model_changed(reason)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""
@@ -130,7 +135,10 @@ class DynMoPipelineEngine(EngineForModels):
         if self._controller.profile_batch(self.global_steps + 1):
             loss = self._profiled_batch(data_iter)
         else:
+            began = time.perf_counter()
             loss = super().train_batch(data_iter)
+            if self._controller.warm:
+                self._profiler.batch_took(time.perf_counter() - began)
         self._batch_done()
         return loss
 
@@ -253,19 +261,14 @@ class DynMoPipelineEngine(EngineForModels):
         self._controller.decided(moved=False)
 
     def _gather_profile(self) -> None:
-        table = self._stage_costs()
+        table = costs.stage_costs(self._layers, self._profiler, self._state, self._move_seconds)
         self._comm.max_over_world(table)
         if costs.failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         self._profile = costs.profile_from(table, tuple(self.partition), self.global_steps, self.micro_batches)
+        self._experience.profiled(self._profile, costs.move_seconds(table))
+        self._move_seconds = 0.0
         self._profiler.forget()
-
-    def _stage_costs(self) -> torch.Tensor:
-        try:
-            return costs.stage_costs(self._layers, self._profiler.samples, self._state)
-        except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
-            logger.error(f"rank {self.global_rank} cannot tell what its layers cost: {error!r}")
-            return costs.failure(self._layers.num_layers)
 
     def _train_until_profiled(self) -> None:
         self._comm.enter("rebalance")
@@ -288,10 +291,9 @@ class DynMoPipelineEngine(EngineForModels):
         assert self._profile is not None
         began = time.perf_counter()
         self._comm.enter("rebalance")
-        profile = replace(self._profile, partition=tuple(self.partition))
         limit = self._memory_limit_bytes()
         try:
-            decision = self._decide(profile, limit)
+            decision = self._decide(self._profile, limit, automatic=reason not in ("initial", "by hand"))
         except (PartitionError, MigrationError):
             raise  # the same on every rank
         except Exception as error:  # a balancer of the user's own that fails here: the others have to hear of it
@@ -307,32 +309,37 @@ class DynMoPipelineEngine(EngineForModels):
             decide_seconds=decide_seconds,
         )
 
-    def _decide(self, profile: Profile, limit: int | None) -> controller.Decision:
+    def _decide(self, profile: Profile, limit: int | None, *, automatic: bool) -> Decision:
         memory = controller.memory_model(profile, limit, self.module.activation_checkpoint_interval)
+        outlook = self._experience.outlook(profile, tuple(self.partition), smoothed=automatic)
+        stakes = self._experience.stakes(self._controller.batches_to_gain) if automatic else None
         if not self.dynmo.decentralized:
-            return controller.decide(profile, self.dynmo, memory)
-        own_costs = profile.costs(self.dynmo.balance_by)[self._layers.start : self._layers.stop]
-        proposed = decide_among_neighbours(own_costs, profile.partition, memory, self.stage_id, self._comm)
-        return controller.judge(profile, proposed, self.dynmo, memory)
+            return decide(outlook, self.dynmo, memory, stakes)
+        own_costs = outlook.costs(self.dynmo.balance_by)[self._layers.start : self._layers.stop]
+        proposed = decide_among_neighbours(own_costs, outlook.current, memory, self.stage_id, self._comm)
+        return judge(outlook, proposed, self.dynmo, memory, stakes)
 
     def _go_to(
         self,
         new: tuple[int, ...],
         *,
         reason: str,
-        decision: controller.Decision | None = None,
+        decision: Decision | None = None,
         profile_seconds: float = 0.0,
         decide_seconds: float = 0.0,
     ) -> RebalanceReport:
         plan = MigrationPlan.between(self.partition, new)
         if decision is None and self._profile is not None:
-            here = replace(self._profile, partition=plan.old)
-            decision = controller.predict(here, new)
+            decision = predict(self._experience.outlook(self._profile, plan.old, smoothed=False), new)
         began = time.perf_counter()
         site = Site(self.stage_id, self._layers, self._state, self.grid, self.device, self._comm, self._name_parameters)
         moved_bytes = migrate(plan, site)
         if plan.moves:
             self._layers_moved()
+        migrate_seconds = time.perf_counter() - began
+        if plan.moves and self._profile is not None:
+            self._experience.moved(self._profile, plan)
+            self._move_seconds += migrate_seconds
         self._controller.decided(bool(plan.moves))
         report = rebalance_report(
             plan,
@@ -340,7 +347,7 @@ class DynMoPipelineEngine(EngineForModels):
             step=self.global_steps,
             reason=reason,
             bytes_moved=moved_bytes,
-            seconds=(profile_seconds, decide_seconds, time.perf_counter() - began),
+            seconds=(profile_seconds, decide_seconds, migrate_seconds),
             load_signals=tuple(layer.load_signal for layer in self._profile.layers) if self._profile else (),
         )
         self._reporter.rebalanced(report, self.global_samples)
@@ -350,7 +357,7 @@ class DynMoPipelineEngine(EngineForModels):
         """Make everything in the engine that depends on the stage's layers right again."""
         self._use_replicas()
         self._last_move_step = self.global_steps
-        self._profiler.forget()
+        self._profiler.forget(batches_too=True)
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 Mark = tuple[Any, int | None]
+_RECENT = 7  # batches, profiled or not, whose median is what a batch takes
 Layer = Callable[[Any], Any]
 
 
@@ -63,7 +64,7 @@ class Samples:
     backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     activation_bytes: dict[int, int] = field(default_factory=dict)
     input_bytes: dict[int, int] = field(default_factory=dict)
-    batch_seconds: list[float] = field(default_factory=list)
+    batches: int = 0
 
     def forward_seconds(self, index: int) -> float:
         """Per micro-batch: :func:`typical`."""
@@ -94,6 +95,7 @@ class Profiler:
     def __init__(self, clock: Any) -> None:
         self._clock = clock
         self.samples = Samples()
+        self._recent_seconds: deque[float] = deque(maxlen=_RECENT)
         self._start = 0
         self._stop = 0
         self._has_loss = False
@@ -103,14 +105,25 @@ class Profiler:
         self._passes: list[tuple[bool, list[Mark]]] = []
         self._entered: dict[int, torch.Tensor] = {}  # what came into the stage or a segment in this pass
 
-    def forget(self) -> None:
-        """Start a new profile."""
+    def forget(self, *, batches_too: bool = False) -> None:
+        """Start a new profile; ``batches_too``: earlier batches do not say any more what one takes."""
         self.samples = Samples()
+        if batches_too:
+            self._recent_seconds.clear()
+
+    def batch_took(self, seconds: float) -> None:
+        """A batch that was not profiled took so long."""
+        self._recent_seconds.append(seconds)
+
+    @property
+    def batch_seconds(self) -> float:
+        """The median of the latest batches, so that a stall in the profiled one counts for nothing."""
+        return statistics.median(self._recent_seconds)
 
     @property
     def batches(self) -> int:
         """How many batches the present profile holds."""
-        return len(self.samples.batch_seconds)
+        return self.samples.batches
 
     @contextmanager
     def batch(self, module: Any, start: int, has_loss: bool) -> Iterator[None]:
@@ -131,7 +144,8 @@ class Profiler:
             module.forward_funcs = bare
         seconds = time.perf_counter() - began
         self._read()
-        self.samples.batch_seconds.append(seconds)
+        self.samples.batches += 1
+        self._recent_seconds.append(seconds)
 
     @contextmanager
     def one_pass(self, backward: bool) -> Iterator[None]:

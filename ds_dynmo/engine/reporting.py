@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.utils.logging import LoggerFactory
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine.controller import Decision
+from ds_dynmo.engine.decision import Decision
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, RebalanceReport
 
 # DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
@@ -42,6 +42,7 @@ class Reporter:
                 "bytes_moved": report.bytes_moved,
                 "predicted_bottleneck_seconds": report.bottleneck_seconds_after,
                 "predicted_imbalance": report.imbalance_after,
+                "predicted_iteration_seconds": report.iteration_seconds_after,
                 "profile_seconds": report.profile_seconds,
                 "decide_seconds": report.decide_seconds,
                 "migrate_seconds": report.migrate_seconds,
@@ -105,6 +106,9 @@ def rebalance_report(
         bottleneck_seconds_after=decision.bottleneck_seconds_after if decision else None,
         imbalance_before=decision.imbalance_before if decision else None,
         imbalance_after=decision.imbalance_after if decision else None,
+        iteration_seconds_before=decision.iteration_seconds_before if decision else None,
+        iteration_seconds_after=decision.iteration_seconds_after if decision else None,
+        verdict=decision.verdict if decision else "",
         layers_moved=len(plan.moves),
         bytes_moved=bytes_moved,
         profile_seconds=seconds[0],

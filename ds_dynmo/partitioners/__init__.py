@@ -1,25 +1,34 @@
 """DECIDE: which contiguous layers each stage should own, as pure functions over plain sequences.
 
 A *balancer* takes per-layer costs, a number of stages, the partition in force and a memory model, and gives
-boundaries. ``"partition"`` (:func:`balanced`) and ``"diffusion"`` (:func:`diffusion`) are registered here;
-:func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
+boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"schedule"``
+(:func:`shortest`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
 """
 
 from ds_dynmo.partitioners.balanced import balanced
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode, message_capacity
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
+from ds_dynmo.partitioners.history import CostHistory
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
-from ds_dynmo.partitioners.registry import Balancer, get, names, register
-from ds_dynmo.partitioners.simulate import Timeline, simulate
+from ds_dynmo.partitioners.move_costs import MoveCosts
+from ds_dynmo.partitioners.pipeline import PipelineModel
+from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
+from ds_dynmo.partitioners.shortest import shortest
+from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
+from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.partitioners.uniform import uniform
 
 __all__ = [
     "Balancer",
+    "CostHistory",
     "DiffusionNode",
     "DiffusionTrace",
     "MemoryModel",
+    "MoveCosts",
+    "PipelineModel",
+    "SpeedEvidence",
     "StageMemory",
     "Timeline",
     "balanced",
@@ -31,12 +40,17 @@ __all__ = [
     "diffusion_trace",
     "get",
     "imbalance",
+    "iteration_seconds",
     "lemma2_bound",
     "loads",
     "message_capacity",
     "names",
     "potential",
+    "propose",
     "register",
+    "relative_speeds",
+    "shortest",
     "simulate",
+    "takes",
     "uniform",
 ]

@@ -14,6 +14,7 @@ from ds_dynmo.partitioners.checks import check_costs, check_num_stages
 from ds_dynmo.partitioners.even_out import even_out
 from ds_dynmo.partitioners.limited import balanced_within
 from ds_dynmo.partitioners.memory import MemoryModel
+from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.plan import check_partition
 
@@ -22,7 +23,12 @@ __all__ = ["balanced"]
 
 @register("partition")
 def balanced(
-    costs: Sequence[float], num_stages: int, *, memory: MemoryModel | None = None, start: Sequence[int] | None = None
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    memory: MemoryModel | None = None,
+    start: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> list[int]:
     """The partition with the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
 
@@ -32,9 +38,12 @@ def balanced(
     Args:
         costs: per layer, finite and >= 0; ints are compared exactly, floats as the numbers they are.
         start: the partition in force.
+        speeds: per stage: its time is its layers' costs over its speed; None: all are equal.
 
     >>> balanced([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
+    >>> balanced([4, 9, 7, 5], 2, speeds=[1, 4])
+    [0, 1, 4]
 
     Raises:
         PartitionError: costs that are no costs, more stages than layers, no partition that fits (says
@@ -44,8 +53,9 @@ def balanced(
     check_num_stages(len(weights), num_stages)
     prefix = [0, *accumulate(weights)]
     given = None if start is None else list(check_partition(start, len(weights), num_stages))
-    if memory is not None:
-        return balanced_within(prefix, num_stages, memory, given)
+    slowness = None if speeds is None else [1 / speed for speed in check_speeds(speeds, num_stages)]
+    if memory is not None or (slowness is not None and len(set(slowness)) > 1):
+        return balanced_within(prefix, num_stages, memory, given, to_integers(slowness or [1] * num_stages))
     bound = _optimal_bound(prefix, num_stages, max(weights))
     if given is not None and all(prefix[b] - prefix[a] <= bound for a, b in zip(given, given[1:])):
         return given

@@ -1,8 +1,8 @@
-"""The exact optimum among the partitions that fit in memory.
+"""The exact optimum among the partitions that fit in memory, and among stages of different speeds.
 
 Filling stages greedily is not exact here: a stage's limit depends on its place (early stages hold more
-micro-batches), so layers may fit only late, and no stage may be empty. So each probe keeps, for every
-stage, the whole set of boundaries that some legal choice of the stages before can reach.
+micro-batches, slow ones have less time), so layers may fit only late, and no stage may be empty. So each
+probe keeps, for every stage, the whole set of boundaries that some legal choice of the stages before can reach.
 """
 
 from __future__ import annotations
@@ -21,33 +21,42 @@ __all__ = ["balanced_within"]
 Stops = npt.NDArray[np.int64]
 
 
-def balanced_within(prefix: list[int], num_stages: int, memory: MemoryModel, start: list[int] | None) -> list[int]:
+def balanced_within(
+    prefix: list[int], num_stages: int, memory: MemoryModel | None, start: list[int] | None, slowness: list[int]
+) -> list[int]:
     """The partition of least bottleneck that fits; ``start`` if it is one.
 
     Args:
         prefix: exact prefix sums of the layers' costs.
+        slowness: per stage, what a unit of cost takes there.
 
     Raises:
         PartitionError: none fits; says the stage, the bytes and the limit of the one that overshoots least.
     """
     num_layers = len(prefix) - 1
-    memory.check_shape(num_layers, num_stages)
-    room = _room(memory)
-    low = max(-(-prefix[-1] // num_stages), max(b - a for a, b in zip(prefix, prefix[1:])))
-    best = _probe(prefix, room, prefix[-1])
+    if memory is not None:
+        memory.check_shape(num_layers, num_stages)
+    room = [np.full(num_layers + 1, num_layers)] * num_stages if memory is None else _room(memory)
+    largest = max(b - a for a, b in zip(prefix, prefix[1:]))
+    low = max(-(-prefix[-1] * min(slowness) // num_stages), largest * min(slowness))
+    high = prefix[-1] * max(slowness)
+    best = _probe(prefix, slowness, room, high)
     if best is None:
+        assert memory is not None
         raise _none_fits(prefix, memory)
-    high = _bottleneck(prefix, best)
+    high = _bottleneck(prefix, slowness, best)
     while low < high:
         middle = (low + high) // 2
-        bounds = _probe(prefix, room, middle)
+        bounds = _probe(prefix, slowness, room, middle)
         if bounds is None:
             low = middle + 1
         else:
-            best, high = bounds, _bottleneck(prefix, bounds)
-    if start is not None and _bottleneck(prefix, start) == high and _fits(memory, start):
+            best, high = bounds, _bottleneck(prefix, slowness, bounds)
+    if start is not None and _bottleneck(prefix, slowness, start) == high and _fits(memory, start):
         return start
-    return even_out(prefix, best, memory.fits)
+    if len(set(slowness)) > 1:
+        return best
+    return even_out(prefix, best, None if memory is None else memory.fits)
 
 
 def _room(memory: MemoryModel, extra_bytes: int = 0) -> list[Stops]:
@@ -55,10 +64,13 @@ def _room(memory: MemoryModel, extra_bytes: int = 0) -> list[Stops]:
     return [np.array(memory.furthest_stops(stage, extra_bytes)) for stage in range(len(memory.limits))]
 
 
-def _probe(prefix: list[int], room: list[Stops], bound: int) -> list[int] | None:
-    """A partition that fits and whose stages all cost at most ``bound``, or None."""
-    under = np.array([bisect_right(prefix, before + bound, lo=start) - 1 for start, before in enumerate(prefix)])
-    stops = [np.minimum(under, furthest) for furthest in room]
+def _probe(prefix: list[int], slowness: list[int], room: list[Stops], bound: int) -> list[int] | None:
+    """A partition that fits and whose stages all take at most ``bound``, or None."""
+    under = {
+        slow: np.array([bisect_right(prefix, before + bound // slow, lo=at) - 1 for at, before in enumerate(prefix)])
+        for slow in set(slowness)
+    }
+    stops = [np.minimum(under[slow], furthest) for slow, furthest in zip(slowness, room)]
     reached = [np.arange(len(prefix)) == 0]
     for stage_stops in stops:
         reached.append(_reach(reached[-1], stage_stops))
@@ -92,25 +104,26 @@ def _nearest_share(prefix: list[int], stage: int, stop: int, candidates: list[in
     return min(candidates, key=lambda bound: abs(prefix[bound] * (stage + 1) - share))
 
 
-def _bottleneck(prefix: list[int], bounds: list[int]) -> int:
-    return max(prefix[stop] - prefix[start] for start, stop in zip(bounds, bounds[1:]))
+def _bottleneck(prefix: list[int], slowness: list[int], bounds: list[int]) -> int:
+    return max(slow * (prefix[stop] - prefix[start]) for slow, start, stop in zip(slowness, bounds, bounds[1:]))
 
 
-def _fits(memory: MemoryModel, bounds: list[int]) -> bool:
-    return all(memory.fits(stage, *bounds[stage : stage + 2]) for stage in range(len(bounds) - 1))
+def _fits(memory: MemoryModel | None, bounds: list[int]) -> bool:
+    return memory is None or all(memory.fits(stage, *bounds[stage : stage + 2]) for stage in range(len(bounds) - 1))
 
 
 def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:
     """The error of the partition that fits if every limit is raised by the same, smallest number of bytes."""
+    equal = [1] * len(memory.limits)
     held = sum(memory.activation_bytes) + sum(memory.input_bytes)
     low, high = 1, sum(memory.static_bytes) + memory.micro_batches * held
     while low < high:
         middle = (low + high) // 2
-        if _probe(prefix, _room(memory, middle), prefix[-1]) is None:
+        if _probe(prefix, equal, _room(memory, middle), prefix[-1]) is None:
             low = middle + 1
         else:
             high = middle
-    nearest = _probe(prefix, _room(memory, high), prefix[-1])
+    nearest = _probe(prefix, equal, _room(memory, high), prefix[-1])
     assert nearest is not None
     try:
         check_fits(nearest, memory)

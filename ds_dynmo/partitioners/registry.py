@@ -6,17 +6,26 @@ The dict below is the package's only mutable global: names are taken at import t
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners.memory import MemoryModel
+from ds_dynmo.partitioners.pipeline import PipelineModel
 
-__all__ = ["Balancer", "get", "names", "register"]
+__all__ = ["Balancer", "get", "names", "propose", "register", "takes"]
+
+OFFERED = ("pipeline", "speeds")  # what a balancer gets too, if it has a parameter of that name
 
 
 class Balancer(Protocol):
-    """Chooses a partition: the same one on every rank, for the same arguments."""
+    """Chooses a partition: the same one on every rank, for the same arguments.
+
+    One that also has a parameter ``pipeline`` gets a :class:`PipelineModel` by that keyword, or None where layers are
+    balanced by something else than time. One that has ``speeds`` gets the stages' relative speeds, or None where all
+    are taken to be equal; its costs are then those on a stage of speed 1, without ``speeds`` those that were measured.
+    """
 
     def __call__(
         self, costs: Sequence[float], num_stages: int, *, start: Sequence[int], memory: MemoryModel | None
@@ -30,13 +39,18 @@ class Balancer(Protocol):
         """
 
 
-_BALANCERS: dict[str, Balancer] = {}
+class _Registered(NamedTuple):
+    balancer: Any
+    takes: frozenset[str]  # those of OFFERED
 
-AnyBalancer = TypeVar("AnyBalancer", bound=Balancer)
+
+_BALANCERS: dict[str, _Registered] = {}
+
+AnyBalancer = TypeVar("AnyBalancer", bound=Callable[..., Any])
 
 
 def register(name: str) -> Callable[[AnyBalancer], AnyBalancer]:
-    """Decorator: make a balancer known as ``name``.
+    """Decorator: make a :class:`Balancer` known as ``name``. What it takes is read from its signature, once, here.
 
     Raises:
         ConfigError: the name is taken.
@@ -45,18 +59,53 @@ def register(name: str) -> Callable[[AnyBalancer], AnyBalancer]:
     def add(balancer: AnyBalancer) -> AnyBalancer:
         if name in _BALANCERS:
             raise ConfigError(f'a balancer named "{name}" is registered already')
-        _BALANCERS[name] = balancer
+        _BALANCERS[name] = _Registered(balancer, _offered_to(balancer))
         return balancer
 
     return add
 
 
-def get(name: str) -> Balancer:
-    """The balancer registered as ``name``.
+def _offered_to(balancer: Callable[..., Any]) -> frozenset[str]:
+    try:
+        parameters = inspect.signature(balancer).parameters.values()
+    except ValueError:  # a callable without a signature that Python can read
+        return frozenset()
+    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_keyword) & set(OFFERED)
+
+
+def propose(
+    name: str,
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    start: Sequence[int],
+    memory: MemoryModel | None,
+    pipeline: PipelineModel | None,
+    speeds: Sequence[float] | None,
+) -> Sequence[int]:
+    """What the balancer registered as ``name`` chooses, given what it takes."""
+    offers = {"pipeline": pipeline, "speeds": speeds}
+    wanted = {offered: value for offered, value in offers.items() if takes(name, offered)}
+    partition: Sequence[int] = _registered(name).balancer(costs, num_stages, start=start, memory=memory, **wanted)
+    return partition
+
+
+def takes(name: str, offered: str) -> bool:
+    """Has the balancer registered as ``name`` a parameter ``offered``, "pipeline" or "speeds"?"""
+    return offered in _registered(name).takes
+
+
+def get(name: str) -> Any:
+    """The balancer registered as ``name``, as it was registered.
 
     Raises:
         ConfigError: there is none: says the nearest right name and all of them.
     """
+    return _registered(name).balancer
+
+
+def _registered(name: str) -> _Registered:
     if name in _BALANCERS:
         return _BALANCERS[name]
     near = difflib.get_close_matches(name, _BALANCERS, n=1)

@@ -6,16 +6,28 @@ The schedule gives each pass a step: forward ``m`` of stage ``s`` is step ``s + 
     step      0   1   2   3   4   5   6   7
     stage 0   F0      F1  B0  F2  B1      B2
     stage 1       F0  B0  F1  B1  F2  B2
+
+What passed in one step is sent at the beginning of the next, between the stage whose turn is backward and its
+successor, whose turn is forward: first the gradient (SendGrad, RecvGrad), then the activation (SendActivation,
+RecvActivation). So a stage that waits for a gradient sends its activation only then, and where a send ends with its
+receipt, early stages cannot run ahead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
-__all__ = ["Pass", "Timeline", "simulate"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Pass", "Sends", "Timeline", "iteration_seconds", "simulate"]
+
+Sends = Literal["overlapped", "buffered", "rendezvous"]
+Floats = npt.NDArray[np.float64]
 
 
 class Pass(NamedTuple):
@@ -33,7 +45,7 @@ class Timeline:
     """One iteration.
 
     Attributes:
-        iteration_seconds: from the first pass's start to the last one's end.
+        iteration_seconds: from the first pass's start to the end of the last one.
         busy_seconds: per stage, in passes.
         passes: every pass, in the order of the schedule's steps.
     """
@@ -45,56 +57,176 @@ class Timeline:
     @property
     def bubble_ratio(self) -> float:
         """The share of ``num_stages`` x ``iteration_seconds`` in which no pass runs."""
-        if self.iteration_seconds == 0:
-            return 0.0
-        capacity_seconds = len(self.busy_seconds) * self.iteration_seconds
-        return max(0.0, (capacity_seconds - math.fsum(self.busy_seconds)) / capacity_seconds)
+        return _idle_share(math.fsum(self.busy_seconds), len(self.busy_seconds) * self.iteration_seconds)
+
+    @property
+    def stage_bubble_ratios(self) -> tuple[float, ...]:
+        """Per stage, the share of ``iteration_seconds`` in which it runs no pass."""
+        return tuple(_idle_share(busy, self.iteration_seconds) for busy in self.busy_seconds)
 
 
-def schedule(num_stages: int, micro_batches: int) -> Iterator[tuple[int, int, Literal["forward", "backward"]]]:
-    """Every (stage, micro_batch, kind), in the order of steps; a step's passes run on different stages."""
+def _idle_share(busy_seconds: float, seconds: float) -> float:
+    return max(0.0, (seconds - busy_seconds) / seconds) if seconds else 0.0
+
+
+class _Step(NamedTuple):
+    """The stages that have a part in one step, every other one each time."""
+
+    gradients: tuple[slice, slice]  # to whom, from whom
+    activations: tuple[slice, slice]  # from whom, to whom
+    forwards: slice
+    backwards: slice
+    full: bool  # every stage has a pass
+
+
+@lru_cache(maxsize=64)
+def _steps(num_stages: int, micro_batches: int) -> tuple[_Step, ...]:
+    span = 2 * (micro_batches - 1)
+
+    def stages(low: int, high: int, step: int) -> range:
+        low = max(low, 0)
+        return range(low + (low + step) % 2, min(high, num_stages - 1) + 1, 2)
+
+    def every_other(chosen: range, by: int = 0) -> slice:
+        return slice(chosen.start + by, max(chosen.stop, chosen.start) + by, 2)
+
+    steps = []
+    forwarded = went_back = range(0)  # in the step before
     for step in range(2 * (micro_batches + num_stages - 1)):
-        for stage in range(num_stages):
-            forward, odd = divmod(step - stage, 2)
-            if not odd and 0 <= forward < micro_batches:
-                yield stage, forward, "forward"
-            backward, odd = divmod(step - (2 * num_stages - 1 - stage), 2)
-            if not odd and 0 <= backward < micro_batches:
-                yield stage, backward, "backward"
+        reach = 2 * num_stages - 1 - step
+        forwards, backwards = stages(step - span, step, step), stages(reach, reach + span, step + 1)
+        senders = range(forwarded.start, min(forwarded.stop, num_stages - 1), 2)
+        givers = range(went_back.start or 2, went_back.stop, 2)
+        steps.append(
+            _Step(
+                (every_other(givers, -1), every_other(givers)),
+                (every_other(senders), every_other(senders, 1)),
+                every_other(forwards),
+                every_other(backwards),
+                len(forwards) + len(backwards) == num_stages,
+            )
+        )
+        forwarded, went_back = forwards, backwards
+    return tuple(steps)
+
+
+def _run(
+    forward: Floats,
+    backward: Floats,
+    micro_batches: int,
+    links: Floats | None,
+    sends: Sends,
+    record: Callable[[int, _Step, Floats], None] | None = None,
+) -> Floats:
+    """When each stage is done; arrays are ``[num_stages, ...]``, ``links`` one fewer, None for no seconds."""
+    num_stages = len(forward)
+    free_at = np.zeros_like(forward)
+    pairs = [(free_at[first : num_stages - 1 : 2], free_at[first + 1 :: 2]) for first in (0, 1)]
+    everyone = [forward.copy(), backward.copy()]  # what a step takes in which every stage has a pass
+    everyone[0][1::2], everyone[1][1::2] = backward[1::2], forward[1::2]
+    for number, step in enumerate(_steps(num_stages, micro_batches)):
+        (to, giver), (sender, receiver), forwards, backwards, full = step
+        if sends == "rendezvous":
+            # All neighbours whose turn it is meet; those that have nothing to send are never late for each other.
+            early, late = pairs[(number + 1) % 2]
+            np.maximum(early, late, out=early)
+            if links is not None:
+                free_at[to] += links[to]
+                free_at[sender] += links[sender]
+            late[...] = early
+        else:
+            left_at = free_at.copy() if sends == "overlapped" else free_at
+            for source, target, link in ((giver, to, to), (sender, receiver, sender)):
+                arrived = left_at[source] + links[link] if links is not None else left_at[source]
+                free_at[target] = np.maximum(free_at[target], arrived)
+        if record is not None:
+            record(number, step, free_at)
+        if full:
+            free_at += everyone[number % 2]
+        else:
+            free_at[forwards] += forward[forwards]
+            free_at[backwards] += backward[backwards]
+    return free_at
 
 
 def simulate(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int, link_seconds: float = 0.0
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    link_seconds: float | Sequence[float] = 0.0,
+    *,
+    sends: Sends = "overlapped",
 ) -> Timeline:
     """The exact 1F1B timeline: each pass starts as soon as its stage is free and its input has arrived.
-
-    Sends cost no compute time: an activation or gradient is there ``link_seconds`` after its producer's end.
 
     Args:
         forward, backward: per stage, seconds per micro-batch.
         micro_batches: per iteration.
+        link_seconds: that a message takes from a stage to its neighbour: one number, or one per boundary.
+        sends: "overlapped": a message leaves by itself at the end of its pass and costs no compute time.
+            "buffered": it leaves when the next step of the schedule sends it, and the sender goes on at once.
+            "rendezvous": likewise, but the sender goes on when it has been received, as with gloo.
 
     >>> simulate([1.0, 1.0], [2.0, 2.0], micro_batches=2).iteration_seconds
     9.0
 
     Raises:
-        ValueError: unlike numbers of forward and backward times, no stage, or no micro-batch.
+        ValueError: unlike numbers of forward and backward times or of links, no stage, or no micro-batch.
     """
     num_stages = len(forward)
-    if len(backward) != num_stages or num_stages < 1 or micro_batches < 1:
+    seconds = [np.asarray(times, dtype=np.float64).reshape(-1, 1) for times in (forward, backward)]
+    passes = []
+
+    def record(number: int, step: _Step, starts: Floats) -> None:
+        at = starts[:, 0].tolist()
+        turns = [(stage, "forward") for stage in range(num_stages)[step.forwards]]
+        turns += [(stage, "backward") for stage in range(num_stages)[step.backwards]]
+        for stage, kind in sorted(turns):
+            ahead = kind == "forward"
+            micro_batch = (number - (stage if ahead else 2 * num_stages - 1 - stage)) // 2
+            end = at[stage] + float(forward[stage] if ahead else backward[stage])
+            passes.append(Pass(stage, micro_batch, "forward" if ahead else "backward", at[stage], end))
+
+    links = _checked_links(num_stages, len(backward), micro_batches, link_seconds)
+    done = _run(seconds[0], seconds[1], micro_batches, links, sends, record)
+    busy = tuple(float(micro_batches * (f + b)) for f, b in zip(forward, backward))
+    return Timeline(float(done.max()), busy, tuple(passes))
+
+
+def iteration_seconds(
+    forward: npt.ArrayLike,
+    backward: npt.ArrayLike,
+    micro_batches: int,
+    link_seconds: float | Sequence[float] = 0.0,
+    *,
+    sends: Sends = "overlapped",
+) -> Floats:
+    """``iteration_seconds`` of :func:`simulate` for many pipelines at once.
+
+    Args:
+        forward, backward: ``[num_stages, ...]``, any further axes count pipelines.
+
+    Returns:
+        Seconds, in the shape of the further axes.
+    """
+    ahead, back = (np.ascontiguousarray(times, dtype=np.float64) for times in (forward, backward))
+    links = _checked_links(len(ahead), len(back), micro_batches, link_seconds)
+    if links is not None:
+        links = links.reshape(-1, *(1,) * (ahead.ndim - 1))
+    done: Floats = _run(ahead, back, micro_batches, links, sends).max(axis=0)
+    return done
+
+
+def _checked_links(
+    num_stages: int, num_backward: int, micro_batches: int, link_seconds: float | Sequence[float]
+) -> Floats | None:
+    """``[num_stages - 1, 1]``, None where all are 0."""
+    if num_backward != num_stages or num_stages < 1 or micro_batches < 1:
         raise ValueError(
             "simulate needs one forward and one backward time for each stage and at least 1 micro-batch, "
-            f"got {num_stages} forward times, {len(backward)} backward times, {micro_batches} micro-batches"
+            f"got {num_stages} forward times, {num_backward} backward times, {micro_batches} micro-batches"
         )
-    free_at = [0.0] * num_stages
-    ended: dict[tuple[int, int, str], float] = {}
-    passes = []
-    for stage, micro_batch, kind in schedule(num_stages, micro_batches):
-        source = (stage - 1 if kind == "forward" else stage + 1, micro_batch, kind)
-        arrived = ended[source] + link_seconds if source in ended else 0.0
-        start = max(free_at[stage], arrived)
-        end = start + (forward[stage] if kind == "forward" else backward[stage])
-        free_at[stage] = ended[stage, micro_batch, kind] = end
-        passes.append(Pass(stage, micro_batch, kind, start, end))
-    busy = tuple(micro_batches * (forward[stage] + backward[stage]) for stage in range(num_stages))
-    return Timeline(max(free_at), busy, tuple(passes))
+    links = np.asarray(link_seconds, dtype=np.float64)
+    if links.ndim and len(links) != num_stages - 1:
+        raise ValueError(f"{num_stages} stages have {num_stages - 1} links between them, got {len(links)} link times")
+    return np.broadcast_to(links, num_stages - 1)[:, None] if links.any() else None

@@ -9,7 +9,6 @@ import pytest
 from ds_dynmo.config import DynMoConfig, parse_block
 from ds_dynmo.engine import controller
 from ds_dynmo.engine.controller import Controller
-from ds_dynmo.errors import PartitionError
 from ds_dynmo.plan import LayerCost, Profile
 
 
@@ -78,6 +77,19 @@ def test_initial_profile_decides_after_the_first_profiled_batch() -> None:
     assert told["decided"] == [(2, "initial")]
 
 
+def test_how_long_a_decision_is_expected_to_last() -> None:
+    steering = Controller(config(interval=7))
+    steering.model_changed("pruned")
+    assert steering.batches_to_gain == 7
+    steering = Controller(config(interval=0))
+    expected = {20: 100, 150: 150, 130: 130, 1: 100}  # batches before each change
+    for batches, batches_to_gain in expected.items():
+        for step in range(batches):
+            steering.batch_done(step)
+        steering.model_changed("pruned")
+        assert steering.batches_to_gain == batches_to_gain
+
+
 def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
     steering = Controller(config(interval=0))
     steering.outcome_recorded()
@@ -91,34 +103,6 @@ def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> P
     sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
     layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
     return Profile(7, partition, layers, micro_batches=4, batch_seconds=1.0)
-
-
-def test_a_worthwhile_move() -> None:
-    decision = controller.decide(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)), config(), None)
-    assert decision.partition == (0, 3, 4)
-    assert decision.bottleneck_seconds_before == pytest.approx(12.0)
-    assert decision.bottleneck_seconds_after == pytest.approx(9.0)
-    assert decision.imbalance_after == 0.0
-
-
-def test_a_gain_below_the_least_improvement_is_no_reason_to_move() -> None:
-    costs = profile([1.0, 1.0, 0.02, 1.0, 1.0], (0, 3, 5))
-    assert controller.decide(costs, config(min_improvement=0.03), None).partition == (0, 3, 5)
-    lopsided = profile([1.0, 1.0, 0.2, 1.0, 0.9], (0, 3, 5))
-    assert controller.decide(lopsided, config(min_improvement=0.0), None).partition == (0, 2, 5)
-
-
-def test_by_parameters() -> None:
-    costs = profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4))
-    assert controller.decide(costs, config(balance_by="parameters"), None).partition == (0, 2, 4)
-
-
-def test_memory_forces_a_move_and_forbids_others() -> None:
-    costs = profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0)
-    memory = controller.memory_model(costs, 20, 0)
-    assert controller.decide(costs, config(), memory).partition == (0, 2, 4)
-    with pytest.raises(PartitionError, match="stage"):
-        controller.decide(costs, config(), controller.memory_model(costs, 15, 0))
 
 
 def test_measured_bubble_ratio() -> None:

@@ -238,3 +238,18 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most() -> None
 )
 def test_what_a_layer_typically_takes(seconds: list[float], expected: float) -> None:
     assert typical(seconds) == pytest.approx(expected)
+
+
+def test_a_stalled_batch_is_not_what_a_batch_takes() -> None:
+    profiler = Profiler(Clock())
+    module = SimpleNamespace(forward_funcs=[])
+    for seconds in (0.5, 0.5, 0.5):
+        profiler.batch_took(seconds)
+    with profiler.batch(module, 0, has_loss=True):
+        pass  # takes no time, where others take half a second
+    assert profiler.batches == 1 and profiler.batch_seconds == 0.5
+    profiler.forget()
+    assert profiler.batches == 0 and profiler.batch_seconds == 0.5
+    profiler.forget(batches_too=True)
+    profiler.batch_took(0.2)
+    assert profiler.batch_seconds == 0.2

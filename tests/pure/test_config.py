@@ -131,7 +131,7 @@ def test_stop_step_may_equal_start_step_but_not_come_before() -> None:
         read(start_step=5, stop_step=4)
 
 
-@pytest.mark.parametrize("balancer", ["partition", "diffusion"])
+@pytest.mark.parametrize("balancer", ["partition", "diffusion", "schedule"])
 def test_balancers_that_come_with_the_package(balancer: str) -> None:
     assert read(balancer=balancer).balancer == balancer
 
@@ -141,6 +141,11 @@ def test_an_unknown_balancer_gets_the_nearest_name() -> None:
         read(balancer="difusion")
     with pytest.raises(ConfigError, match=r'^dynmo\.balancer = "zzz": .*should be one of .*diffusion.*partition'):
         read(balancer="zzz")
+
+
+def test_a_schedule_is_balanced_by_time() -> None:
+    with pytest.raises(ConfigError, match=r'^dynmo\.balance_by = "parameters": should be "time": balancer "schedule"'):
+        read(balancer="schedule", balance_by="parameters")
 
 
 def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:

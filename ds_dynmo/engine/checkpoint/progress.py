@@ -18,16 +18,20 @@ def counters_of(engine: Any) -> dict[str, Any]:
         "micro_offset": engine.module.micro_offset,
         "last_move_step": engine._last_move_step,
         "controller": engine._controller.state_dict(),
+        "experience": engine._experience.state_dict(),
     }
 
 
 def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool) -> None:
-    """Put back :func:`counters_of`; when to profile and decide only where layers are where they were."""
+    """Put back :func:`counters_of`; when to decide, and what was learnt for it, only where layers are where they were."""
     engine.micro_steps = saved["micro_steps"]
     engine.module.micro_offset = saved["micro_offset"]
     if same_partition:
         engine._last_move_step = saved["last_move_step"]
         engine._controller.load_state_dict(saved["controller"])
+        engine._experience.load_state_dict(saved["experience"])
+    else:
+        engine._experience.history.forget()
 
 
 def random_states() -> dict[str, Any]:

@@ -159,3 +159,43 @@ def test_a_large_model_meets_a_bound_that_proves_it() -> None:
     assert sum(costs) / 128 <= found <= sum(costs) / 128 + max(costs)
     start = random_start(rng, 1000, 128)
     assert bottleneck(costs, balanced(costs, 128, start=start)) == found
+
+
+def test_stages_of_different_speeds_get_the_least_bottleneck() -> None:
+    rng = random.Random(21)
+    with_memory = 0
+    for case in range(400):
+        num_layers = rng.randint(1, 9)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % 5])
+        speeds = [rng.choice([0.25, 0.5, 0.8, 1.0, 2.0]) for _ in range(num_stages)]
+        memory = random_memory(rng, num_layers, num_stages) if case % 2 else None
+        partitions = every_partition(num_layers, num_stages)
+        fitting = [p for p in partitions if memory is None or overshoot(memory, p) <= 0]
+        if fitting:
+            with_memory += memory is not None
+            best = min(slowest_seconds(costs, partition, speeds) for partition in fitting)
+            found = balanced(costs, num_stages, memory=memory, speeds=speeds)
+            assert memory is None or overshoot(memory, found) <= 0
+            assert slowest_seconds(costs, found, speeds) == pytest.approx(best, rel=1e-12)
+            again = balanced(costs, num_stages, memory=memory, speeds=speeds, start=found)
+            assert again == found
+    assert with_memory > 50
+
+
+def slowest_seconds(costs: list[float], partition: list[int], speeds: list[float]) -> float:
+    return max(load / speed for load, speed in zip(loads(costs, partition), speeds))
+
+
+def test_equal_speeds_change_nothing() -> None:
+    rng = random.Random(22)
+    for _ in range(50):
+        costs = random_costs(rng, 12, "uniform")
+        assert balanced(costs, 4, speeds=[0.7] * 4) == balanced(costs, 4)
+
+
+def test_speeds_that_are_none_are_refused() -> None:
+    with pytest.raises(PartitionError, match="2 stages need 2 speeds, got 3"):
+        balanced([1.0, 1.0], 2, speeds=[1.0, 1.0, 1.0])
+    with pytest.raises(PartitionError, match="stage 0 has speed -1"):
+        balanced([1.0, 1.0], 2, speeds=[-1, 1])

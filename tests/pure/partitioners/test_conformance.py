@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from ds_dynmo.errors import ConfigError, PartitionError
-from ds_dynmo.partitioners import balanced, bottleneck, diffusion, get, names, register, registry
+from ds_dynmo.partitioners import (
+    PipelineModel,
+    balanced,
+    bottleneck,
+    diffusion,
+    get,
+    names,
+    propose,
+    register,
+    registry,
+    shortest,
+)
 from ds_dynmo.plan import check_partition
 from tests.pure.partitioners.instances import KINDS, overshoot, random_costs, random_memory, random_start
 
@@ -68,7 +79,8 @@ def test_a_start_of_another_model_is_refused(balancer: Any) -> None:
         balancer([1.0, 1.0, 1.0], 2, start=[0, 2, 4], memory=None)
 
 
-def test_the_two_balancers_have_their_names() -> None:
+def test_the_balancers_have_their_names() -> None:
+    assert get("schedule") is shortest
     assert get("partition") is balanced
     assert get("diffusion") is diffusion
 
@@ -76,7 +88,7 @@ def test_the_two_balancers_have_their_names() -> None:
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r'no balancer is named "partitoin", did you mean "partition"\?.*diffusion'):
         get("partitoin")
-    with pytest.raises(ConfigError, match=r'"zzz"; registered: diffusion, partition'):
+    with pytest.raises(ConfigError, match=r'"zzz"; registered: diffusion, partition, schedule'):
         get("zzz")
 
 
@@ -88,6 +100,45 @@ def test_a_user_adds_one_and_no_name_is_taken_twice(monkeypatch: pytest.MonkeyPa
         return list(start)
 
     assert get("as it was") is keep
-    assert names() == ["as it was", "diffusion", "partition"]
+    assert names() == ["as it was", "diffusion", "partition", "schedule"]
     with pytest.raises(ConfigError, match='"partition" is registered already'):
         register("partition")(keep)
+
+
+def test_a_balancer_gets_what_it_has_parameters_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
+    given: dict[str, Any] = {}
+
+    @register("plain")
+    def plain(costs: Any, num_stages: int, *, start: Any, memory: Any) -> list[int]:
+        given["plain"] = ()
+        return list(start)
+
+    @register("any")
+    def anything(costs: Any, num_stages: int, **options: Any) -> list[int]:
+        given["any"] = sorted(options)
+        return list(options["start"])
+
+    @register("planner")
+    class Planner:
+        def __new__(cls, costs: Any, num_stages: int, start: Any, memory: Any, pipeline: Any = None) -> Any:
+            given["planner"] = pipeline
+            return list(start)
+
+    @register("both")
+    def both(costs: Any, num_stages: int, *, start: Any, memory: Any, pipeline: Any, speeds: Any) -> list[int]:
+        given["both"] = (pipeline, speeds)
+        return list(start)
+
+    pipeline = PipelineModel((1.0, 1.0), (1.0, 1.0), 2, (1.0, 0.5))
+    for name in ("plain", "any", "planner", "both"):
+        partition = propose(
+            name, [2.0, 2.0], 2, start=[0, 1, 2], memory=None, pipeline=pipeline, speeds=pipeline.speeds
+        )
+        assert partition == [0, 1, 2]
+    assert given == {
+        "plain": (),
+        "any": ["memory", "start"],
+        "planner": pipeline,
+        "both": (pipeline, pipeline.speeds),
+    }

@@ -1,9 +1,10 @@
 import random
 
+import numpy as np
 import pytest
 
-from ds_dynmo.partitioners import simulate
-from ds_dynmo.partitioners.simulate import Pass
+from ds_dynmo.partitioners import iteration_seconds, simulate
+from ds_dynmo.partitioners.simulate import Pass, Sends
 
 
 def test_two_stages_three_micro_batches() -> None:
@@ -80,3 +81,56 @@ def test_wrong_sizes_are_refused_with_the_numbers() -> None:
         simulate([1.0, 1.0], [1.0], 4)
     with pytest.raises(ValueError, match="0 micro-batches"):
         simulate([1.0], [1.0], 0)
+
+
+def test_a_sender_that_waits_for_its_receiver_cannot_run_ahead() -> None:
+    # seconds      0    1    2    3    4    5    6    7    8
+    # overlapped   F0   F1   F2   .    ...                   stage 0; stage 1 takes 3 for each forward pass
+    # rendezvous   F0   F1   .    .    F2
+    forward, backward = [1.0, 3.0, 1.0], [0.0, 0.0, 0.0]
+    starts = {
+        sends: [
+            p.start_seconds for p in simulate(forward, backward, 3, sends=sends).passes if p[:3:2] == (0, "forward")
+        ]
+        for sends in ("overlapped", "buffered", "rendezvous")
+    }
+    assert starts == {"overlapped": [0, 1, 2], "buffered": [0, 1, 2], "rendezvous": [0, 1, 4]}
+
+
+def test_a_late_gradient_holds_up_the_activation_behind_it() -> None:
+    # One link takes 1: the second activation leaves with the first one's gradient in hand, not at its end.
+    by_itself, in_turn = (simulate([1.0, 1.0], [1.0, 1.0], 2, 1.0, sends=s) for s in ("overlapped", "buffered"))
+    second = [(1, 1, "forward")]
+    starts = [[p.start_seconds for p in t.passes if p[:3] in second] for t in (by_itself, in_turn)]
+    assert starts == [[4.0], [6.0]]
+
+
+def test_links_may_differ() -> None:
+    assert simulate([1.0] * 3, [2.0] * 3, 1, [0.25, 0.5]).iteration_seconds == 9.0 + 2 * 0.75
+    with pytest.raises(ValueError, match="3 stages have 2 links between them, got 3 link times"):
+        simulate([1.0] * 3, [1.0] * 3, 1, [0.1, 0.1, 0.1])
+
+
+def test_the_bubble_of_each_stage() -> None:
+    timeline = simulate([1.0, 2.0], [1.0, 2.0], micro_batches=3)
+    assert timeline.iteration_seconds == 14.0
+    assert timeline.stage_bubble_ratios == pytest.approx((1 - 6 / 14, 1 - 12 / 14))
+    assert sum(timeline.stage_bubble_ratios) / 2 == pytest.approx(timeline.bubble_ratio)
+    assert simulate([0.0], [0.0], 1).stage_bubble_ratios == (0.0,)
+
+
+@pytest.mark.parametrize("sends", ["overlapped", "buffered", "rendezvous"])
+def test_many_pipelines_at_once_take_what_each_takes(sends: Sends) -> None:
+    rng = np.random.default_rng(7)
+    for num_stages in range(1, 6):
+        for micro_batches in (1, 2, 5):
+            for links in (0.0, [0.1 * (stage + 1) for stage in range(num_stages - 1)]):
+                forward, backward = rng.uniform(0.1, 2, (2, num_stages, 3))
+                together = iteration_seconds(forward, backward, micro_batches, links, sends=sends)
+                for place in range(3):
+                    alone = simulate(
+                        forward[:, place].tolist(), backward[:, place].tolist(), micro_batches, links, sends=sends
+                    )
+                    assert together[place] == alone.iteration_seconds
+                one = iteration_seconds(forward[:, 0], backward[:, 0], micro_batches, links, sends=sends)
+                assert one.shape == () and one == together[0]

@@ -1,0 +1,245 @@
+"""The decision itself: where layers should go, and whether that is worth a move. The same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ds_dynmo import partitioners
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.partitioners import CostHistory, MemoryModel, MoveCosts, PipelineModel
+from ds_dynmo.plan import MigrationPlan, Profile, check_partition, stage_of
+
+_STANDARD_ERRORS = 3.0  # by which a saving has to exceed what it may be off by
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A partition to go to, and what is predicted of it. Bottlenecks are seconds per micro-batch of the slowest stage.
+
+    Attributes:
+        verdict: why layers move or stay, in a few words.
+    """
+
+    partition: tuple[int, ...]
+    bottleneck_seconds_before: float
+    bottleneck_seconds_after: float
+    imbalance_before: float
+    imbalance_after: float
+    iteration_seconds_before: float
+    iteration_seconds_after: float
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a decision is taken from.
+
+    Attributes:
+        current: the partition in force.
+        profile: costs, and the partition under which they were measured.
+        speeds: per stage; None: equal.
+    """
+
+    current: tuple[int, ...]
+    profile: Profile
+    speeds: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, profile: Profile, speeds: tuple[float, ...] | None = None) -> Outlook:
+        """With the profile's own partition in force."""
+        return cls(profile.partition, profile, speeds)
+
+    @property
+    def pipeline(self) -> PipelineModel:
+        """Layers' seconds on a stage of speed 1, and all that simulating takes."""
+        profile, num_stages = self.profile, len(self.current) - 1
+        speeds = self.speeds or (1.0,) * num_stages
+        where = [speeds[stage_of(layer, profile.partition)] for layer in range(len(profile.layers))]
+        return PipelineModel(
+            tuple(cost.forward_seconds * speed for cost, speed in zip(profile.layers, where)),
+            tuple(cost.backward_seconds * speed for cost, speed in zip(profile.layers, where)),
+            profile.micro_batches,
+            speeds,
+            tuple(cost.static_bytes for cost in profile.layers),
+        )
+
+    def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
+        """Per layer, of a balancer that knows of no speeds: time is what it takes where the layer is now."""
+        if balance_by != "time":
+            return self.profile.costs(balance_by)
+        pipeline = self.pipeline
+        seconds = zip(pipeline.forward_seconds, pipeline.backward_seconds)
+        return [(f + b) / pipeline.speeds[stage_of(layer, self.current)] for layer, (f, b) in enumerate(seconds)]
+
+
+@dataclass(frozen=True)
+class Stakes:
+    """What an automatic decision weighs.
+
+    Attributes:
+        batches: until the next decision.
+        move_costs: what moves took so far.
+        errors: per layer, the relative standard error of its cost.
+    """
+
+    batches: int
+    move_costs: MoveCosts
+    errors: tuple[float, ...]
+
+
+def decide(outlook: Outlook, config: DynMoConfig, memory: MemoryModel | None, stakes: Stakes | None = None) -> Decision:
+    """The balancer's partition if it is worth a move from the present one, else the present one.
+
+    Raises:
+        PartitionError: no partition meets the memory limit, or a cost is no cost.
+    """
+    num_layers, num_stages = len(outlook.profile.layers), len(outlook.current) - 1
+    pipeline = outlook.pipeline if config.balance_by == "time" else None
+    name = config.balancer
+    proposed = partitioners.propose(
+        name,
+        _costs(outlook, config, pipeline),
+        num_stages,
+        start=list(outlook.current),
+        memory=memory,
+        pipeline=pipeline,
+        speeds=outlook.speeds if pipeline is not None else None,
+    )
+    return judge(outlook, check_partition(proposed, num_layers, num_stages), config, memory, stakes)
+
+
+def _costs(outlook: Outlook, config: DynMoConfig, pipeline: PipelineModel | None) -> list[float]:
+    if pipeline is None or not any(partitioners.takes(config.balancer, offer) for offer in ("pipeline", "speeds")):
+        return outlook.costs(config.balance_by)
+    return [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+
+
+def judge(
+    outlook: Outlook,
+    proposed: tuple[int, ...],
+    config: DynMoConfig,
+    memory: MemoryModel | None,
+    stakes: Stakes | None = None,
+) -> Decision:
+    """``proposed`` if it is worth it, or if the present partition breaks the memory limit.
+
+    Worth it is what lowers the bottleneck (with a balancer that takes the pipeline: the iteration's seconds) by
+    ``min_improvement``; and with ``stakes``, where time is balanced, what lowers the iteration by more than noise
+    explains, and saves more until the next decision than the move costs.
+    """
+    current = outlook.current
+    if proposed == current:
+        return predict(outlook, current, "nothing better was found")
+    if not _fits(current, memory):
+        return predict(outlook, proposed, "the present partition does not fit in memory")
+    before, after = (_objective(outlook, partition, config) for partition in (current, proposed))
+    if not (after < before and before - after >= config.min_improvement * before):
+        return predict(outlook, current, f"{list(proposed)} would be better by less than min_improvement")
+    if stakes is None or config.balance_by != "time":
+        return predict(outlook, proposed, "better")
+    pipeline = outlook.pipeline
+    saved = pipeline.iteration_seconds(current) - pipeline.iteration_seconds(proposed)
+    if saved <= _STANDARD_ERRORS * _saved_error(outlook, proposed, stakes.errors):
+        return predict(outlook, current, f"{list(proposed)} would save {saved:.3g} s a batch, no more than noise may")
+    seconds = stakes.move_costs.seconds(moved_bytes(outlook.profile, current, proposed))
+    if saved * stakes.batches <= seconds:
+        return predict(
+            outlook,
+            current,
+            f"{list(proposed)} would save {saved:.3g} s in each of {stakes.batches} batches and cost {seconds:.3g} s",
+        )
+    return predict(outlook, proposed, "worth it")
+
+
+def predict(outlook: Outlook, partition: tuple[int, ...], verdict: str = "") -> Decision:
+    """What the profile lets expect of ``partition``, in seconds whatever was balanced."""
+    before, after = _stage_seconds(outlook.pipeline, outlook.current), _stage_seconds(outlook.pipeline, partition)
+    return Decision(
+        partition,
+        max(before),
+        max(after),
+        partitioners.imbalance(before, range(len(before) + 1)),
+        partitioners.imbalance(after, range(len(after) + 1)),
+        outlook.pipeline.iteration_seconds(outlook.current),
+        outlook.pipeline.iteration_seconds(partition),
+        verdict,
+    )
+
+
+def moved_bytes(profile: Profile, old: Sequence[int], new: Sequence[int]) -> int:
+    """Static bytes of the layers that change stage."""
+    return sum(profile.layers[move.layer].static_bytes for move in MigrationPlan.between(old, new).moves)
+
+
+def _objective(outlook: Outlook, partition: tuple[int, ...], config: DynMoConfig) -> float:
+    if config.balance_by != "time":
+        return partitioners.bottleneck(outlook.profile.costs(config.balance_by), partition)
+    if partitioners.takes(config.balancer, "pipeline"):
+        return outlook.pipeline.iteration_seconds(partition)
+    return max(_stage_seconds(outlook.pipeline, partition))
+
+
+def _stage_seconds(pipeline: PipelineModel, partition: Sequence[int]) -> list[float]:
+    both = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+    return [load / speed for load, speed in zip(partitioners.loads(both, partition), pipeline.speeds)]
+
+
+def _saved_error(outlook: Outlook, proposed: tuple[int, ...], errors: Sequence[float]) -> float:
+    """The standard error of what an iteration saves: of the two slowest stages, what only one of them has."""
+    pipeline = outlook.pipeline
+    weights = np.zeros(len(errors))
+    for sign, partition in ((1.0, outlook.current), (-1.0, proposed)):
+        loads = _stage_seconds(pipeline, partition)
+        slowest = int(np.argmax(loads))
+        weights[partition[slowest] : partition[slowest + 1]] += sign / pipeline.speeds[slowest]
+    seconds = np.add(pipeline.forward_seconds, pipeline.backward_seconds)
+    return pipeline.micro_batches * math.hypot(*(weights * seconds * errors))
+
+
+def _fits(partition: Sequence[int], memory: MemoryModel | None) -> bool:
+    if memory is None:
+        return True
+    return all(memory.fits(stage, partition[stage], partition[stage + 1]) for stage in range(len(partition) - 1))
+
+
+@dataclass
+class Experience:
+    """What a run has learnt about its layers, its stages and its moves; goes into checkpoints."""
+
+    history: CostHistory = field(default_factory=CostHistory)
+    move_costs: MoveCosts = field(default_factory=MoveCosts)
+    _moved_bytes: int | None = None  # of a move whose seconds the ranks have still to tell each other
+
+    def profiled(self, profile: Profile, move_seconds: float) -> None:
+        """One more profile; ``move_seconds``: that moves since the last took, on the slowest rank."""
+        self.history.observe(profile)
+        if self._moved_bytes is not None and move_seconds > 0:
+            self.move_costs.record(self._moved_bytes, move_seconds)
+        self._moved_bytes = None
+
+    def moved(self, profile: Profile, plan: MigrationPlan) -> None:
+        """Layers have moved; ``profile`` says how many bytes they have."""
+        self._moved_bytes = (self._moved_bytes or 0) + moved_bytes(profile, plan.old, plan.new)
+
+    def outlook(self, profile: Profile, current: tuple[int, ...], *, smoothed: bool) -> Outlook:
+        """Of the latest profile; ``smoothed``: with what earlier ones say of the same."""
+        return Outlook(current, self.history.smoothed(profile) if smoothed else profile, self.history.speeds)
+
+    def stakes(self, batches: int) -> Stakes:
+        """For a decision whose effect lasts so many batches."""
+        return Stakes(batches, self.move_costs, self.history.errors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {"history": self.history.state(), "moves": self.move_costs.state(), "moved_bytes": self._moved_bytes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was taken."""
+        self.history.load(state["history"])
+        self.move_costs = MoveCosts(state["moves"])
+        self._moved_bytes = state["moved_bytes"]

@@ -1,0 +1,160 @@
+"""What one profile after the other says together: layers' costs without jitter, how sure they are, stages' speeds.
+
+A layer whose cost stays within what noise explains is averaged over the latest profiles. One that leaves that range,
+or whose whole stage has shifted, has changed: from then on only the new value counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
+from ds_dynmo.plan import LayerCost, Profile, stage_of
+
+__all__ = ["CostHistory"]
+
+_WINDOW = 8  # profiles in an average of costs, and in the estimate of noise
+_EVIDENCE = 32  # latest pieces of evidence for speeds
+_NOISE_UNKNOWN = 0.05  # relative, before two profiles could be compared
+_NOISE_RANGE = (0.01, 0.1)  # what is beyond is no noise
+_CHANGED = 4.0  # standard errors from a layer's average that are a change
+_SHIFTED = 3.5  # likewise of a stage's layers together
+_SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: the noise of smaller layers is another one, and matters less
+_SAME_LOAD = 0.02  # difference of load signals that is none
+
+
+class CostHistory:
+    """Feed it every profile, in order; :meth:`forget` when the model says that its work changed."""
+
+    def __init__(self) -> None:
+        self._partition: list[int] = []
+        self._means: list[list[float]] = []  # per layer: forward and backward seconds on its stage, profiles in them
+        self._loads: list[list[float | None]] = []  # per layer: trainable parameters, load signal
+        self._noises: list[float] = []
+        self._evidence: list[list[float]] = []
+
+    @property
+    def noise(self) -> float:
+        """Relative standard deviation of one measurement of one layer."""
+        least, most = _NOISE_RANGE
+        return min(max(statistics.median(self._noises), least), most) if self._noises else _NOISE_UNKNOWN
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Per layer, the relative standard error of its smoothed cost."""
+        return tuple(self.noise / math.sqrt(count) for _, _, count in self._means)
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Per stage, relative; None where there is no evidence that they differ."""
+        if not self._evidence:
+            return None
+        evidence = [SpeedEvidence(int(a), int(b), ratio, int(layers)) for a, b, ratio, layers in self._evidence]
+        speeds = relative_speeds(evidence, len(self._partition) - 1, self.noise)
+        return speeds if max(speeds) > 1.05 * min(speeds) else None
+
+    def forget(self) -> None:
+        """Layers cost something else from here on. What is known of noise and speeds stays."""
+        self._means = []
+
+    def observe(self, profile: Profile) -> None:
+        """Take in one more profile."""
+        old, new = self._partition, list(profile.partition)
+        if len(old) == len(new) and len(self._means) == len(profile.layers):
+            logs = self._logs(profile.layers)
+            stayed = [layer for layer in logs if stage_of(layer, old) == stage_of(layer, new)]
+            drift = statistics.median([logs[layer] for layer in stayed]) if len(stayed) > 2 else 0.0
+            changed = self._shifted(logs, stayed, new)
+            self._learn_noise([logs[layer] - drift for layer in stayed])
+            self._learn_speeds({layer: logs[layer] - drift for layer in logs}, old, new)
+            self._rescale(old, new)
+            self._take(profile.layers, changed)
+        else:
+            self._means = [[cost.forward_seconds, cost.backward_seconds, 1] for cost in profile.layers]
+        self._partition = new
+        self._loads = [[cost.trainable_parameters, cost.load_signal] for cost in profile.layers]
+
+    def smoothed(self, profile: Profile) -> Profile:
+        """The profile that was observed last, with averages for its costs."""
+        layers = tuple(
+            replace(cost, forward_seconds=forward, backward_seconds=backward)
+            for cost, (forward, backward, _) in zip(profile.layers, self._means)
+        )
+        return replace(profile, layers=layers)
+
+    def _logs(self, layers: Sequence[LayerCost]) -> dict[int, float]:
+        """Log of new over known cost, of layers that are comparable: of the same load, and not tiny."""
+        least = _SIGNIFICANT_SHARE * max(cost.seconds for cost in layers)
+        logs = {}
+        for layer, (cost, mean, (trainable, signal)) in enumerate(zip(layers, self._means, self._loads)):
+            known = mean[0] + mean[1]
+            same = trainable == cost.trainable_parameters and _close(signal, cost.load_signal)
+            if same and known > 0 and cost.seconds > least:
+                logs[layer] = math.log(cost.seconds / known)
+        return logs
+
+    def _shifted(self, logs: dict[int, float], stayed: Sequence[int], partition: Sequence[int]) -> set[int]:
+        """All layers of stages that got faster or slower as a whole by more than noise."""
+        if not self._noises:
+            return set()
+        shifted: set[int] = set()
+        for start, stop in zip(partition, partition[1:]):
+            own = [layer for layer in stayed if start <= layer < stop]
+            if len(own) > 1:
+                variance = sum(1 + 1 / self._means[layer][2] for layer in own) / len(own) ** 2
+                if abs(statistics.fmean(logs[layer] for layer in own)) > _SHIFTED * self.noise * math.sqrt(variance):
+                    shifted.update(range(start, stop))
+        return shifted
+
+    def _learn_noise(self, residuals: Sequence[float]) -> None:
+        if len(residuals) > 2:
+            counts = [mean[2] for mean in self._means]
+            one = 1.4826 * statistics.median(map(abs, residuals)) / math.sqrt(1 + 1 / statistics.median(counts))
+            self._noises = [*self._noises, one][-_WINDOW:]
+
+    def _learn_speeds(self, logs: dict[int, float], old: Sequence[int], new: Sequence[int]) -> None:
+        ways: dict[tuple[int, int], list[float]] = {}
+        for layer, log in logs.items():
+            source, destination = stage_of(layer, old), stage_of(layer, new)
+            if source != destination:
+                ways.setdefault((source, destination), []).append(log)
+        for (source, destination), ratios in sorted(ways.items()):
+            self._evidence.append([source, destination, statistics.median(ratios), len(ratios)])
+        self._evidence = self._evidence[-_EVIDENCE:]
+
+    def _rescale(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """Averages of layers that moved, as they would be on their new stage."""
+        speeds = self.speeds
+        if speeds is not None:
+            for layer, mean in enumerate(self._means):
+                ratio = speeds[stage_of(layer, old)] / speeds[stage_of(layer, new)]
+                mean[:2] = mean[0] * ratio, mean[1] * ratio
+
+    def _take(self, layers: Sequence[LayerCost], changed: set[int]) -> None:
+        for layer, (cost, mean) in enumerate(zip(layers, self._means)):
+            known, count = mean[0] + mean[1], mean[2]
+            tolerance = _CHANGED * self.noise * math.sqrt(1 + 1 / count)
+            same = known > 0 and cost.seconds > 0 and abs(math.log(cost.seconds / known)) <= tolerance
+            if not same or layer in changed:
+                mean[:] = cost.forward_seconds, cost.backward_seconds, 1
+                continue
+            count = min(count + 1, _WINDOW)
+            mean[0] += (cost.forward_seconds - mean[0]) / count
+            mean[1] += (cost.backward_seconds - mean[1]) / count
+            mean[2] = count
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return dict(vars(self))
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from where :meth:`state` was taken."""
+        vars(self).update(state)
+
+
+def _close(a: float | None, b: float | None) -> bool:
+    return a == b or (a is not None and b is not None and abs(a - b) <= _SAME_LOAD)

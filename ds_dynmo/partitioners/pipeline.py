@@ -1,0 +1,117 @@
+"""What a decision knows of the running pipeline, beyond one cost per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners.checks import check_costs
+from ds_dynmo.partitioners.simulate import Sends, iteration_seconds
+
+__all__ = ["PipelineModel", "check_speeds"]
+
+Floats = npt.NDArray[np.float64]
+
+
+def check_speeds(speeds: Sequence[float], num_stages: int) -> tuple[float, ...]:
+    """``speeds`` as floats.
+
+    Raises:
+        PartitionError: not one finite number > 0 for each stage.
+    """
+    if len(speeds) != num_stages:
+        raise PartitionError(f"{num_stages} stages need {num_stages} speeds, got {len(speeds)}")
+    for stage, speed in enumerate(speeds):
+        if not 0 < speed < float("inf"):
+            raise PartitionError(f"stage {stage} has speed {speed!r}: a speed is a finite number > 0")
+    return tuple(map(float, speeds))
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """How long an iteration takes under any partition, and how much a change of partition moves.
+
+    Attributes:
+        forward_seconds, backward_seconds: per layer and micro-batch, on a stage of speed 1.
+        micro_batches: per iteration.
+        speeds: per stage: a layer takes its seconds over the stage's speed.
+        layer_bytes: per layer, what moves with it; () where that is not known.
+        link_seconds: of a message between neighbours: one number, or one per boundary.
+        sends: as in :func:`simulate`; DeepSpeed's sends over gloo end with their receipt.
+
+    Raises:
+        PartitionError: unlike numbers of layers, seconds that are no costs, speeds that are none, no micro-batch.
+    """
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    micro_batches: int
+    speeds: tuple[float, ...]
+    layer_bytes: tuple[int, ...] = ()
+    link_seconds: float | tuple[float, ...] = 0.0
+    sends: Sends = "rendezvous"
+
+    def __post_init__(self) -> None:
+        check_costs(self.forward_seconds), check_costs(self.backward_seconds)
+        check_speeds(self.speeds, len(self.speeds))
+        sizes = (
+            len(self.forward_seconds),
+            len(self.backward_seconds),
+            len(self.layer_bytes) or len(self.forward_seconds),
+        )
+        if len(set(sizes)) != 1 or self.micro_batches < 1:
+            raise PartitionError(
+                f"a pipeline model needs forward and backward seconds (and bytes, if any) of each layer and at least 1 "
+                f"micro-batch, got {sizes[0]} forward and {sizes[1]} backward seconds, {len(self.layer_bytes)} layers' "
+                f"bytes and {self.micro_batches} micro-batches"
+            )
+
+    def check_shape(self, num_layers: int, num_stages: int) -> None:
+        """Refuse a model of other layers or stages.
+
+        Raises:
+            PartitionError: with both numbers.
+        """
+        if len(self.forward_seconds) != num_layers or len(self.speeds) != num_stages:
+            raise PartitionError(
+                f"the pipeline model is for {len(self.forward_seconds)} layers and {len(self.speeds)} stages, "
+                f"not for {num_layers} and {num_stages}"
+            )
+
+    def iteration_seconds(self, partition: Sequence[int]) -> float:
+        """Of one partition."""
+        return float(self.iterations_seconds(np.asarray(partition)[:, None])[0])
+
+    def iterations_seconds(self, bounds: npt.NDArray[np.int64]) -> Floats:
+        """Of many partitions, ``[num_stages + 1, how many]``."""
+        forward, backward = self.stages_seconds(bounds)
+        return iteration_seconds(forward, backward, self.micro_batches, self.link_seconds, sends=self.sends)
+
+    def stages_seconds(self, bounds: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Forward and backward seconds of each stage, ``[num_stages, how many]``."""
+        forward, backward = self.prefixes
+        speeds = np.asarray(self.speeds)[:, None]
+        return np.diff(forward[bounds], axis=0) / speeds, np.diff(backward[bounds], axis=0) / speeds
+
+    @cached_property
+    def prefixes(self) -> tuple[Floats, Floats]:
+        """Sums of the layers' forward and backward seconds, from none to all."""
+        forward, backward = (
+            np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in (self.forward_seconds, self.backward_seconds)
+        )
+        return forward, backward
+
+    def moved(self, old: Sequence[int], bounds: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Bytes and layers that change stage from ``old`` to each of many partitions."""
+        num_layers, num_stages = len(self.forward_seconds), len(old) - 1
+        before = np.asarray(old)[:, None]
+        low, high = np.maximum(before[:-1], bounds[:-1]), np.minimum(before[1:], bounds[1:])
+        high = np.maximum(low, high)
+        sizes = np.concatenate([[0], np.cumsum(self.layer_bytes or (1,) * num_layers, dtype=np.int64)])
+        assert len(bounds) == num_stages + 1
+        return sizes[-1] - (sizes[high] - sizes[low]).sum(axis=0), num_layers - (high - low).sum(axis=0)

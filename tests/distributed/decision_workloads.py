@@ -1,0 +1,100 @@
+"""Runs for test_decisions.py; every function here runs on a rank."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import ds_dynmo
+from tests.distributed.workloads import Case, config
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, layer: UnsteadyLayer) -> torch.Tensor:
+        ctx.layer = layer
+        layer.sleep(layer.forward_seconds)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.layer.sleep(ctx.layer.backward_seconds)
+        return gradient, None
+
+
+class UnsteadyLayer(nn.Module):
+    """Sleeps for its cost, times what its rank is slowed down by, in each batch off by up to a share of it."""
+
+    def __init__(self, number: int, seconds: tuple[float, float], slowdowns: Sequence[float], jitter: float) -> None:
+        super().__init__()
+        self.number, self.slowdowns, self.jitter = number, tuple(slowdowns), jitter
+        self.forward_seconds, self.backward_seconds = seconds
+        self.batch = 0
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def sleep(self, seconds: float) -> None:
+        off = random.Random(1000 * self.batch + self.number).uniform(1 - self.jitter, 1 + self.jitter)
+        time.sleep(seconds * off * self.slowdowns[torch.distributed.get_rank()])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(hidden * self.weight, self)  # type: ignore[no-any-return]
+
+
+def unsteady_engine(
+    block: dict[str, Any], seconds: Sequence[tuple[float, float]], slowdowns: Sequence[float], jitter: float
+) -> tuple[Any, Iterator[Any]]:
+    module = PipelineModule(
+        layers=[LayerSpec(UnsteadyLayer, number, own, slowdowns, jitter) for number, own in enumerate(seconds)],
+        num_stages=len(slowdowns),
+        loss_fn=lambda output, label: (output - label).square().mean(),
+        partition_method="uniform",
+    )
+    settings = {**config(Case(micro_batches=4)), "dynmo": block}
+    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+
+    def data() -> Iterator[Any]:
+        numbers = torch.Generator().manual_seed(0)
+        while True:
+            yield torch.rand(2, 4, generator=numbers), torch.zeros(2, 4)
+
+    return engine, data()
+
+
+def train_unsteady(
+    block: dict[str, Any],
+    milliseconds: Sequence[tuple[float, float]],
+    steps: int,
+    slowdowns: Sequence[float],
+    jitter: float = 0.0,
+    folder: str | None = None,
+) -> dict[str, Any]:
+    seconds = [(forward / 1e3, backward / 1e3) for forward, backward in milliseconds]
+    engine, data = unsteady_engine(block, seconds, slowdowns, jitter)
+    losses, batch_seconds = [], []
+    for step in range(steps):
+        for layer in engine.module.forward_funcs:
+            layer.batch = step
+        began = time.perf_counter()
+        losses.append(engine.train_batch(data).item())
+        batch_seconds.append(time.perf_counter() - began)
+    result = {
+        "losses": losses,
+        "weights": {layer.number: layer.weight.tolist() for layer in engine.module.forward_funcs},
+        "partition": engine.partition,
+        "reports": engine.reports,
+        "batch_seconds": batch_seconds,
+        "speeds": engine._experience.history.speeds,
+    }
+    if folder is not None:
+        engine.save_checkpoint(folder)
+        again, _ = unsteady_engine(block, seconds, slowdowns, jitter)
+        again.load_checkpoint(folder)
+        result["loaded"] = (again.partition, again._experience.history.speeds)
+        result["state"] = (engine._experience.state_dict(), again._experience.state_dict())
+    return result

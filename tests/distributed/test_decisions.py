@@ -1,0 +1,60 @@
+"""Decisions of the running engine: by the schedule, among uneven stages, under jitter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import decision_workloads as work
+from tests.distributed.harness import run
+
+
+def weights(results: list[dict[str, Any]]) -> dict[int, list[float]]:
+    return {number: values for result in results for number, values in result["weights"].items()}
+
+
+def test_the_schedule_moves_layers_and_training_is_untouched() -> None:
+    # No partition has a smaller bottleneck than [0, 2, 4, 6], but stages that are busy forward and back in turn wait.
+    milliseconds = [(4.0, 0.0), (4.0, 2.0), (8.0, 0.0), (2.0, 16.0), (16.0, 0.0), (16.0, 2.0)]
+    block = {"interval": 3, "balancer": "schedule"}
+    moved = run(3, work.train_unsteady, block, milliseconds, 8, [1.0] * 3)
+    still = run(3, work.train_unsteady, {"enabled": False}, milliseconds, 8, [1.0] * 3)
+    report = moved[0]["reports"][0]
+    assert report.moved and report.step == 3 and report.verdict == "worth it"
+    assert report.iteration_seconds_after < 0.9 * report.iteration_seconds_before
+    assert all(result["partition"] == [0, 4, 5, 6] for result in moved)
+    seconds = moved[0]["batch_seconds"]
+    measured = min(seconds[4:]) / min(seconds[1:3])
+    assert measured == pytest.approx(report.iteration_seconds_after / report.iteration_seconds_before, abs=0.12)
+    assert [result["losses"] for result in moved] == [result["losses"] for result in still]
+    assert weights(moved) == weights(still)
+
+
+def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
+    results = run(
+        3,
+        work.train_unsteady,
+        {"interval": 3, "balancer": "schedule"},
+        [(2.0, 4.0)] * 15,
+        10,
+        [1.0, 2.5, 1.0],
+        0.0,
+        str(tmp_path),
+    )
+    for result in results:
+        _, first, last, _ = result["partition"]
+        assert last - first <= 3, result["partition"]
+        assert result["speeds"][1] < 0.75 * result["speeds"][0]  # 0.4, but for what else each layer takes
+        assert result["loaded"] == (result["partition"], result["speeds"])
+        assert result["state"][0] == result["state"][1] == results[0]["state"][0]
+        assert len(result["state"][0]["moves"]) == sum(report.moved for report in result["reports"])
+    assert results[0]["reports"][-1].old_partition == results[0]["reports"][-1].new_partition  # it came to rest
+
+
+def test_jitter_moves_nothing() -> None:
+    milliseconds = [(1.0 + 0.2 * (layer % 3), 2.0) for layer in range(12)]
+    results = run(2, work.train_unsteady, {"interval": 2}, milliseconds, 16, [1.0] * 2, 0.1)
+    assert len(results[0]["reports"]) == 8
+    assert all(result["partition"] == [0, 6, 12] for result in results)

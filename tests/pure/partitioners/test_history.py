@@ -1,0 +1,104 @@
+"""Jitter is averaged away, changes are taken at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from ds_dynmo.partitioners import CostHistory
+from ds_dynmo.plan import LayerCost, Profile
+
+
+def profile(
+    seconds: Sequence[float], partition: tuple[int, ...] = (0, 6, 12), signals: Sequence[float | None] | None = None
+) -> Profile:
+    signals = signals or [None] * len(seconds)
+    layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, 10, 1, 1, signal) for s, signal in zip(seconds, signals))
+    return Profile(0, partition, layers, micro_batches=8, batch_seconds=1.0)
+
+
+def jittered(rng: random.Random, work: Sequence[float]) -> list[float]:
+    return [seconds * rng.uniform(0.9, 1.1) for seconds in work]
+
+
+def test_jitter_is_averaged_away_and_measured() -> None:
+    rng, work = random.Random(3), [1.0, 2.0] * 6
+    history = CostHistory()
+    assert history.noise == 0.05
+    for _ in range(8):
+        measured = profile(jittered(rng, work))
+        history.observe(measured)
+    assert 0.04 < history.noise < 0.08  # uniform by 10% is 0.058
+    assert history.errors == pytest.approx([history.noise / 8**0.5] * 12)
+    off = [layer.seconds / seconds - 1 for layer, seconds in zip(history.smoothed(measured).layers, work)]
+    assert max(map(abs, off)) < 0.06
+    assert sum(o * o for o in off) < 0.3 * sum((m.seconds / s - 1) ** 2 for m, s in zip(measured.layers, work))
+
+
+def test_a_layer_that_changed_is_taken_as_it_is() -> None:
+    rng, work = random.Random(4), [1.0] * 12
+    history = CostHistory()
+    for _ in range(5):
+        history.observe(profile(jittered(rng, work)))
+    measured = profile([*jittered(rng, work[:11]), 0.4])
+    history.observe(measured)
+    assert history.smoothed(measured).layers[11] == measured.layers[11]
+    assert history.errors[11] == history.noise and history.errors[0] < 0.5 * history.noise
+
+
+def test_a_stage_that_shifted_as_a_whole_is_taken_as_it_is() -> None:
+    rng, work = random.Random(5), [1.0] * 12
+    history = CostHistory()
+    for _ in range(6):
+        history.observe(profile(jittered(rng, work)))
+    measured = profile(jittered(rng, [1.0] * 6 + [0.85] * 6))  # each layer alone could be jitter
+    history.observe(measured)
+    assert history.smoothed(measured).layers[6:] == measured.layers[6:]
+    assert history.smoothed(measured).layers[:6] != measured.layers[:6]
+
+
+def test_after_a_change_that_was_told_nothing_is_averaged() -> None:
+    history = CostHistory()
+    history.observe(profile([1.0] * 12))
+    history.forget()
+    measured = profile([1.05] * 12)
+    history.observe(measured)
+    assert history.smoothed(measured) == measured
+
+
+def test_noise_has_bounds() -> None:
+    rng = random.Random(6)
+    history = CostHistory()
+    for _ in range(3):
+        history.observe(profile([1.0] * 12))
+    assert history.noise == 0.01
+    for _ in range(8):
+        history.observe(profile([rng.lognormvariate(0, 1) for _ in range(12)]))
+    assert history.noise == 0.1
+
+
+def test_a_layer_on_another_stage_is_evidence_only_of_the_same_load() -> None:
+    for signals, known in (([0.5] * 12, True), ([0.5] * 4 + [1.0] * 2 + [0.5] * 6, False)):
+        history = CostHistory()
+        history.observe(profile([2.0] * 6 + [1.0] * 6, signals=[0.5] * 12))
+        history.observe(profile([2.0] * 4 + [1.0] * 8, (0, 4, 12), signals))
+        assert (history.speeds is not None) == known
+        if known:
+            assert history.speeds is not None and history.speeds[1] / history.speeds[0] == pytest.approx(2, rel=0.02)
+
+
+def test_what_slows_all_down_alike_is_no_evidence() -> None:
+    history = CostHistory()
+    history.observe(profile([1.0] * 12))
+    history.observe(profile([3.0] * 12, (0, 4, 12)))
+    assert history.speeds is None
+
+
+def test_averages_follow_a_layer_to_a_faster_stage() -> None:
+    history = CostHistory()
+    for _ in range(3):
+        history.observe(profile([2.0] * 6 + [1.0] * 6))
+    history.observe(profile([2.0] * 4 + [1.0] * 8, (0, 4, 12)))
+    assert max(history.errors) == history.noise / 2  # the two that moved are averages of four, too

@@ -1,0 +1,56 @@
+"""Speeds of stages from where layers ran."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from ds_dynmo.partitioners import SpeedEvidence, relative_speeds
+
+
+def evidence(
+    speeds: list[float], pairs: list[tuple[int, int]], layers: int = 4, noise: float = 0.0
+) -> list[SpeedEvidence]:
+    rng = random.Random(1)
+    return [
+        SpeedEvidence(a, b, math.log(speeds[a] / speeds[b]) + rng.gauss(0, noise) * math.sqrt(2 / layers), layers)
+        for a, b in pairs
+    ]
+
+
+def test_speeds_are_found_from_neighbours_alone() -> None:
+    true = [1.0, 0.5, 1.0, 2.0]
+    mean = math.prod(true) ** 0.25
+    found = relative_speeds(evidence(true, [(0, 1), (2, 1), (3, 2)]), 4, 0.02)
+    assert found == pytest.approx([speed / mean for speed in true], rel=0.01)
+
+
+def test_contradictions_are_evened_out_and_the_latest_counts_most() -> None:
+    was, then = evidence([1.0, 0.5], [(0, 1)]), evidence([1.0, 0.8], [(1, 0)])
+    for pieces, low, high in ((was + then, 0.62, 0.7), (was + 8 * then, 0.7, 0.8)):
+        found = relative_speeds(pieces, 2, 0.02)
+        assert low < found[1] / found[0] < high
+    assert relative_speeds(then + was, 2, 0.02)[1] < relative_speeds(was + then, 2, 0.02)[1]
+
+
+def test_what_noise_explains_counts_as_equal() -> None:
+    assert relative_speeds([SpeedEvidence(0, 1, 0.3, 1)], 2, 0.1) == (1.0, 1.0)
+    found = relative_speeds([SpeedEvidence(0, 1, 0.3, 9)], 2, 0.1)
+    assert found[0] / found[1] == pytest.approx(math.exp(0.3), rel=0.01)
+
+
+def test_stages_of_which_nothing_is_known_are_average() -> None:
+    assert relative_speeds([], 3, 0.05) == (1.0, 1.0, 1.0)
+    found = relative_speeds(evidence([1.0, 0.5, 1.0], [(0, 1)]), 3, 0.02)
+    assert found[2] == pytest.approx(1.0) and found[0] > 1.0 > found[1]
+
+
+def test_noisy_evidence_from_many_moves() -> None:
+    true = [1.0, 0.6, 1.0, 1.5, 1.0]
+    pairs = [pair for pair in itertools.permutations(range(5), 2) if abs(pair[0] - pair[1]) == 1] * 3
+    found = relative_speeds(evidence(true, pairs, layers=3, noise=0.08), 5, 0.08)
+    for a, b in itertools.combinations(range(5), 2):
+        assert found[a] / found[b] == pytest.approx(true[a] / true[b], rel=0.2)
