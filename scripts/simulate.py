@@ -138,7 +138,9 @@ def print_repacking(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             f"{one['tokens_per_second_per_rank']:>12,.0f}{one['over_dense']:>14.2f}"
         )
     average = sustained_stages(rows)
-    print(f"\nfewest stages that sustain the dense throughput, average of the run: {average:.1f} (paper: {AVERAGE_GPUS})")
+    print(
+        f"\nfewest stages that sustain the dense throughput, average of the run: {average:.1f} (paper: {AVERAGE_GPUS})"
+    )
     return rows
 
 

@@ -200,7 +200,8 @@ def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Sett
         return False
     if arm == "oracle":
         return True
-    known = Step(1, *(times[None] for times in step.slowest()), step.trainable)
+    forward, backward = step.slowest()
+    known = Step(1, forward[None], backward[None], step.trainable)
     objective = 1 if arm == "schedule" else 0
     before, after = iteration(known, old, setting), iteration(known, new, setting)
     if arm.endswith("parameters"):
@@ -247,7 +248,9 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting) -> Outcome:
         float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 5)
     )
     moving /= sum(weights)
-    return Outcome(full + moving, scheduled + moving, moving, 1 - work / full, 1 - work / scheduled, imbalance, rows[-1][1], moves)
+    return Outcome(
+        full + moving, scheduled + moving, moving, 1 - work / full, 1 - work / scheduled, imbalance, rows[-1][1], moves
+    )
 
 
 def iterations_until_known(step: Step, arm: str, setting: Setting, begin: int) -> int:
@@ -259,13 +262,11 @@ def iterations_until_known(step: Step, arm: str, setting: Setting, begin: int) -
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """Of runs with different seeds."""
-    fields = [statistics.fmean(getattr(one, name) for one in outcomes) for name in list(Outcome.__annotations__)[:-1]]
-    return Outcome(*fields, round(statistics.fmean(one.moves for one in outcomes)))
+    means = {name: statistics.fmean(getattr(one, name) for one in outcomes) for name in Outcome.__annotations__}
+    return Outcome(**{**means, "moves": round(means["moves"])})  # type: ignore[arg-type]
 
 
-def compare(
-    case: Case, setting: Setting, arms: Sequence[str], *, count: int, seeds: int
-) -> dict[str, Outcome]:
+def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, seeds: int) -> dict[str, Outcome]:
     """Each of ``arms`` on the same loads; means over seeds."""
     runs = [steps_of(case, setting, count, seed) for seed in range(seeds)]
     outcomes = {arm: mean_outcome([replay(steps, arm, setting) for steps in runs]) for arm in arms if arm != "dense"}

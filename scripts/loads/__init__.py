@@ -1,4 +1,4 @@
-"""What the layers of the paper's six dynamic models cost, from its load formulas: material for simulation and benchmark.
+"""What the layers of the paper's six dynamic models cost, from its load formulas; for simulation and benchmark.
 
 Nothing here knows of engines, balancers or processes. All is deterministic by seed.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,12 @@ class Phase:
     trainable: tuple[float, ...]
 
     @classmethod
-    def of(cls, shares: Sequence[float], iterations: int = 1, *, trainable: Sequence[float] | None = None) -> Phase:
+    def of(cls, shares: Iterable[float], iterations: int = 1, *, trainable: Iterable[float] | None = None) -> Phase:
         """Both passes take the same share; all parameters train unless ``trainable`` says otherwise."""
         both = tuple(map(float, shares))
-        return cls(iterations, both, both, tuple(map(float, trainable)) if trainable is not None else (1.0,) * len(both))
+        return cls(
+            iterations, both, both, tuple(map(float, trainable)) if trainable is not None else (1.0,) * len(both)
+        )
 
     def mean_share(self) -> float:
         """Of a layer's forward and backward together, the backward pass being twice the forward pass."""
