@@ -28,6 +28,7 @@ import torch
 
 from ds_dynmo.errors import ConfigError
 from scripts import benchmark_parts
+from scripts.benchmark_arms import engines_end_here
 from scripts.benchmark_emulated import emulated_rows
 from scripts.benchmark_real import real_rows
 from scripts.benchmark_rows import print_rows
@@ -71,8 +72,14 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--steps {arguments.steps}: should be at least the rounds, {arguments.rounds}")
 
 
+def asks_for_part(given: list[str]) -> bool:
+    """Is the first argument, after what the launcher adds, the name of a part?"""
+    own = [argument for argument in given if not argument.startswith("--local_rank")]
+    return bool(own) and own[0] in benchmark_parts.PARTS
+
+
 def main(given: list[str]) -> None:
-    if given and any(name in given for name in benchmark_parts.PARTS):
+    if asks_for_part(given):
         benchmark_parts.main(given)
         return
     arguments = parse(given)
@@ -85,7 +92,8 @@ def main(given: list[str]) -> None:
     measure = emulated_rows if arguments.compute == "emulated" else real_rows
     table = []
     for name in arguments.case or CASES:
-        rows = measure(CASES[name], arguments)
+        with engines_end_here():
+            rows = measure(CASES[name], arguments)
         if torch.distributed.get_rank() == 0:
             print_rows(rows)
         table += rows

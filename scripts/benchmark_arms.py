@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from scripts.benchmark_rows import Costs, Slice
 from scripts.simulation import DYNAMIC
@@ -70,6 +74,23 @@ def profiling_seconds(arm: Arm, batch: Callable[[], Any]) -> float:
             seconds[profiled] = timed(batch) - sum(arm.new_costs())
         extra.append(seconds[True] - seconds[False])
     return max(0.0, statistics.median(extra))
+
+
+def quietly(make: Callable[[], Any]) -> Any:
+    """What ``make`` makes, without the lines that DeepSpeed prints about each layer meanwhile."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return make()
+
+
+@contextlib.contextmanager
+def engines_end_here() -> Iterator[None]:
+    """Process groups that engines make within are destroyed at its end: each of them holds sockets and threads."""
+    before = set(distributed_c10d._world.pg_map)
+    yield
+    gc.collect()
+    torch.distributed.barrier()
+    for group in set(distributed_c10d._world.pg_map) - before:
+        torch.distributed.destroy_process_group(group)
 
 
 def turns(arms: Sequence[Any], number: int) -> list[Any]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 
 from ds_dynmo.partitioners import balanced
-from scripts.benchmark_arms import Arm, profiling_seconds, say, timed, turns
+from scripts.benchmark_arms import Arm, profiling_seconds, quietly, say, timed, turns
 from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
 from scripts.emulation import data, make_engine, set_loads
 from scripts.loads import Case, Phase
@@ -44,7 +45,7 @@ class Benchmark:
         self.batches = data()
         self.began = time.perf_counter()
         sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": case.interval}
-        self.arms = [Arm(name, make_engine(name, **sizes)) for name in ARMS]
+        self.arms = [Arm(name, quietly(partial(make_engine, name, **sizes))) for name in ARMS]
         self.dense = Phase.of([1.0] * arguments.layers)
 
     def measure(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.models import dynamic_cases
-from scripts.benchmark_arms import Arm, profiling_seconds, say, timed, turns
+from scripts.benchmark_arms import Arm, profiling_seconds, quietly, say, timed, turns
 from scripts.benchmark_cases import settings_for
 from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
 from scripts.emulation import BALANCERS
@@ -93,7 +93,7 @@ def train(case: str, arm: str, arguments: argparse.Namespace) -> Trained:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({**settings, "dynmo": block}))
         run = prepare(["--deepspeed_config", str(config), "--steps", str(arguments.steps)])
-    engine = build_engine(run)
+    engine = quietly(partial(build_engine, run))
     cases = dynamic_cases(run.model, engine, total_steps=run.steps)
     return Trained(Arm(arm, engine), run, cases, batches(run, engine, "train"))
 

@@ -161,11 +161,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     arguments = parser.parse_args()
     try:
+        check(arguments)
         rows = print_repacking(arguments) if arguments.repack else print_cases(arguments)
     except (ConfigError, PartitionError) as error:
         parser.error(str(error))
     if arguments.json:
         arguments.json.write_text(json.dumps({"arguments": printable(arguments), "rows": rows}, indent=2) + "\n")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse what is no number of anything.
+
+    Raises:
+        ConfigError: naming the option and its value.
+    """
+    for option in ("layers", "stages", "replicas", "micro_batches", "interval", "link_gbps", "phases", "seeds"):
+        value = getattr(arguments, option)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: should be greater than 0")
 
 
 def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
