@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import dynamic_cases
+from ds_dynmo.plan import Profile
 from scripts.benchmark_arms import Arm, profiling_seconds, quietly, say, timed, turns
 from scripts.benchmark_cases import settings_for
 from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
@@ -27,6 +30,7 @@ from scripts.train import batches, build_engine
 from scripts.train_options import Run, prepare
 
 REFERENCE = "partition_time"
+NOT_KNOWN_YET: Passes = ((), ())
 
 
 @dataclass
@@ -56,25 +60,28 @@ def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, objec
     dense.batch(0)
     profiling = profiling_seconds(dense.arm, lambda: dense.batch(0))
     size = arguments.steps // arguments.rounds
-    for one in trained:
-        one.arm.rounds = [[] for _ in range(arguments.rounds)]
     reference = next(one.arm.engine for one in trained if one.arm.name == REFERENCE)
+    profiles: list[Profile | None] = []
     for number in range(arguments.rounds):
-        unfinished = []
         for one in turns(trained, number):
-            partition = tuple(one.arm.engine.partition)
             steps = range(number * size, (number + 1) * size)
             seconds = sum(timed(partial(one.batch, step)) for step in steps)
-            unfinished.append((one.arm, partition, seconds, costs_of(one.arm, size, profiling)))
-        for arm, partition, seconds, costs in unfinished:
-            passes = passes_of(arm.engine if arm.name == "dense" else reference)
-            arm.rounds[number].append(Slice(size, seconds, passes, partition, costs))
+            costs = costs_of(one.arm, size, profiling)
+            done = Slice(size, seconds, NOT_KNOWN_YET, tuple(one.arm.engine.partition), costs)
+            one.arm.rounds.append([done])
+        profiles.append(reference.profile)
         say(f"{case.name}: round {number + 1} of {arguments.rounds}")
+    for one in trained:
+        of_engine = [dense.arm.engine.profile] * arguments.rounds if one is dense else profiles
+        one.arm.rounds = [
+            [replace(done, passes=passes) for done in of_round]
+            for of_round, passes in zip(one.arm.rounds, each_known(of_engine, arguments.steps), strict=True)
+        ]
     if torch.distributed.get_rank():
         return []
-    engine, run = reference, trained[0].run
-    measured = {one.arm.name: Measured.of(one.arm.rounds, engine.micro_batches) for one in trained}
-    tokens = engine.micro_batches * engine.train_micro_batch_size_per_gpu() * run.model.sequence_length
+    micro_batches, run = reference.micro_batches, trained[0].run
+    measured = {one.arm.name: Measured.of(one.arm.rounds, micro_batches) for one in trained}
+    tokens = micro_batches * reference.train_micro_batch_size_per_gpu() * run.model.sequence_length
     return rows(case.name, measured, tokens)
 
 
@@ -107,7 +114,18 @@ def costs_of(arm: Arm, size: int, profiling: float) -> Costs:
     return profile + decisions * arm.engine.dynmo.profile.batches * profiling, decide, migrate
 
 
-def passes_of(engine: Any) -> Passes:
-    """Of the latest profile."""
-    layers = engine.profile.layers
-    return tuple(layer.forward_seconds for layer in layers), tuple(layer.backward_seconds for layer in layers)
+def each_known(profiles: Sequence[Profile | None], steps: int) -> list[Passes]:
+    """What layers take in each round; before the first profile, what that says.
+
+    Raises:
+        ConfigError: no profile was taken.
+    """
+    known = next((profile for profile in profiles if profile is not None), None)
+    if known is None:
+        raise ConfigError(f"--steps {steps}: too few, no layer was profiled in them")
+    return [passes_of(profile or known) for profile in profiles]
+
+
+def passes_of(profile: Profile) -> Passes:
+    forward = tuple(layer.forward_seconds for layer in profile.layers)
+    return forward, tuple(layer.backward_seconds for layer in profile.layers)
