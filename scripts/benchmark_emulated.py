@@ -22,7 +22,8 @@ from scripts.emulation import data, make_engine, set_loads
 from scripts.loads import Case, Phase
 from scripts.simulation import ARMS, Setting
 
-PHASES = 5  # of a run whose loads last
+PHASES = 5  # of a run whose loads last, in each of which there are all rounds
+CHANGING_ROUNDS = 4  # for each of them, where loads change in every iteration
 
 
 def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -52,7 +53,7 @@ class Benchmark:
         """Fills the rounds of every arm. Collective."""
         self.say("engines are built")
         profiling = self.probe()
-        rounds = self.arguments.rounds if self.lasting else 2 * self.arguments.rounds
+        rounds = self.arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
         for arm in self.arms:
             arm.rounds = [[] for _ in range(rounds)]
         if self.lasting:

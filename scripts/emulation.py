@@ -97,6 +97,7 @@ def make_engine(arm: str, *, layers: int, micro_batches: int, interval: int) -> 
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "steps_per_print": None,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "dynmo": dynmo_block(arm, interval),
     }

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import NormalDist
+from functools import lru_cache
+from statistics import NormalDist, fmean
 from typing import Protocol
 
 import numpy as np
@@ -143,7 +144,7 @@ class Pruning:
         return [self._phase(num_layers, begin, end - begin, seed) for begin, end in zip(steps, steps[1:])]
 
     def _phase(self, num_layers: int, iteration: int, iterations: int, seed: int) -> Phase:
-        kept = retained(self.deviations(num_layers, seed), 1 - self.sparsity(iteration))
+        kept = retained(tuple(self.deviations(num_layers, seed).tolist()), 1 - self.sparsity(iteration))
         return Phase.of(kept, iterations, trainable=kept)
 
     def deviations(self, num_layers: int, seed: int) -> Floats:
@@ -153,20 +154,21 @@ class Pruning:
         return deviations
 
 
-def retained(deviations: Floats, kept: float) -> Floats:
+@lru_cache(maxsize=256)  # all replicas ask the same
+def retained(deviations: tuple[float, ...], kept: float) -> tuple[float, ...]:
     """Per layer the share above the one magnitude above which a share ``kept`` of all weights lies."""
     if kept >= 1:
-        return np.ones(len(deviations))
+        return (1.0,) * len(deviations)
     normal = NormalDist()
 
-    def above(magnitude: float) -> Floats:
-        return np.array([2 * (1 - normal.cdf(magnitude / deviation)) for deviation in deviations])
+    def above(magnitude: float) -> list[float]:
+        return [2 * (1 - normal.cdf(magnitude / deviation)) for deviation in deviations]
 
-    low, high = 0.0, 10.0 * float(deviations.max())
+    low, high = 0.0, 10.0 * max(deviations)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if above(middle).mean() > kept else (low, middle)
-    return above((low + high) / 2)
+        low, high = (middle, high) if fmean(above(middle)) > kept else (low, middle)
+    return tuple(above((low + high) / 2))
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ def test_pruning_follows_the_schedule_of_zhu_and_gupta() -> None:
 
 
 def test_pruning_is_global_so_that_layers_of_small_weights_lose_more() -> None:
-    kept = retained(np.array([1.0, 2.0, 1.0]), 0.5)
+    kept = retained((1.0, 2.0, 1.0), 0.5)
     assert kept[0] == pytest.approx(kept[2]) and kept[0] < 0.5 < kept[1]
-    assert retained(np.array([1.0, 1.0]), 0.1) == pytest.approx([0.1, 0.1])
+    assert retained((1.0, 1.0), 0.1) == pytest.approx([0.1, 0.1])
 
 
 def test_a_frozen_layer_costs_nothing_or_its_forward_pass_alone() -> None:
