@@ -22,8 +22,8 @@ from scripts.emulation import data, make_engine, set_loads
 from scripts.loads import Case, Phase
 from scripts.simulation import ARMS, Setting
 
-PHASES = 5  # of a run whose loads last, in each of which there are all rounds
-CHANGING_ROUNDS = 4  # for each of them, where loads change in every iteration
+PHASES = 4  # of a run whose loads last, in each of which there are all rounds
+CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
 
 
 def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
