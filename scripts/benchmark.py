@@ -42,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, help="of the pipeline: the number of processes")
     parser.add_argument("--layers", type=int, default=32, help="of emulated models, default %(default)s")
     parser.add_argument("--micro-batches", type=int, default=12, help="of emulated batches, default %(default)s")
-    parser.add_argument("--forward-ms", type=float, default=10.0, help="of an emulated dense layer, default %(default)s")
+    parser.add_argument("--forward-ms", type=float, default=8.0, help="of an emulated dense layer, default %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each balancer, default %(default)s")
     parser.add_argument("--batches", type=int, default=1, help="of an emulated turn, default %(default)s")
     parser.add_argument("--steps", type=int, default=90, help="of a real run, default %(default)s")
