@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""What rebalancing brings and what it costs, as ratios measured side by side in one run.
+"""What rebalancing brings: every case under every balancer, side by side in one run, one table.
 
-    deepspeed --num_gpus 2 scripts/benchmark.py freezing --compute sleep
-    deepspeed --num_gpus 2 scripts/benchmark.py freezing --compute real
-    deepspeed --num_gpus 2 scripts/benchmark.py profile --compute real
-    deepspeed --num_gpus 2 scripts/benchmark.py overhead --compute real
+    deepspeed --num_gpus 8 scripts/benchmark.py                             # emulated layers, any number of stages
+    deepspeed --num_gpus 8 scripts/benchmark.py --case pruning --json pruning.json
+    deepspeed --num_gpus 2 scripts/benchmark.py --compute real              # the models of ds_configs
 
-Set OMP_NUM_THREADS=1: one thread per stage. ``--json FILE`` writes the figures too.
+Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, through the
+real engine; "oracle" is told where they are even, and pays for nothing. What a profile is worth and what the parts of a
+rebalance cost by themselves:
+
+    deepspeed --num_gpus 2 scripts/benchmark.py freezing|profile|overhead --help
 """
 
 from __future__ import annotations
@@ -15,292 +18,106 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+import sys
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
 
 import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
-from torch import nn
 
-import ds_dynmo
-from ds_dynmo.models.gpt import Block, GPTConfig
-from ds_dynmo.partitioners import bottleneck
-
-BLOCKS, FROZEN = 12, 6
-SLEEP_SECONDS = 0.005  # forward; backward twice that
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        ctx.save_for_backward(weight)
-        time.sleep(seconds)
-        return hidden * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        (weight,) = ctx.saved_tensors
-        time.sleep(2 * ctx.seconds)
-        return gradient * weight, torch.zeros_like(weight), None
+from ds_dynmo.errors import ConfigError
+from scripts import benchmark_parts
+from scripts.benchmark_arms import engines_end_here
+from scripts.benchmark_emulated import emulated_rows
+from scripts.benchmark_real import real_rows
+from scripts.benchmark_rows import print_rows
+from scripts.loads import CASES
 
 
-class SleepingBlock(nn.Module):
-    """Sleeps for its cost: stands in for an accelerator that computes while the CPU waits."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(hidden, self.weight, self.seconds)  # type: ignore[no-any-return]
-
-
-class _Clock(torch.autograd.Function):
-    """The identity; calls back when its gradient comes."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, arrived: Callable[[], None]) -> torch.Tensor:
-        ctx.arrived = arrived
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.arrived()
-        return gradient, None
-
-
-class SelfTimed(nn.Module):
-    """A layer with clocks of its own, the truth that a profile is held against."""
-
-    def __init__(self, typename: type[nn.Module], *arguments: Any) -> None:
-        super().__init__()
-        self.layer = typename(*arguments)
-        self.forwards: list[float] = []
-        self.recomputations: list[float] = []
-        self.backwards: list[float] = []
-        self._began = 0.0
-        self.recording = False
-        self.in_backward = False
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
-        outputs = _Clock.apply(self.layer(_Clock.apply(hidden, self._end)), self._begin)
-        if self.recording:
-            (self.recomputations if self.in_backward else self.forwards).append(time.perf_counter() - began)
-        return outputs  # type: ignore[no-any-return]
-
-    def _begin(self) -> None:
-        self._began = time.perf_counter()
-
-    def _end(self) -> None:
-        if self.recording:
-            self.backwards.append(time.perf_counter() - self._began)
-
-
-def make_engine(layers: list[Any], arguments: argparse.Namespace, dynmo: dict[str, Any], interval: int = 0) -> Any:
-    """An engine over ``layers``, uniformly split, whose loss is a mean square."""
-    module = PipelineModule(
-        layers=layers,
-        num_stages=torch.distributed.get_world_size(),
-        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
-        partition_method="uniform",
-        activation_checkpoint_interval=interval,
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": arguments.micro_batches,
-        "steps_per_print": None,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "dynmo": dynmo,
-    }
-    return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
-
-
-def block_specs(arguments: argparse.Namespace, timed: bool = False) -> list[Any]:
-    """Twelve equal blocks: real transformer blocks or sleeping ones."""
-    if arguments.compute == "sleep":
-        chosen: tuple[Any, ...] = (SleepingBlock, SLEEP_SECONDS)
-        return [LayerSpec(SelfTimed, *chosen) if timed else LayerSpec(*chosen) for _ in range(BLOCKS)]
-    config = GPTConfig(hidden_size=arguments.hidden_size, heads=4, sequence_length=arguments.sequence_length)
-    return [
-        LayerSpec(SelfTimed, Block, config, index) if timed else LayerSpec(Block, config, index)
-        for index in range(BLOCKS)
-    ]
-
-
-def batches(arguments: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same random hidden state again and again."""
-    width = 8 if arguments.compute == "sleep" else arguments.hidden_size
-    length = 8 if arguments.compute == "sleep" else arguments.sequence_length
-    hidden = torch.randn(1, length, width, generator=torch.Generator().manual_seed(0))
-    while True:
-        yield hidden, torch.zeros_like(hidden)
-
-
-def timed(function: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
-def freeze_first(engine: Any, count: int) -> None:
-    for index, module in engine._layers.modules().items():
-        if index < count:
-            module.requires_grad_(False)
-    engine.model_changed(f"first {count} layers are frozen")
-
-
-def freezing(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Iteration time at the static partition over that after the rebalance, alternating."""
-    engine = make_engine(block_specs(arguments), arguments, {"interval": 0, "log": False})
-    data = batches(arguments)
-    static = engine.partition
-    engine.train_batch(data), engine.train_batch(data)
-    freeze_first(engine, FROZEN)
-    engine.train_batch(data)  # profiled; a decision follows
-    engine.train_batch(data)
-    balanced, profile = engine.partition, engine.profile
-    ratios, iterations = [], defaultdict(list)
-    for _ in range(arguments.pairs):
-        seconds = {}
-        for name, partition in (("static", static), ("balanced", balanced)):
-            engine.rebalance(partition)
-            engine.train_batch(data)  # warm up: new shapes, new memory
-            seconds[name] = statistics.mean(timed(lambda: engine.train_batch(data)) for _ in range(2))
-            iterations[name].append(seconds[name])
-        ratios.append(seconds["static"] / seconds["balanced"])
-    costs = profile.costs("time")
-    return {
-        "partitions": [static, balanced],
-        "static ms": 1e3 * statistics.median(iterations["static"]),
-        "balanced ms": 1e3 * statistics.median(iterations["balanced"]),
-        "ratio (median of pairs)": statistics.median(ratios),
-        "ratio (least, most)": [min(ratios), max(ratios)],
-        "ratio of profiled bottlenecks": bottleneck(costs, static) / bottleneck(costs, balanced),
-        "block forward ms": [round(1e3 * layer.forward_seconds, 2) for layer in profile.layers],
-        "block backward ms": [round(1e3 * layer.backward_seconds, 2) for layer in profile.layers],
-    }
-
-
-def profile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Profiled seconds against the layers' own clocks, and what a profiled batch costs."""
-    figures: dict[str, Any] = {}
-    for interval in (0, 1):
-        engine = make_engine(block_specs(arguments, timed=True), arguments, {"interval": 0, "log": False}, interval)
-        original = engine._profiler.one_pass
-        data = batches(arguments)
-        own = list(engine._layers.modules().values())
-
-        def one_pass(backward: bool, original: Any = original, own: list[Any] = own) -> Any:
-            for layer in own:
-                layer.in_backward = backward
-            return original(backward)
-
-        engine._profiler.one_pass = one_pass
-        engine.train_batch(data), engine.train_batch(data)
-        errors: dict[str, list[float]] = {"forward": [], "backward": []}
-        for _ in range(arguments.pairs):
-            for layer in own:
-                layer.recording = True
-                layer.forwards.clear(), layer.recomputations.clear(), layer.backwards.clear()
-            engine.model_changed("measure")
-            engine._controller._reason = None
-            samples = engine._profiler
-            engine.train_batch(data)
-            for index, layer in engine._layers.modules().items():
-                if not layer.backwards:
-                    continue  # the first layer: its input needs no gradient, so its own clock has no end
-                forward, backward = statistics.median(layer.forwards), statistics.median(layer.backwards)
-                if layer.recomputations:
-                    backward += statistics.median(layer.recomputations)
-                errors["forward"].append(samples.samples.forward_seconds(index) / forward - 1)
-                errors["backward"].append(samples.samples.backward_seconds(index) / backward - 1)
-            engine._controller._urgent = False
-            for layer in own:
-                layer.recording = False
-        name = "checkpointed" if interval else "plain"
-        for phase, found in errors.items():
-            figures[f"{name} {phase}: profiled over own clock, median"] = 1 + statistics.median(found)
-            measured_layers = len(found) // arguments.pairs
-            figures[f"{name} {phase}: the layer that is farthest off"] = 1 + max(
-                (statistics.median(found[place::measured_layers]) for place in range(measured_layers)), key=abs
-            )
-        engine._profiler.one_pass = original
-    return figures
-
-
-def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A profiled batch over one that is not, alternating; and profile, decide and migrate at interval 100."""
-    engine = make_engine(block_specs(arguments), arguments, {"interval": 0, "log": False})
-    data = batches(arguments)
-    engine.train_batch(data), engine.train_batch(data)
-    freeze_first(engine, FROZEN)
-    for _ in range(3):
-        engine.train_batch(data)
-    ratios, profiled, plain = [], [], []
-    for pair in range(arguments.pairs):
-        seconds = {}
-        for marked in (True, False) if pair % 2 else (False, True):
-            if marked:
-                engine._controller.request("measure")
-            engine._controller.decision_due = lambda batches: False
-            seconds[marked] = timed(lambda: engine.train_batch(data))
-            del engine._controller.decision_due
-            engine._controller.decided(moved=False)
-            engine._profiler.forget()
-        ratios.append(seconds[True] / seconds[False])
-        profiled.append(seconds[True])
-        plain.append(seconds[False])
-    batch = statistics.median(plain)
-    engine._controller.request("measure")
-    engine.train_batch(data)
-    decision = engine.reports[-1]
-    balanced, static = engine.partition, [0, FROZEN, BLOCKS]
-    moves = [engine.rebalance(partition).migrate_seconds for _ in range(5) for partition in (static, balanced)]
-    extra = max(0.0, statistics.median(profiled) - batch)
-    total = extra + decision.profile_seconds + decision.decide_seconds + statistics.median(moves)
-    return {
-        "batch ms": 1e3 * batch,
-        "profiled over plain batch (median of pairs)": statistics.median(ratios),
-        "gather profile ms": 1e3 * decision.profile_seconds,
-        "decide ms": 1e3 * decision.decide_seconds,
-        "migrate ms (median of moves)": 1e3 * statistics.median(moves),
-        "MiB per move": engine.reports[-1].bytes_moved / 2**20,
-        "share of a run at interval 100": total / (100 * batch + total),
-    }
-
-
-def main() -> None:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["freezing", "profile", "overhead"])
-    parser.add_argument("--compute", choices=["sleep", "real"], default="sleep", help="default: %(default)s")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of measurements, default %(default)s")
-    parser.add_argument("--micro-batches", type=int, default=16, help="per batch, default %(default)s")
-    parser.add_argument("--hidden-size", type=int, default=256, help="of real blocks, default %(default)s")
-    parser.add_argument("--sequence-length", type=int, default=256, help="of real blocks, default %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all; may be repeated")
+    parser.add_argument("--compute", choices=["emulated", "real"], default="emulated", help="default: %(default)s")
+    parser.add_argument("--stages", type=int, help="of the pipeline: the number of processes")
+    parser.add_argument("--layers", type=int, default=32, help="of emulated models, default %(default)s")
+    parser.add_argument("--micro-batches", type=int, default=12, help="of emulated batches, default %(default)s")
+    parser.add_argument("--forward-ms", type=float, default=8.0, help="of an emulated dense layer, default %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each balancer, default %(default)s")
+    parser.add_argument("--batches", type=int, default=1, help="of an emulated turn, default %(default)s")
+    parser.add_argument("--steps", type=int, default=90, help="of a real run, default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the load models, default %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse sizes that make no pipeline.
+
+    Raises:
+        ConfigError: naming the option, its value and what is allowed.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 0))
+    if not world:
+        raise ConfigError("start with DeepSpeed's launcher: deepspeed --num_gpus 8 scripts/benchmark.py ...")
+    if arguments.stages not in (None, world):
+        raise ConfigError(f"--stages {arguments.stages}: should be the number of processes, {world}")
+    if arguments.compute == "emulated" and arguments.layers < world:
+        raise ConfigError(f"--layers {arguments.layers}: should be at least the number of stages, {world}")
+    for option in ("micro_batches", "rounds", "batches"):
+        if getattr(arguments, option) < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: should be at least 1")
+    if arguments.steps < arguments.rounds:
+        raise ConfigError(f"--steps {arguments.steps}: should be at least the rounds, {arguments.rounds}")
+
+
+def asks_for_part(given: list[str]) -> bool:
+    """Is the first argument, after what the launcher adds, the name of a part?"""
+    own = [argument for argument in given if not argument.startswith("--local_rank")]
+    return bool(own) and own[0] in benchmark_parts.PARTS
+
+
+def main(given: list[str]) -> None:
+    if asks_for_part(given):
+        benchmark_parts.main(given)
+        return
+    arguments = parse(given)
+    try:
+        check(arguments)
+    except ConfigError as error:
+        raise SystemExit(f"benchmark.py: error: {error}") from error
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.init_distributed()
-    figures = {"freezing": freezing, "profile": profile, "overhead": overhead}[arguments.what](arguments)
-    if torch.distributed.get_rank() == 0:
-        print(f"\n{arguments.what}, {arguments.compute} layers, {torch.distributed.get_world_size()} stages")
-        for name, value in figures.items():
-            print(f"  {name}: {value:.4g}" if isinstance(value, float) else f"  {name}: {value}")
-        if arguments.json:
-            machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-            arguments.json.write_text(json.dumps({"machine": machine, **figures}, indent=2) + "\n")
+    measure = emulated_rows if arguments.compute == "emulated" else real_rows
+    table = []
+    for name in arguments.case or CASES:
+        with engines_end_here():
+            rows = measure(CASES[name], arguments)
+        if torch.distributed.get_rank() == 0:
+            print_rows(rows)
+        table += rows
+        write(table, arguments)
     torch.distributed.barrier()
 
 
+def write(table: list[dict[str, object]], arguments: argparse.Namespace) -> None:
+    """The rows so far."""
+    if arguments.json and torch.distributed.get_rank() == 0:
+        settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
+        result = {"machine": machine(), "settings": settings, "rows": table}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def machine() -> dict[str, object]:
+    return {
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "stages": torch.distributed.get_world_size(),
+    }
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Every balancer on one case, side by side, with layers that sleep for the load model's times.
+
+Where loads change in every iteration, the engines rebalance in every iteration, on the clock, and a turn is some
+iterations. Else a run of 10,000 iterations is cut down to its phases: in each, every engine is told of the change and
+decides once, then the settled pipelines are timed in turns; a phase takes its iterations times that, and what
+rebalances were measured to cost is counted as often as the interval has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+
+import torch
+
+from ds_dynmo.partitioners import balanced
+from scripts.benchmark_arms import Arm, profiling_seconds, quietly, say, timed, turns
+from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
+from scripts.emulation import data, make_engine, set_loads
+from scripts.loads import Case, Phase
+from scripts.simulation import ARMS, Setting
+
+PHASES = 4  # of a run whose loads last, in each of which there are all rounds
+CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
+
+
+def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The case's rows, on rank 0; others return none."""
+    benchmark = Benchmark(case, arguments)
+    benchmark.measure()
+    if torch.distributed.get_rank():
+        return []
+    measured = {arm.name: Measured.of(arm.rounds, arguments.micro_batches) for arm in benchmark.arms}
+    return rows(case.name, measured, arguments.micro_batches * Setting.micro_batch_tokens)
+
+
+class Benchmark:
+    """One case: an engine per balancer over the same emulated layers."""
+
+    def __init__(self, case: Case, arguments: argparse.Namespace) -> None:
+        self.case = case
+        self.arguments = arguments
+        self.lasting = case.interval > 1
+        self.batches = data()
+        self.began = time.perf_counter()
+        sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": case.interval}
+        self.arms = [Arm(name, quietly(partial(make_engine, name, **sizes))) for name in ARMS]
+        self.dense = Phase.of([1.0] * arguments.layers)
+
+    def measure(self) -> None:
+        """Fills the rounds of every arm. Collective."""
+        self.say("engines are built")
+        profiling = self.probe()
+        rounds = self.arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
+        for arm in self.arms:
+            arm.rounds = [[] for _ in range(rounds)]
+        if self.lasting:
+            self.measure_lasting(profiling)
+        else:
+            self.measure_changing(profiling)
+
+    def probe(self) -> float:
+        """Seconds that a profile adds to a batch."""
+        dense = next(arm for arm in self.arms if arm.name == "dense")
+        set_loads(dense.engine, self.dense, self.forward_seconds)
+        self.timed_batch(dense), self.timed_batch(dense)
+        return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches))
+
+    # -- loads that change in every iteration ----------------------------------------------------------
+
+    def measure_changing(self, profiling: float) -> None:
+        size = self.arguments.batches
+        phases = self.case.phases(self.arguments.layers, 1 + len(self.arms[0].rounds) * size, seed=self.arguments.seed)
+        for arm in self.arms:  # the first iteration, before which nothing is known, is not counted
+            set_loads(arm.engine, self.phase_of(arm, phases[0]), self.forward_seconds)
+            self.timed_batch(arm), arm.new_costs()
+        for number in range(len(self.arms[0].rounds)):
+            for arm in turns(self.arms, number):
+                for place in range(1 + number * size, 1 + (number + 1) * size):
+                    arm.rounds[number].append(self.one_iteration(arm, phases[place], phases[place - 1], profiling))
+            self.say(f"round {number + 1} of {len(self.arms[0].rounds)}")
+
+    def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
+        """Off the clock the oracle goes to where the loads of the iteration before are even."""
+        set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
+        if arm.name == "oracle":
+            self.go_to_best(arm, before)
+        partition = tuple(arm.engine.partition)
+        seconds = self.timed_batch(arm)
+        profile, decide, migrate = arm.new_costs()
+        costs = (profile + profiling, decide, migrate) if arm.dynamic else (0.0, 0.0, 0.0)
+        return Slice(1, seconds, self.passes(self.phase_of(arm, phase)), partition, costs)
+
+    # -- loads that last -------------------------------------------------------------------------------
+
+    def measure_lasting(self, profiling: float) -> None:
+        phases = self.case.phases(self.arguments.layers, PHASES, seed=self.arguments.seed)
+        for number, phase in enumerate(phases):
+            begun = [(arm, *self.change(arm, phase, profiling)) for arm in self.arms]
+            for turn in range(self.arguments.rounds):
+                for arm, lag, lag_seconds, costs in turns(begun, turn):
+                    batch = statistics.fmean(self.timed_batch(arm) for _ in range(self.arguments.batches))
+                    seconds = lag * lag_seconds + (phase.iterations - lag) * batch + sum(costs)
+                    passes = self.passes(self.phase_of(arm, phase))
+                    done = Slice(phase.iterations, seconds, passes, tuple(arm.engine.partition), costs)
+                    arm.rounds[turn].append(done)
+            self.say(f"phase {number + 1} of {len(phases)}")
+
+    def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[int, float, Costs]:
+        """Loads become those of ``phase``; a dynamic engine decides.
+
+        Returns:
+            How many iterations pass before it decides, the seconds of each, and of all rebalances in the phase.
+        """
+        set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
+        arm.engine.model_changed("the loads of another phase")
+        if arm.name == "oracle":
+            self.go_to_best(arm, phase)
+        arm.new_costs()
+        seconds = self.timed_batch(arm)
+        profile, decide, migrate = arm.new_costs()
+        self.timed_batch(arm)  # warm up: new shapes, new memory
+        if not arm.dynamic:
+            return 0, 0.0, (0.0, 0.0, 0.0)
+        rebalances = phase.iterations / self.case.interval
+        lag = 1 if self.case.announces else self.case.interval
+        lag_seconds = seconds - profile - decide - migrate - profiling
+        return lag, lag_seconds, (rebalances * (profile + profiling), rebalances * decide, migrate)
+
+    # -- small parts -----------------------------------------------------------------------------------
+
+    @property
+    def forward_seconds(self) -> float:
+        return float(self.arguments.forward_ms / 1e3)
+
+    def timed_batch(self, arm: Arm) -> float:
+        return timed(lambda: arm.engine.train_batch(self.batches))
+
+    def phase_of(self, arm: Arm, phase: Phase) -> Phase:
+        return self.dense if arm.name == "dense" else phase
+
+    def passes(self, phase: Phase) -> Passes:
+        """What the layers sleep."""
+        forward = tuple(self.forward_seconds * share for share in phase.forward)
+        return forward, tuple(2 * self.forward_seconds * share for share in phase.backward)
+
+    def go_to_best(self, arm: Arm, phase: Phase) -> None:
+        """Where the true costs of ``phase`` are even."""
+        costs = [forward + backward for forward, backward in zip(*self.passes(phase))]
+        arm.engine.rebalance(balanced(costs, torch.distributed.get_world_size()))
+
+    def say(self, what: str) -> None:
+        say(f"{self.case.name}: {what}, {time.perf_counter() - self.began:.0f} s")

@@ -1,0 +1,131 @@
+"""Every balancer on one of the models of ds_configs, side by side, on real text.
+
+Training is bitwise the same under every balancer, so that the layers' seconds that one engine profiles, those of
+"partition_time", hold for all. Nobody knows true costs here, so there is no oracle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import dynamic_cases
+from ds_dynmo.plan import Profile
+from scripts.benchmark_arms import Arm, profiling_seconds, quietly, say, timed, turns
+from scripts.benchmark_cases import settings_for
+from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
+from scripts.emulation import BALANCERS
+from scripts.loads import Case
+from scripts.simulation import ARMS, STATICS
+from scripts.train import batches, build_engine
+from scripts.train_options import Run, prepare
+
+REFERENCE = "partition_time"
+NOT_KNOWN_YET: Passes = ((), ())
+
+
+@dataclass
+class Trained:
+    """A balancer's engine with its model's dynamic cases and its text."""
+
+    arm: Arm
+    run: Run
+    cases: Any
+    text: Any
+
+    def batch(self, step: int) -> None:
+        """Batch ``step`` of the run, with what the model changes before and after it."""
+        for case in self.cases:
+            case.before_batch(step)
+        self.arm.engine.train_batch(self.text.iterate(step * self.arm.engine.micro_batches))
+        for case in self.cases:
+            case.after_batch(step + 1)
+
+
+def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The case's rows, on rank 0; others return none."""
+    trained = [train(case.name, arm, arguments) for arm in ARMS if arm != "oracle"]
+    say(f"{case.name}: engines are built")
+    dense = next(one for one in trained if one.arm.name == "dense")
+    dense.batch(0)
+    dense.batch(0)
+    profiling = profiling_seconds(dense.arm, lambda: dense.batch(0))
+    size = arguments.steps // arguments.rounds
+    reference = next(one.arm.engine for one in trained if one.arm.name == REFERENCE)
+    profiles: list[Profile | None] = []
+    for number in range(arguments.rounds):
+        for one in turns(trained, number):
+            steps = range(number * size, (number + 1) * size)
+            seconds = sum(timed(partial(one.batch, step)) for step in steps)
+            costs = costs_of(one.arm, size, profiling)
+            done = Slice(size, seconds, NOT_KNOWN_YET, tuple(one.arm.engine.partition), costs)
+            one.arm.rounds.append([done])
+        profiles.append(reference.profile)
+        say(f"{case.name}: round {number + 1} of {arguments.rounds}")
+    for one in trained:
+        of_engine = [dense.arm.engine.profile] * arguments.rounds if one is dense else profiles
+        one.arm.rounds = [
+            [replace(done, passes=passes) for done in of_round]
+            for of_round, passes in zip(one.arm.rounds, each_known(of_engine, arguments.steps), strict=True)
+        ]
+    if torch.distributed.get_rank():
+        return []
+    micro_batches, run = reference.micro_batches, trained[0].run
+    measured = {one.arm.name: Measured.of(one.arm.rounds, micro_batches) for one in trained}
+    tokens = micro_batches * reference.train_micro_batch_size_per_gpu() * run.model.sequence_length
+    return rows(case.name, measured, tokens)
+
+
+def train(case: str, arm: str, arguments: argparse.Namespace) -> Trained:
+    """An engine for ``arm`` over the case's model, or over the dense model of its size."""
+    settings = settings_for(case, "dense" if arm == "dense" else "on")
+    block = {**settings["dynmo"], "log": False}
+    if arm in STATICS:
+        start = "uniform" if arm == "static_uniform" else "parameters"
+        block = {"enabled": False, "initial_partition": start}
+    elif arm == "dense":
+        block = {"interval": 0, "min_improvement": 0.99, "log": False, "profile": {"warmup_batches": 1_000_000}}
+    else:
+        block["balancer"], block["balance_by"] = BALANCERS[arm]
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({**settings, "dynmo": block}))
+        run = prepare(["--deepspeed_config", str(config), "--steps", str(arguments.steps)])
+    engine = quietly(partial(build_engine, run))
+    cases = dynamic_cases(run.model, engine, total_steps=run.steps)
+    return Trained(Arm(arm, engine), run, cases, batches(run, engine, "train"))
+
+
+def costs_of(arm: Arm, size: int, profiling: float) -> Costs:
+    """Of the rebalances in the last slice; a profile is as long as the configuration says."""
+    profile, decide, migrate = arm.new_costs()
+    if not arm.dynamic:
+        return 0.0, 0.0, 0.0
+    decisions = sum(report.step > arm.engine.global_steps - size for report in arm.engine.reports)
+    return profile + decisions * arm.engine.dynmo.profile.batches * profiling, decide, migrate
+
+
+def each_known(profiles: Sequence[Profile | None], steps: int) -> list[Passes]:
+    """What layers take in each round; before the first profile, what that says.
+
+    Raises:
+        ConfigError: no profile was taken.
+    """
+    known = next((profile for profile in profiles if profile is not None), None)
+    if known is None:
+        raise ConfigError(f"--steps {steps}: too few, no layer was profiled in them")
+    return [passes_of(profile or known) for profile in profiles]
+
+
+def passes_of(profile: Profile) -> Passes:
+    forward = tuple(layer.forward_seconds for layer in profile.layers)
+    return forward, tuple(layer.backward_seconds for layer in profile.layers)

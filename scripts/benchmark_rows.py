@@ -1,0 +1,158 @@
+"""The benchmark's rows, from what was measured: pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ds_dynmo.partitioners import PipelineModel, imbalance, loads, shortest, uniform
+from scripts.simulation import ARMS, DYNAMIC, STATICS
+
+OVERHEADS = ("profile", "decide", "migrate")
+Costs = tuple[float, float, float]  # seconds of OVERHEADS
+Passes = tuple[tuple[float, ...], tuple[float, ...]]  # forward and backward seconds, per layer and micro-batch
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one balancer's engine did in one turn.
+
+    Attributes:
+        iterations, seconds: how many, and what they took in all, rebalances included.
+        passes: of the layers while it lasted.
+        partition: under which they ran.
+        costs: of ``seconds``, what rebalances took.
+    """
+
+    iterations: float
+    seconds: float
+    passes: Passes
+    partition: tuple[int, ...]
+    costs: Costs = (0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One turn, or one turn in each of a run's phases. Seconds are per iteration.
+
+    Attributes:
+        seconds: wall-clock, rebalances included.
+        bound_seconds: of the shortest simulated 1F1B iteration.
+        busy_seconds: of a stage on average, in layers.
+    """
+
+    seconds: float
+    bound_seconds: float
+    busy_seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One balancer's run.
+
+    Attributes:
+        rounds: all balancers have as many, taking turns.
+        imbalance: the paper's equation 2, mean over iterations.
+        overheads: seconds of each of :data:`OVERHEADS`, per iteration.
+    """
+
+    rounds: tuple[Round, ...]
+    imbalance: float
+    overheads: Costs
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[Slice]], micro_batches: int) -> Measured:
+        slices = [one for of_round in rounds for one in of_round]
+        weights = [one.iterations for one in slices]
+        imbalances = [imbalance(_costs(one.passes), one.partition) for one in slices]
+        profile, decide, migrate = (sum(one.costs[part] for one in slices) / sum(weights) for part in range(3))
+        return cls(
+            tuple(_round(of_round, micro_batches) for of_round in rounds),
+            float(np.average(imbalances, weights=weights)),
+            (profile, decide, migrate),
+        )
+
+
+def _round(slices: Sequence[Slice], micro_batches: int) -> Round:
+    iterations = sum(one.iterations for one in slices)
+    bound = sum(one.iterations * bound_seconds(one.passes, len(one.partition) - 1, micro_batches) for one in slices)
+    busy = sum(
+        one.iterations * micro_batches * statistics.fmean(loads(_costs(one.passes), one.partition)) for one in slices
+    )
+    return Round(sum(one.seconds for one in slices) / iterations, bound / iterations, busy / iterations)
+
+
+def _costs(passes: Passes) -> list[float]:
+    return [forward + backward for forward, backward in zip(*passes, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def bound_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
+    """Of the shortest 1F1B iteration that is found, with messages that take no time."""
+    pipeline = PipelineModel(*passes, micro_batches, (1.0,) * stages)
+    start = uniform(len(passes[0]), stages)
+    return pipeline.iteration_seconds(shortest(_costs(passes), stages, start=start, pipeline=pipeline))
+
+
+def rows(case: str, measured: Mapping[str, Measured], tokens: int) -> list[dict[str, Any]]:
+    """One row per balancer; ratios are medians of those of the rounds, so that what drifts cancels.
+
+    Args:
+        tokens: of one iteration.
+    """
+    throughput = {arm: tokens / statistics.median(one.seconds for one in run.rounds) for arm, run in measured.items()}
+    static = max(STATICS, key=lambda arm: throughput[arm])
+    return [
+        {
+            "case": case,
+            "balancer": arm,
+            "tokens_per_second": throughput[arm],
+            "tokens_per_second_spread": _spread([tokens / one.seconds for one in measured[arm].rounds]),
+            "speedup_over_static": _ratio(measured[static], measured[arm]),
+            "speedup_over_dense": _ratio(measured["dense"], measured[arm]),
+            "share_of_ideal": _ratio(measured["oracle"], measured[arm]) if "oracle" in measured else None,
+            "share_of_bound": _share(measured[arm], lambda one: one.bound_seconds),
+            "bubble_ratio": max(0.0, 1 - _share(measured[arm], lambda one: one.busy_seconds)),
+            "imbalance": measured[arm].imbalance,
+            **_overheads(measured[arm]),
+        }
+        for arm in ARMS
+        if arm in measured
+    ]
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [min(values), max(values)]
+
+
+def _ratio(base: Measured, own: Measured) -> float:
+    """How many times as fast as ``base``: the larger, the better."""
+    return statistics.median(other.seconds / one.seconds for other, one in zip(base.rounds, own.rounds, strict=True))
+
+
+def _share(run: Measured, number: Callable[[Round], float]) -> float:
+    return statistics.median(number(one) / one.seconds for one in run.rounds)
+
+
+def _overheads(run: Measured) -> dict[str, float]:
+    seconds = statistics.median(one.seconds for one in run.rounds)
+    return {f"overhead_{name}": part / seconds for name, part in zip(OVERHEADS, run.overheads, strict=True)}
+
+
+def print_rows(table: Sequence[dict[str, Any]]) -> None:
+    heads = ("tokens/s", "over static", "over dense", "of ideal", "of bound", "bubble", "imbalance", *OVERHEADS)
+    print(f"\n{'case':<18}{'balancer':<22}" + "".join(f"{head:>12}" for head in heads))
+    for row in table:
+        numbers = [row[name] for name in ("speedup_over_static", "speedup_over_dense", "share_of_ideal")]
+        numbers += [row[name] for name in ("share_of_bound", "bubble_ratio", "imbalance")]
+        costs = [row[f"overhead_{name}"] if row["balancer"] in DYNAMIC else None for name in OVERHEADS]
+        print(
+            f"{row['case']:<18}{row['balancer']:<22}{row['tokens_per_second']:>12,.0f}"
+            + "".join(f"{'' if number is None else f'{number:.2f}':>12}" for number in numbers)
+            + "".join(f"{'' if cost is None else f'{cost:.2%}':>12}" for cost in costs)
+        )

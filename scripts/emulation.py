@@ -1,0 +1,119 @@
+"""Layers that sleep for the time a load model gives, in the real engine: communication, profile and migration are real.
+
+A sleeping process leaves its core to the others, so that any number of stages runs on a few cores as it would on as
+many accelerators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.models.local_layers import local_layers
+from scripts.loads import Phase
+from scripts.simulation import STATICS
+
+UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
+UNIT = 64  # elements
+MICRO_BATCH = (1, 8, 8)  # what is sent between stages
+NEVER = 1_000_000  # batches
+BALANCERS = {
+    "partition_time": ("partition", "time"),
+    "partition_parameters": ("partition", "parameters"),
+    "diffusion_time": ("diffusion", "time"),
+    "diffusion_parameters": ("diffusion", "parameters"),
+    "schedule": ("schedule", "time"),
+}
+
+
+class _Work(torch.autograd.Function):
+    """The identity, after a while."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, block: EmulatedBlock, part: torch.Tensor) -> torch.Tensor:
+        ctx.block, ctx.part = block, part
+        sleep(block.forward_seconds)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        sleep(ctx.block.backward_seconds)
+        return gradient, None, torch.zeros_like(ctx.part) if ctx.part.requires_grad else None
+
+
+def sleep(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+class EmulatedBlock(nn.Module):
+    """Takes as long as it is told, per micro-batch; a share of its parameters trains, the others are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_seconds = 0.0
+        self.backward_seconds = 0.0
+        self.parts = nn.ParameterList(torch.ones(UNIT << digit) for digit in range(UNITS.bit_length()))
+        self.largest = UNITS.bit_length() - 1  # of the parts that train; it alone gets gradients, to spare the CPU
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _Work.apply(hidden, self, self.parts[self.largest])  # type: ignore[no-any-return]
+
+    def train_share(self, share: float) -> None:
+        """Only this share of the parameters trains from here on: none for 0, else one unit at least."""
+        units = max(1, round(UNITS * share)) if share else 0
+        for digit, part in enumerate(self.parts):
+            part.requires_grad_(bool(units >> digit & 1))
+        self.largest = max(units.bit_length() - 1, 0)
+
+
+def dynmo_block(arm: str, interval: int) -> dict[str, Any]:
+    """The "dynmo" block of an arm. The dense arm takes a profile when it is told to, and never moves."""
+    quiet = {"log": False, "monitor": False, "randomness": {"per_layer": False}}
+    if arm in STATICS:
+        return {"enabled": False, **quiet}
+    if arm in ("oracle", "dense"):
+        return {"interval": 0, "min_improvement": 0.99, "profile": {"warmup_batches": NEVER}, **quiet}
+    balancer, balance_by = BALANCERS[arm]
+    profile = {"warmup_batches": 0 if interval == 1 else NEVER}
+    return {"interval": interval, "balancer": balancer, "balance_by": balance_by, "profile": profile, **quiet}
+
+
+def make_engine(arm: str, *, layers: int, micro_batches: int, interval: int) -> Any:
+    """An engine over emulated blocks, one stage per rank."""
+    module = PipelineModule(
+        layers=[LayerSpec(EmulatedBlock) for _ in range(layers)],
+        num_stages=torch.distributed.get_world_size(),
+        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
+        partition_method="parameters" if arm == "static_parameters" else "uniform",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "steps_per_print": None,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "dynmo": dynmo_block(arm, interval),
+    }
+    return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+
+
+def set_loads(engine: Any, phase: Phase, forward_seconds: float) -> None:
+    """What the layers of this rank cost from here on; a backward pass of a dense layer takes two forward passes."""
+    for layer, block in local_layers(engine.module):
+        assert isinstance(block, EmulatedBlock)
+        block.forward_seconds = forward_seconds * phase.forward[layer]
+        block.backward_seconds = 2 * forward_seconds * phase.backward[layer]
+        block.train_share(phase.trainable[layer])
+
+
+def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same micro-batch again and again."""
+    while True:
+        yield torch.zeros(MICRO_BATCH), torch.zeros(MICRO_BATCH)

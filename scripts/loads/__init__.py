@@ -1,0 +1,9 @@
+"""What the layers of the paper's six dynamic models cost, from its load formulas; for simulation and benchmark.
+
+Nothing here knows of engines, balancers or processes. All is deterministic by seed.
+"""
+
+from scripts.loads.cases import CASES, Case
+from scripts.loads.phases import Phase, mean_over, recorded_phases
+
+__all__ = ["CASES", "Case", "Phase", "mean_over", "recorded_phases"]

@@ -1,0 +1,276 @@
+"""A run of a dynamic model under a balancer, in simulated seconds: pure, no processes.
+
+A balancer sees what the engine would: the costs of the iteration before, of each layer on its slowest replica. It moves
+where the bottleneck falls by the engine's ``min_improvement`` and what that saves until the next rebalance is more than
+the move takes. An iteration is timed in two ways: ``1F1B``, DeepSpeed's schedule with its filling and draining, and
+``full``, as long as the busiest stage works, which is what a schedule almost without bubbles of its own comes to (the
+paper's).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynmo.partitioners import PipelineModel, balanced, diffusion, iteration_seconds, shortest, uniform
+from scripts.loads import Case, Phase
+
+Floats = npt.NDArray[np.float64]
+Partition = Sequence[int]
+
+STATIC = "static_uniform"
+STATICS = (STATIC, "static_parameters")
+DYNAMIC = (
+    "partition_time",
+    "partition_parameters",
+    "diffusion_time",
+    "diffusion_parameters",
+    "schedule",
+)
+ARMS = (*STATICS, *DYNAMIC, "oracle", "dense")
+MIN_IMPROVEMENT = 0.03  # the engine's default
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A machine and a pipeline on it.
+
+    Attributes:
+        micro_batches: of one replica and iteration; 4 for each stage in the paper.
+        interval: iterations between rebalances; announced: one follows each change instead.
+        forward_seconds: of a dense layer and micro-batch, the backward pass taking twice that: 2 x 2048 tokens, hidden
+            size 1024, at 400 TFLOP/s.
+        layer_bytes: what moves with a layer: 12 x 1024^2 weights in bf16, fp32 and Adam's two moments.
+        message_bytes: of activations between stages, bf16.
+        link_bytes_per_second: between stages, one 200 Gb/s link by default.
+    """
+
+    layers: int
+    stages: int
+    replicas: int
+    micro_batches: int
+    interval: int
+    announced: bool = False
+    forward_seconds: float = 0.34e-3
+    layer_bytes: int = 14 * 12 * 1024**2
+    message_bytes: int = 2 * 2 * 2048 * 1024
+    link_bytes_per_second: float = 25e9
+    micro_batch_tokens: int = 2 * 2048
+
+    @property
+    def link_seconds(self) -> float:
+        """Of one message between stages."""
+        return self.message_bytes / self.link_bytes_per_second
+
+    @property
+    def tokens(self) -> int:
+        """Of one iteration."""
+        return self.micro_batch_tokens * self.micro_batches * self.replicas
+
+    @classmethod
+    def of(cls, case: Case, **changes: int | float | None) -> Setting:
+        """The paper's for this case, but for ``changes`` that are not None."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        stages = int(given.get("stages", case.stages))
+        paper = {
+            "layers": case.layers,
+            "stages": stages,
+            "replicas": case.replicas,
+            "micro_batches": 4 * stages,
+            "interval": case.interval,
+            "announced": case.announces and given.get("interval") is None,
+        }
+        return cls(**{**paper, **given})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over the iterations of a run.
+
+    Attributes:
+        full_seconds, schedule_seconds: of an iteration: of its busiest stage's work, and under 1F1B; with moves.
+        move_seconds: of them, moving layers.
+        full_bubble, schedule_bubble: share of stages x iteration without work.
+        imbalance: the paper's equation 2, of the replica that is slowest.
+        last_seconds: of an iteration at the end of the run, of its busiest stage's work.
+        moves: partitions that were moved to.
+    """
+
+    full_seconds: float
+    schedule_seconds: float
+    move_seconds: float
+    full_bubble: float
+    schedule_bubble: float
+    imbalance: float
+    last_seconds: float
+    moves: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The same phase on every replica: seconds per micro-batch, ``[replicas, layers]``."""
+
+    iterations: int
+    forward: Floats
+    backward: Floats
+    trainable: tuple[float, ...]
+
+    @classmethod
+    def of(cls, phases: Sequence[Phase], forward_seconds: float) -> Step:
+        forward = forward_seconds * np.array([phase.forward for phase in phases])
+        backward = 2 * forward_seconds * np.array([phase.backward for phase in phases])
+        return cls(phases[0].iterations, forward, backward, phases[0].trainable)
+
+    def slowest(self) -> tuple[Floats, Floats]:
+        """Per layer, on the slowest replica: what a profile says."""
+        return self.forward.max(axis=0), self.backward.max(axis=0)
+
+    def costs(self) -> list[float]:
+        forward, backward = self.slowest()
+        costs: list[float] = (forward + backward).tolist()
+        return costs
+
+
+def steps_of(case: Case, setting: Setting, count: int, seed: int) -> list[Step]:
+    replicas = [case.phases(setting.layers, count, seed=seed, replica=one) for one in range(setting.replicas)]
+    return [Step.of(phases, setting.forward_seconds) for phases in zip(*replicas)]
+
+
+def dense_steps(setting: Setting) -> list[Step]:
+    """One iteration of the model that never changes; its replicas are alike."""
+    return [Step.of([Phase.of([1.0] * setting.layers)], setting.forward_seconds)]
+
+
+def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
+    """Seconds of the busiest stage's work and under 1F1B, mean seconds of a stage's work, and the imbalance."""
+    starts = np.asarray(partition[:-1])
+    forward = np.add.reduceat(step.forward, starts, axis=1).T
+    backward = np.add.reduceat(step.backward, starts, axis=1).T
+    loads = forward + backward  # [stages, replicas]
+    slowest = loads[:, int(loads.max(axis=0).argmax())]
+    seconds = iteration_seconds(forward, backward, setting.micro_batches, setting.link_seconds, sends="overlapped")
+    imbalance = float((slowest.max() - slowest.min()) / slowest.mean()) if slowest.any() else 0.0
+    return (
+        setting.micro_batches * float(loads.max()),
+        float(seconds.max()),
+        setting.micro_batches * float(loads.mean()),
+        imbalance,
+    )
+
+
+Propose = Callable[[Step, Partition], Partition]
+
+
+def proposer(arm: str, setting: Setting) -> Propose:
+    """What ``arm`` would go to from a profile."""
+    stages = setting.stages
+    if arm == "partition_time" or arm == "oracle":
+        return lambda step, start: balanced(step.costs(), stages)
+    if arm == "partition_parameters":
+        return lambda step, start: balanced(step.trainable, stages)
+    if arm == "diffusion_time":
+        return lambda step, start: diffusion(step.costs(), stages, start=list(start))
+    if arm == "diffusion_parameters":
+        return lambda step, start: diffusion(step.trainable, stages, start=list(start))
+    assert arm == "schedule"
+
+    def by_schedule(step: Step, start: Partition) -> Partition:
+        forward, backward = step.slowest()
+        pipeline = PipelineModel(
+            tuple(forward.tolist()),
+            tuple(backward.tolist()),
+            setting.micro_batches,
+            (1.0,) * stages,
+            (setting.layer_bytes,) * setting.layers,
+            setting.link_seconds,
+            "overlapped",
+        )
+        return shortest(step.costs(), stages, start=list(start), pipeline=pipeline)
+
+    return by_schedule
+
+
+def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Setting) -> bool:
+    """Does the engine move from ``old`` to ``new``, knowing ``step``? It reckons with messages that take no time."""
+    if list(old) == list(new):
+        return False
+    if arm == "oracle":
+        return True
+    forward, backward = step.slowest()
+    known = Step(1, forward[None], backward[None], step.trainable)
+    objective = 1 if arm == "schedule" else 0
+    expected = replace(setting, message_bytes=0)
+    before, after = iteration(known, old, expected), iteration(known, new, expected)
+    if arm.endswith("parameters"):
+        loads = [np.add.reduceat(step.trainable, list(which[:-1])).max() for which in (old, new)]
+        return bool(loads[0] - loads[1] >= MIN_IMPROVEMENT * loads[0] > 0)
+    if before[objective] - after[objective] < MIN_IMPROVEMENT * before[objective]:
+        return False
+    return (before[1] - after[1]) * setting.interval > move_seconds(old, new, setting)
+
+
+def move_seconds(old: Partition, new: Partition, setting: Setting) -> float:
+    """Of the stage that sends or receives most layers; both ways at once."""
+    busiest = 0
+    for (begin, end), (first, last) in zip(zip(old, old[1:]), zip(new, new[1:])):
+        stay = max(0, min(end, last) - max(begin, first))
+        busiest = max(busiest, end - begin - stay, last - first - stay)
+    return busiest * setting.layer_bytes / setting.link_bytes_per_second
+
+
+def replay(steps: Sequence[Step], arm: str, setting: Setting) -> Outcome:
+    """The run under ``arm``; the partition is uniform at first.
+
+    A rebalance follows the first iteration of a phase that was announced, else the next multiple of the interval. The
+    oracle knows loads that last before they come, and of those that change in every iteration the one before.
+    """
+    partition: Partition = uniform(setting.layers, setting.stages)
+    propose = proposer(arm, setting) if arm in DYNAMIC or arm == "oracle" else None
+    rows, moves, moving, begin = [], 0, 0.0, 0
+    for step in steps:
+        known_after = iterations_until_known(step, arm, setting, begin)
+        if known_after:
+            rows.append((min(known_after, step.iterations), *iteration(step, partition, setting)))
+        if propose is not None and known_after <= step.iterations:
+            new = propose(step, partition)
+            if worth_it(step, partition, new, arm, setting):
+                moves += 1
+                moving += 0.0 if arm == "oracle" else move_seconds(partition, new, setting)
+                partition = new
+        if step.iterations > known_after:
+            rows.append((step.iterations - known_after, *iteration(step, partition, setting)))
+        begin += step.iterations
+    weights = [row[0] for row in rows]
+    full, scheduled, work, imbalance = (
+        float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 5)
+    )
+    moving /= sum(weights)
+    return Outcome(
+        full + moving, scheduled + moving, moving, 1 - work / full, 1 - work / scheduled, imbalance, rows[-1][1], moves
+    )
+
+
+def iterations_until_known(step: Step, arm: str, setting: Setting, begin: int) -> int:
+    """How many iterations of a phase that begins after ``begin`` others pass before a rebalance knows its loads."""
+    if arm == "oracle":
+        return 0 if step.iterations > 1 else 1
+    return 1 if setting.announced else setting.interval - begin % setting.interval
+
+
+def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Of runs with different seeds."""
+    means = {name: statistics.fmean(getattr(one, name) for one in outcomes) for name in Outcome.__annotations__}
+    return Outcome(**{**means, "moves": round(means["moves"])})  # type: ignore[arg-type]
+
+
+def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, seeds: int) -> dict[str, Outcome]:
+    """Each of ``arms`` on the same loads; means over seeds."""
+    runs = [steps_of(case, setting, count, seed) for seed in range(seeds)]
+    outcomes = {arm: mean_outcome([replay(steps, arm, setting) for steps in runs]) for arm in arms if arm != "dense"}
+    if "dense" in arms:
+        outcomes["dense"] = replay(dense_steps(setting), STATIC, setting)
+    return outcomes

@@ -1,0 +1,66 @@
+"""scripts/benchmark.py: what it is asked for, what it refuses, and the layers that it emulates."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ds_dynmo.errors import ConfigError
+from scripts.benchmark import asks_for_part, check, parse
+from scripts.emulation import EmulatedBlock
+
+
+def test_a_part_is_asked_for_by_the_first_argument() -> None:
+    assert asks_for_part(["--local_rank=1", "freezing", "--compute", "sleep"])
+    assert not asks_for_part(["--local_rank=1", "--case", "freezing"])
+    assert not asks_for_part(["--local_rank=1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stages", "4"], "--stages 4: should be the number of processes, 8"),
+        (["--layers", "7"], "--layers 7: should be at least the number of stages, 8"),
+        (["--rounds", "0"], "--rounds 0: should be at least 1"),
+        (["--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
+        (["--steps", "2"], "--steps 2: should be at least the rounds, 3"),
+    ],
+)
+def test_sizes_that_make_no_pipeline_are_refused(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=message):
+        check(parse(flags))
+
+
+def test_without_the_launcher_there_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="start with DeepSpeed's launcher"):
+        check(parse([]))
+
+
+def test_an_emulated_block_takes_as_long_as_it_is_told() -> None:
+    block = EmulatedBlock()
+    block.forward_seconds, block.backward_seconds = 0.02, 0.05
+    began = time.perf_counter()
+    hidden = block(torch.ones(2, requires_grad=True))
+    forward = time.perf_counter() - began
+    began = time.perf_counter()
+    hidden.sum().backward()
+    backward = time.perf_counter() - began
+    assert 0.02 <= forward < 0.05 <= backward
+    assert hidden.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("share", "units"), [(1.0, 255), (0.5, 128), (0.1, 26), (0.001, 1), (0.0, 0)])
+def test_the_parameters_that_train_are_the_share_it_is_told(share: float, units: int) -> None:
+    block = EmulatedBlock()
+    whole = sum(part.numel() for part in block.parameters())
+    block.train_share(share)
+    assert sum(part.numel() for part in block.parameters() if part.requires_grad) == whole * units // 255
+    hidden = block(torch.ones(2, requires_grad=True))
+    hidden.sum().backward()
+    assert [part.grad is not None for part in block.parts].count(True) == (1 if share else 0)

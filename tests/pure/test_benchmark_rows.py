@@ -1,0 +1,64 @@
+"""The benchmark's arithmetic, on figures made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.benchmark_rows import Measured, Slice, rows
+
+DENSE = ((1.0,) * 4, (2.0,) * 4)
+HALF = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 2.0, 2.0))
+
+
+def run(seconds: list[float], partition: tuple[int, ...] = (0, 2, 4), passes: object = HALF, **cost: float) -> Measured:
+    costs = (cost.get("profile", 0.0), cost.get("decide", 0.0), cost.get("migrate", 0.0))
+    return Measured.of([[Slice(10, 10 * one, passes, partition, costs)] for one in seconds], micro_batches=8)  # type: ignore[arg-type]
+
+
+MEASURED = {
+    "static_uniform": run([60.0, 50.0, 100.0]),
+    "static_parameters": run([70.0, 60.0, 110.0]),
+    "partition_time": run([30.0, 50.0, 40.0], (0, 3, 4), profile=6.0, decide=2.0, migrate=4.0),
+    "oracle": run([25.0, 25.0, 40.0], (0, 3, 4)),
+    "dense": run([120.0, 100.0, 200.0], passes=DENSE),
+}
+
+
+def test_ratios_are_medians_of_the_rounds() -> None:
+    table = {row["balancer"]: row for row in rows("freezing", MEASURED, tokens=120)}
+    own = table["partition_time"]
+    assert own["tokens_per_second"] == 3 and own["tokens_per_second_spread"] == [2.4, 4]
+    assert own["speedup_over_static"] == 2  # of 2, 1 and 2.5: the better static is the uniform one
+    assert table["static_parameters"]["speedup_over_static"] == pytest.approx(60 / 70)
+    assert own["speedup_over_dense"] == 4 and table["static_uniform"]["speedup_over_dense"] == 2
+    assert own["share_of_ideal"] == pytest.approx(25 / 30) and table["oracle"]["share_of_ideal"] == 1
+
+
+def test_shares_come_from_the_layers_own_seconds() -> None:
+    table = {row["balancer"]: row for row in rows("freezing", MEASURED, tokens=120)}
+    own, dense = table["partition_time"], table["dense"]
+    # 8 micro-batches of 3 s a stage, and the first and last pass of one stage through the other
+    assert own["share_of_bound"] == pytest.approx(27 / 40)
+    assert dense["share_of_bound"] == pytest.approx(9 * 6 / 120)
+    assert own["bubble_ratio"] == pytest.approx(1 - 24 / 40) and own["imbalance"] == 0
+    assert table["static_uniform"]["imbalance"] == 2
+
+
+def test_overheads_are_shares_of_an_iteration() -> None:
+    own = next(row for row in rows("freezing", MEASURED, tokens=120) if row["balancer"] == "partition_time")
+    assert own["overhead_profile"] == pytest.approx(0.6 / 40)
+    assert own["overhead_decide"] == pytest.approx(0.2 / 40)
+    assert own["overhead_migrate"] == pytest.approx(0.4 / 40)
+
+
+def test_a_run_of_phases_counts_each_by_its_iterations() -> None:
+    phases = [Slice(30, 30 * 2.0, DENSE, (0, 2, 4)), Slice(10, 10 * 6.0, HALF, (0, 2, 4))]
+    measured = Measured.of([phases], micro_batches=8)
+    assert measured.rounds[0].seconds == 3
+    assert measured.rounds[0].busy_seconds == pytest.approx((30 * 48 + 10 * 24) / 40)
+    assert measured.imbalance == pytest.approx(0.5)
+
+
+def test_without_an_oracle_there_is_no_share_of_it() -> None:
+    real = {arm: one for arm, one in MEASURED.items() if arm != "oracle"}
+    assert {row["share_of_ideal"] for row in rows("freezing", real, tokens=120)} == {None}

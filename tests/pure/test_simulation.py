@@ -1,0 +1,115 @@
+"""scripts/simulate.py: runs of known loads, what a move has to be worth, and the tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import simulate
+from scripts.loads import Phase
+from scripts.repacking import repack_rows, sustained_stages
+from scripts.simulation import DYNAMIC, STATIC, Setting, Step, dense_steps, iteration, move_seconds, replay
+
+HALF_FROZEN = Phase.of((0, 0, 0, 0, 1, 1, 1, 1), 1000, trainable=(0, 0, 0, 0, 1, 1, 1, 1))
+
+
+def setting(**changes: float) -> Setting:
+    """8 layers of 1 + 2 seconds on 2 stages; messages and moves take no time."""
+    sizes = {"layers": 8, "stages": 2, "replicas": 1, "micro_batches": 8, "interval": 100}
+    free = {"forward_seconds": 1.0, "layer_bytes": 0, "message_bytes": 0}
+    return Setting(**{**sizes, **free, **changes})  # type: ignore[arg-type]
+
+
+def steps(*phases: Phase) -> list[Step]:
+    return [Step.of([phase], 1.0) for phase in phases]
+
+
+def test_an_iteration_is_known() -> None:
+    full, schedule, work, imbalance = iteration(dense_steps(setting())[0], [0, 4, 8], setting())
+    assert (full, schedule, work, imbalance) == (8 * 12, (8 + 1) * 12, 8 * 12, 0)
+    full, _, work, imbalance = iteration(steps(HALF_FROZEN)[0], [0, 4, 8], setting())
+    assert (full, work, imbalance) == (8 * 12, 8 * 6, 2.0)
+
+
+@pytest.mark.parametrize("arm", DYNAMIC)
+def test_half_frozen_is_twice_as_fast_when_it_is_even(arm: str) -> None:
+    run = steps(HALF_FROZEN)
+    static, dynamic = replay(run, STATIC, setting(announced=True)), replay(run, arm, setting(announced=True))
+    assert static.full_seconds == 96 and static.full_bubble == 0.5 and static.moves == 0
+    assert dynamic.last_seconds == 48 and dynamic.moves == 1
+    assert dynamic.full_seconds == pytest.approx((96 + 999 * 48) / 1000)  # the first iteration is profiled
+
+
+def test_without_word_of_the_change_the_next_interval_sees_it() -> None:
+    run = steps(Phase.of([1] * 8, 250), HALF_FROZEN)
+    seconds = replay(run, "partition_time", setting()).full_seconds
+    assert seconds == pytest.approx((300 * 96 + 950 * 48) / 1250)  # from 250 to the multiple of 100 after it
+    rare = replay(run, "partition_time", setting(interval=5000))
+    assert rare.full_seconds == 96 and rare.moves == 0
+
+
+def test_the_oracle_knows_loads_that_last_and_is_one_behind_where_they_change_always() -> None:
+    assert replay(steps(HALF_FROZEN), "oracle", setting()).full_seconds == 48
+    one = Phase(1, HALF_FROZEN.forward, HALF_FROZEN.backward, HALF_FROZEN.trainable)
+    assert replay(steps(one, one), "oracle", setting(interval=1)).full_seconds == (96 + 48) / 2
+
+
+def test_a_move_has_to_be_paid_back_before_the_next_rebalance() -> None:
+    # Two layers move; an iteration gets 54 s shorter (the fall of the bottleneck, and the filling with it).
+    saved = iteration(steps(HALF_FROZEN)[0], [0, 4, 8], setting())[1]
+    saved -= iteration(steps(HALF_FROZEN)[0], [0, 6, 8], setting())[1]
+    for interval, moves in ((1, 0), (4, 1)):
+        costly = setting(announced=True, interval=interval, layer_bytes=1, link_bytes_per_second=2 / (3 * saved))
+        assert move_seconds([0, 4, 8], [0, 6, 8], costly) == pytest.approx(3 * saved)
+        run = replay(steps(HALF_FROZEN), "partition_time", costly)
+        assert run.moves == moves
+        assert run.move_seconds == pytest.approx(moves * 3 * saved / 1000)
+
+
+def test_the_slowest_replica_counts() -> None:
+    light, heavy = Phase.of([1] * 8), Phase.of([1] * 4 + [2] * 4)
+    both = Step.of([light, heavy], 1.0)
+    assert both.costs() == [3.0] * 4 + [6.0] * 4
+    full, _, work, imbalance = iteration(both, [0, 4, 8], setting(replicas=2))
+    assert full == 8 * 24 and work == 8 * (12 + 12 + 12 + 24) / 4 and imbalance == 12 / 18
+
+
+def test_fewer_stages_sustain_a_pruned_model() -> None:
+    rows = repack_rows(48, (8, 4, 2), seeds=1)
+    assert [row["over_dense"] for row in rows[:3]] == [1.0, 0.5, 0.25]
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(row["stages"] * row["tokens_per_second_per_rank"])
+        assert row["tokens_per_second_per_rank"] >= rows[0]["tokens_per_second_per_rank"] * (1 - 1e-9)
+    assert sustained_stages(rows) == pytest.approx((4000 * 8 + 1000 * 4 + 5000 * 2) / 10_000, abs=0.4)
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulate.py", *arguments])
+    simulate.main()
+
+
+def test_the_table_shows_every_balancer_beside_the_paper(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    sizes = ["--layers", "8", "--stages", "2", "--replicas", "1", "--phases", "4", "--seeds", "1"]
+    run_script(monkeypatch, "--case", "early_exit", "--json", str(path), *sizes)
+    shown = capsys.readouterr().out
+    rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {STATIC, "static_parameters", *DYNAMIC, "oracle", "dense"} and set(rows) <= set(shown.split())
+    assert "4.52" in shown and "Beside the paper" in shown
+    assert rows["dense"]["speedup_over_dense"] == rows[STATIC]["speedup_over_static"] == 1
+    assert rows["oracle"]["speedup_over_static"] >= rows["partition_time"]["speedup_over_static"] > 1.5
+    assert rows["partition_parameters"]["speedup_over_static"] == 1  # exits change no parameters
+
+
+def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_script(monkeypatch, "--case", "moe", "--layers", "4", "--stages", "8")
+    assert "4 layers" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_script(monkeypatch, "--case", "moe", "--link-gbps", "0")
+    assert "--link-gbps 0" in capsys.readouterr().err
