@@ -2,9 +2,10 @@
 
 A balancer sees what the engine would: the costs of the iteration before, of each layer on its slowest replica, and no
 links. It moves where the bottleneck falls by the engine's ``min_improvement`` and what that saves until the next
-rebalance is more than the move takes; that costs may be off by noise, which the engine weighs too, is left out. An iteration is timed in two ways: ``1F1B``, DeepSpeed's schedule with its filling and draining, and
-``full``, as long as the busiest stage works, which is what a schedule almost without bubbles of its own comes to (the
-paper's).
+rebalance is more than the move takes; that costs may be off by noise, which the engine weighs too, is left out.
+
+An iteration is timed in two ways: ``1F1B``, DeepSpeed's schedule with its filling and draining, and ``full``, as long
+as the busiest stage works, which is what a schedule almost without bubbles of its own comes to (the paper's).
 """
 
 from __future__ import annotations
