@@ -24,6 +24,7 @@ __all__ = [
     "DynMoConfig",
     "ProfileConfig",
     "RandomnessConfig",
+    "TraceConfig",
     "load_json",
     "parse_block",
     "parse_type_partition",
@@ -61,6 +62,22 @@ class RandomnessConfig(_Block):
     seed: int | None = Field(default=None, ge=0, lt=2**64, description="null: the PipelineModule's base_seed")
 
 
+class TraceConfig(_Block):
+    """The measured timeline of some batches, for Perfetto: the "trace" object in the "dynmo" block."""
+
+    path: str = Field(min_length=1, description="file that rank 0 writes, in Chrome's trace format")
+    steps: tuple[int, int] = Field(description="[first, last] batch that is traced, counted from 1")
+
+    @field_validator("steps", mode="plain")
+    @classmethod
+    def _first_and_last(cls, steps: Any) -> tuple[int, int]:
+        if isinstance(steps, list | tuple) and len(steps) == 2 and all(type(step) is int for step in steps):
+            first, last = steps
+            if 1 <= first <= last:
+                return first, last
+        raise ValueError("should be [first, last], two ints with 1 <= first <= last")
+
+
 class DynMoConfig(_Block):
     """The "dynmo" block. Every key has a default; each field's ``description`` says what it means.
 
@@ -87,7 +104,8 @@ class DynMoConfig(_Block):
         default=0.03,
         ge=0,
         lt=1,
-        description="least predicted fall of the bottleneck, as a fraction, that is worth a move",
+        description="least predicted fall of the bottleneck, as a fraction, that is worth a move; "
+        'with balancer "schedule" of an iteration\'s seconds',
     )
     memory_limit: int | float | None = Field(
         default=None, description="per device: an int is bytes, a float in (0, 1] a fraction of the device's memory"
@@ -104,6 +122,7 @@ class DynMoConfig(_Block):
     report: str | None = Field(default=None, min_length=1, description="path of the JSON lines that rank 0 writes")
     log: bool = Field(default=True, description="one line per rebalance on rank 0")
     monitor: bool = Field(default=True, description="numbers to DeepSpeed's monitor under DynMo/")
+    trace: TraceConfig | None = Field(default=None, description="the measured timeline of some batches; null: none")
 
     @field_validator("stop_step")
     @classmethod

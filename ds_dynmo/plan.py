@@ -116,6 +116,18 @@ class Profile:
             return [layer.seconds for layer in self.layers]
         return [float(layer.trainable_parameters) for layer in self.layers]
 
+    def as_record(self) -> dict[str, Any]:
+        """A dict for one JSON line: of the layers, their seconds."""
+        return {
+            "kind": "profile",
+            "step": self.step,
+            "partition": self.partition,
+            "micro_batches": self.micro_batches,
+            "batch_seconds": self.batch_seconds,
+            "forward_seconds": [layer.forward_seconds for layer in self.layers],
+            "backward_seconds": [layer.backward_seconds for layer in self.layers],
+        }
+
 
 @dataclass(frozen=True)
 class LayerMove:

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """What a block of each dynamic case costs, against the dense block of the same size, as its load falls.
 
+"pruned_linear" is one linear layer alone, 1024 x 1024 for 512 tokens.
+
     OMP_NUM_THREADS=1 python scripts/benchmark_layers.py freezing
     OMP_NUM_THREADS=1 python scripts/benchmark_layers.py --json layers.json
 
@@ -26,6 +28,7 @@ from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.pruning.gradual import prunable_linears
 from ds_dynmo.models.pruning.magnitude import select_largest
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from ds_dynmo.models.stream import Activations, Stream
 
 Setting = tuple[str, Callable[[argparse.Namespace], torch.nn.Module]]
@@ -71,6 +74,33 @@ def pruned(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module
 def pruning() -> Iterator[Setting]:
     for sparsity in (0.52, 0.79, 0.9, 0.95, 0.99):
         yield f"{sparsity:.0%} pruned", partial(pruned, sparsity=sparsity)
+
+
+class PrunedLinear(torch.nn.Module):
+    """A linear layer of which a share of the weights, at random places, is pruned."""
+
+    def __init__(self, size: int, sparsity: float) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.linear = PrunableLinear(torch.nn.Parameter(torch.randn(size, size, generator=generator) / size**0.5))
+        if sparsity:
+            self.linear.prune(torch.rand(size, size, generator=generator) >= sparsity)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(hidden)
+        return result
+
+    def load_signal(self) -> float:
+        return self.linear.kept / self.linear.weight.numel()
+
+
+def pruned_alone(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module:
+    return PrunedLinear(arguments.hidden_size, sparsity)
+
+
+def pruned_linear() -> Iterator[Setting]:
+    for sparsity in (0.52, 0.79, 0.9, 0.95, 0.99):
+        yield f"{sparsity:.0%} pruned", partial(pruned_alone, sparsity=sparsity)
 
 
 def sparse_attention() -> Iterator[Setting]:
@@ -130,10 +160,16 @@ CASES: dict[str, Callable[[], Iterator[Setting]]] = {
     "freezing": freezing,
     "moe": moe,
     "pruning": pruning,
-    "sparse attention": sparse_attention,
+    "pruned_linear": pruned_linear,
+    "sparse_attention": sparse_attention,
     "mod": mod,
     "early_exit": early_exit,
 }
+
+
+def dense_of(arguments: argparse.Namespace, case: str) -> torch.nn.Module:
+    """What a case is compared with."""
+    return PrunedLinear(arguments.hidden_size, 0.0) if case == "pruned_linear" else block_of(arguments)
 
 
 def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:
@@ -165,8 +201,10 @@ def seconds(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) ->
 
 def table(arguments: argparse.Namespace, case: str) -> list[dict[str, Any]]:
     rows = []
+    if case == "pruned_linear":
+        arguments = argparse.Namespace(**{**vars(arguments), "hidden_size": 1024, "sequence": 512, "batch": 1})
     for setting, make in CASES[case]():
-        dense, block = block_of(arguments), make(arguments)
+        dense, block = dense_of(arguments, case), make(arguments)
         pairs = [
             (seconds(arguments, block, seed), seconds(arguments, dense, seed)) for seed in range(arguments.pairs + 2)
         ][2:]

@@ -31,12 +31,22 @@ from ds_dynmo.models import (
     LANGUAGE_MODEL_LOSS,
     Batches,
     DynamicCase,
+    EpochBatches,
     LanguageModelPipeline,
     dynamic_cases,
     model_layers,
 )
 from scripts.train_options import RESUME_FILE, Run, prepare
-from scripts.train_report import History, Progress, closing_line, closing_table, summary, write_record
+from scripts.train_report import (
+    History,
+    Progress,
+    case_lines,
+    closing_line,
+    closing_table,
+    step_record,
+    summary,
+    write_record,
+)
 
 VALIDATIONS = 5
 FIRST_RANK_SECONDS = 10.0
@@ -85,6 +95,9 @@ def train(run: Run, engine: Any) -> History:
             case.load_state_dict(run.resumed["cases"][case.name])
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
+    caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
+    if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
+        progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
     for step in range(engine.global_steps, run.stop):
         for case in cases:
             case.before_batch(step)
@@ -97,6 +110,8 @@ def train(run: Run, engine: Any) -> History:
         history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
         history.step_seconds.append(time.perf_counter() - began)
         history.decisions_seen(engine)
+        if engine.global_rank == 0:
+            write_record(run.report, step_record(run, engine, history), "a")
         for case in cases:
             case.after_batch(step + 1)
         progress.step(step + 1, history)
@@ -108,6 +123,8 @@ def train(run: Run, engine: Any) -> History:
             save(run, engine, cases)
             progress.say(f"step {step + 1}: checkpoint in {run.save}")
     progress.close()
+    if not engine.released:
+        history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
     return history
 
 
@@ -118,6 +135,8 @@ def batches(run: Run, engine: Any, split: Any) -> Batches:
         sequence_length=run.model.sequence_length,
         seed=run.model.seed,
         replica=engine.grid.get_data_parallel_rank(),
+        replicas=engine.grid.get_data_parallel_world_size(),
+        sampling=run.model.sampling if split == "train" else "random",
     )
 
 
@@ -184,7 +203,8 @@ def main(arguments: list[str]) -> int:
     if first_rank:
         numbers = summary(run, engine, history)
         write_record(run.report, numbers, "a")
-        print("\n".join(["", *closing_table(run, engine, history), closing_line(history, numbers)]), flush=True)
+        closing = [*closing_table(run, engine, history), *case_lines(history), closing_line(history, numbers)]
+        print("\n".join(["", *closing]), flush=True)
     if not engine.released:
         deepspeed.comm.destroy_process_group()
     return 0

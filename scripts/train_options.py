@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.config import load_json, read_dynmo_config
+from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, load_text, model_layers, read_model_config
 
@@ -60,7 +60,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many of them, to be resumed")
     parser.add_argument("--seed", type=int, help="of weights and data (default: the model block's)")
     parser.add_argument("--stages", type=int, help="of the pipeline (default: the number of processes)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="JSON lines: start, rebalance, measured, end")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="JSON lines of what happens, for scripts/plot.py")
+    parser.add_argument(
+        "--trace", nargs=3, metavar=("FILE", "FIRST", "LAST"), help="the timeline of these steps, for Perfetto"
+    )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="write one after every N batches, too")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint in it")
@@ -99,6 +102,13 @@ def prepare(arguments: list[str]) -> Run:
     settings = dict(settings)
     if dynmo is not None:
         settings["dynmo"] = dict(settings["dynmo"])
+    if args.trace is not None:
+        if dynmo is None:
+            raise ConfigError(f'--trace {args.trace[0]}: needs a "dynmo" block, stock DeepSpeed records none')
+        path, *numbers = args.trace
+        trace = {"path": path, "steps": [int(number) if number.isdecimal() else number for number in numbers]}
+        parse_block(TraceConfig, trace, "--trace")
+        settings["dynmo"]["trace"] = trace
     resumed = None
     if args.resume is not None:
         resumed = read_resume_file(args.resume, model)

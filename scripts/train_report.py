@@ -25,12 +25,14 @@ class History:
     Attributes:
         losses: the language model's in training, to be compared with other models'.
         auxiliary_losses: what was added to them to be trained; 0 where there is nothing.
+        cases: what each dynamic case has to say at the end.
     """
 
     losses: list[float] = field(default_factory=list)
     auxiliary_losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
+    cases: dict[str, dict[str, float]] = field(default_factory=dict)
     profiles: list[Profile | None] = field(default_factory=list)  # for each report, what it was decided on
 
     @property
@@ -113,6 +115,27 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
     return (f"{tokens / profile.batch_seconds:,.0f}", f"{bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
 
 
+def case_lines(history: History) -> list[str]:
+    """One line per case that has numbers."""
+    return [
+        f"{name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,.0f}" for key, value in numbers.items())
+        for name, numbers in history.cases.items()
+    ]
+
+
+def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
+    """The batch that was trained last; its time holds the rebalance that followed it."""
+    seconds = history.step_seconds[-1]
+    return {
+        "kind": "step",
+        "step": engine.global_steps,
+        "seconds": seconds,
+        "tokens_per_second": tokens_per_step(run, engine) / seconds,
+        "train_loss": history.losses[-1],
+        "auxiliary_loss": history.auxiliary_losses[-1],
+    }
+
+
 def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
     """The numbers of the whole run; validation is not in its time."""
     seconds = sum(history.step_seconds)
@@ -128,6 +151,7 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
         "first_train_loss": history.losses[0],
         "validation_loss": history.validation_losses[-1][1],
         "validation_losses": history.validation_losses,
+        "cases": history.cases,
     }
 
 

@@ -18,6 +18,7 @@ from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
 
 _SMALL_BYTES = 1 << 16
+_CLOCK_ROUNDS = 10
 
 Placed = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
 
@@ -121,6 +122,33 @@ class Communicator:
         except RuntimeError as error:
             raise self._control_failed(error) from error
         return gathered
+
+    def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
+        """Seconds that this rank's clock is ahead of rank 0's, and the most that they can be wrong by.
+
+        A rank asks rank 0 for its time, a few times; the quickest answer counts: half of the time that it took is how
+        far off it can be (Cristian, "Probabilistic clock synchronization", 1989).
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        question, answer = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        trips: list[tuple[float, float]] = [] if rank else [(0.0, 0.0)]
+        try:
+            for asking in range(1, world):
+                for _ in range(_CLOCK_ROUNDS if rank in (0, asking) else 0):
+                    if rank == 0:
+                        dist.recv(question, asking, group=self._control)
+                        answer[0] = now()
+                        dist.send(answer, asking, group=self._control)
+                    else:
+                        asked = now()
+                        dist.send(question, 0, group=self._control)
+                        dist.recv(answer, 0, group=self._control)
+                        half = (now() - asked) / 2
+                        trips.append((half, asked + half - answer.item()))
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        error_seconds, offset_seconds = min(trips)
+        return offset_seconds, error_seconds
 
     def gather_or_fail(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What ``make`` gives on every rank.

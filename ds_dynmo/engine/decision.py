@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ class Decision:
 
     Attributes:
         verdict: why layers move or stay, in a few words.
+        missed_seconds: what is let go by staying, until the next decision, because moving would cost more.
     """
 
     partition: tuple[int, ...]
@@ -33,6 +35,7 @@ class Decision:
     iteration_seconds_before: float
     iteration_seconds_after: float
     verdict: str = ""
+    missed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Outlook:
         """With the profile's own partition in force."""
         return cls(profile.partition, profile, speeds)
 
-    @property
+    @cached_property
     def pipeline(self) -> PipelineModel:
         """Layers' seconds on a stage of speed 1, and all that simulating takes."""
         profile, num_stages = self.profile, len(self.current) - 1
@@ -85,11 +88,13 @@ class Stakes:
         batches: until the next decision.
         move_costs: what moves took so far.
         errors: per layer, the relative standard error of its cost.
+        missed_seconds: what the decisions before let go in a row.
     """
 
     batches: int
     move_costs: MoveCosts
     errors: tuple[float, ...]
+    missed_seconds: float = 0.0
 
 
 def decide(outlook: Outlook, config: DynMoConfig, memory: MemoryModel | None, stakes: Stakes | None = None) -> Decision:
@@ -130,7 +135,9 @@ def judge(
 
     Worth it is what lowers the bottleneck (with a balancer that takes the pipeline: the iteration's seconds) by
     ``min_improvement``; and with ``stakes``, where time is balanced, what lowers the iteration by more than noise
-    explains, and saves more until the next decision than the move costs.
+    explains, and saves more until the next decision than the move costs, what was missed since layers could first have
+    moved added. So a small gain that lasts is taken in the end, at no more than twice the least possible cost, however
+    short the interval.
     """
     current = outlook.current
     if proposed == current:
@@ -147,12 +154,13 @@ def judge(
     if saved <= _STANDARD_ERRORS * _saved_error(outlook, proposed, stakes.errors):
         return predict(outlook, current, f"{list(proposed)} would save {saved:.3g} s a batch, no more than noise may")
     seconds = stakes.move_costs.seconds(moved_bytes(outlook.profile, current, proposed))
-    if saved * stakes.batches <= seconds:
-        return predict(
+    if saved * stakes.batches + stakes.missed_seconds <= seconds:
+        stays = predict(
             outlook,
             current,
             f"{list(proposed)} would save {saved:.3g} s in each of {stakes.batches} batches and cost {seconds:.3g} s",
         )
+        return replace(stays, missed_seconds=saved * stakes.batches)
     return predict(outlook, proposed, "worth it")
 
 
@@ -214,6 +222,7 @@ class Experience:
     history: CostHistory = field(default_factory=CostHistory)
     move_costs: MoveCosts = field(default_factory=MoveCosts)
     _moved_bytes: int | None = None  # of a move whose seconds the ranks have still to tell each other
+    _missed_seconds: float = 0.0
 
     def profiled(self, profile: Profile, move_seconds: float) -> None:
         """One more profile; ``move_seconds``: that moves since the last took, on the slowest rank."""
@@ -221,6 +230,15 @@ class Experience:
         if self._moved_bytes is not None and move_seconds > 0:
             self.move_costs.record(self._moved_bytes, move_seconds)
         self._moved_bytes = None
+
+    def model_changed(self) -> None:
+        """Layers cost something else from here on."""
+        self.history.forget()
+        self._missed_seconds = 0.0
+
+    def decided(self, decision: Decision) -> None:
+        """A decision was taken; one that does not let anything go begins anew."""
+        self._missed_seconds = self._missed_seconds + decision.missed_seconds if decision.missed_seconds else 0.0
 
     def moved(self, profile: Profile, plan: MigrationPlan) -> None:
         """Layers have moved; ``profile`` says how many bytes they have."""
@@ -232,14 +250,20 @@ class Experience:
 
     def stakes(self, batches: int) -> Stakes:
         """For a decision whose effect lasts so many batches."""
-        return Stakes(batches, self.move_costs, self.history.errors)
+        return Stakes(batches, self.move_costs, self.history.errors, self._missed_seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {"history": self.history.state(), "moves": self.move_costs.state(), "moved_bytes": self._moved_bytes}
+        return {
+            "history": self.history.state(),
+            "moves": self.move_costs.state(),
+            "moved_bytes": self._moved_bytes,
+            "missed_seconds": self._missed_seconds,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where :meth:`state_dict` was taken."""
         self.history.load(state["history"])
         self.move_costs = MoveCosts(state["moves"])
         self._moved_bytes = state["moved_bytes"]
+        self._missed_seconds = state["missed_seconds"]

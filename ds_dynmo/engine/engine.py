@@ -25,6 +25,7 @@ from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.randomness import LayerStreams
 from ds_dynmo.engine.reporting import Reporter, rebalance_report
+from ds_dynmo.engine.trace import Tracer
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
@@ -49,7 +50,8 @@ class DynMoPipelineEngine(EngineForModels):
         self._controller = controller.Controller(dynmo)
         self._experience = Experience()
         self._move_seconds = 0.0
-        self._profiler = Profiler(EventClock(get_accelerator()) if _has_events() else CpuClock())
+        clock = EventClock(get_accelerator()) if _has_events() else CpuClock()
+        self._profiler = Profiler(clock)
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
         self._last_move_step: int | None = None
@@ -65,6 +67,7 @@ class DynMoPipelineEngine(EngineForModels):
             seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
             self._streams = LayerStreams(seed, self.grid.get_data_parallel_id())
         self._origin = checkpoint.Origin.of(self)
+        self._tracer = Tracer(dynmo.trace, self, clock, self._reporter.warn) if dynmo.trace is not None else None
         self._agree_on_trainable("initialize")
 
     # -- public ---------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ class DynMoPipelineEngine(EngineForModels):
             return
         self._agree_on_trainable("model_changed")
         self._profiler.forget(batches_too=True)
-        self._experience.history.forget()
+        self._experience.model_changed()
         if self.dynmo.enabled:
             self._controller.model_changed(reason)
 
@@ -130,6 +133,12 @@ class DynMoPipelineEngine(EngineForModels):
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""
         if self.dynmo is None:
             return super().train_batch(data_iter)
+        if self._tracer is not None and self._tracer.wants(self.global_steps + 1):
+            with self._tracer.batch(self):
+                return self._train_batch(data_iter)
+        return self._train_batch(data_iter)
+
+    def _train_batch(self, data_iter: Any) -> torch.Tensor:
         self._check_trainable()
         self._layers.refresh_twins(training=True)
         if self._controller.profile_batch(self.global_steps + 1):
@@ -140,6 +149,7 @@ class DynMoPipelineEngine(EngineForModels):
             if self._controller.warm:
                 self._profiler.batch_took(time.perf_counter() - began)
         self._batch_done()
+        self._reporter.profiled(self._profile)
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +218,7 @@ class DynMoPipelineEngine(EngineForModels):
             super()._exec_schedule(pipe_schedule)
             return
         training = not isinstance(pipe_schedule, schedule.InferenceSchedule)
-        with self._streams.batch(self.module, self._layers.start, step=self.global_steps, training=training):
+        with self._streams.batch(self.module, self._layers.random_streams(), step=self.global_steps, training=training):
             super()._exec_schedule(pipe_schedule)
 
     def _profiled_batch(self, data_iter: Any) -> torch.Tensor:
@@ -300,6 +310,7 @@ class DynMoPipelineEngine(EngineForModels):
             logger.error(f"rank {self.global_rank} cannot decide where layers go: {error!r}")
             self._comm.agree(None)
             raise AssertionError("no plan cannot be agreed on") from error
+        self._experience.decided(decision)
         decide_seconds = time.perf_counter() - began
         return self._go_to(
             decision.partition,

@@ -2,9 +2,11 @@
 
 Whenever a layer runs, the global generators (torch's, the accelerator's, Python's ``random``, numpy's legacy one) are
 seeded from the run's seed, the step, the micro-batch, the layer's number and the data-parallel index: it draws the same
-on any stage, when it is recomputed for backward, and after a resume. After a pass (a micro-batch's forward or backward
-through the stage) they are what they were before its first layer, so the rank's own draws are not disturbed. The loss
-draws on from the last layer's stream. A backward function that draws (dropout's keeps its mask) has no stream.
+on any stage, when it is recomputed for backward, and after a resume. A layer may have another number for this, its
+``draws_as_layer``, so that a model cut into layers in another way draws the same. After a pass (a micro-batch's forward
+or backward through the stage) they are what they were before its first layer, so the rank's own draws are not
+disturbed. The loss draws on from the last layer's stream. A backward function that draws (dropout's keeps its mask) has
+no stream.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,14 +92,14 @@ class LayerStreams:
         self._outer: tuple[Any, Any] | None = None
 
     @contextmanager
-    def batch(self, module: Any, start: int, *, step: int, training: bool) -> Iterator[None]:
+    def batch(self, module: Any, numbers: Sequence[int], *, step: int, training: bool) -> Iterator[None]:
         """While a batch runs, the PipelineModule's ``forward_funcs`` draw from their streams; afterwards they are bare.
 
-        ``start`` is the number of the stage's first layer; an evaluation (not ``training``) has streams of its own.
+        ``numbers`` are those of the stage's layers; an evaluation (not ``training``) has streams of its own.
         """
         bare = module.forward_funcs
         self._now, self._begun = {"step": step, "training": training}, 0
-        module.forward_funcs = [self._drawing(start + position, layer) for position, layer in enumerate(bare)]
+        module.forward_funcs = [self._drawing(number, layer) for number, layer in zip(numbers, bare, strict=True)]
         try:
             yield
         finally:
@@ -132,12 +134,12 @@ class LayerStreams:
                     self._torch.restore(of_torch)
                 self._outer = None
 
-    def _drawing(self, index: int, layer: Layer) -> Layer:
+    def _drawing(self, number: int, layer: Layer) -> Layer:
         def drawing(inputs: Any) -> Any:
             of_torch = self._torch.state()
             if self._outer is None:
                 self._outer = of_torch, self._python.state()
-            seed = stream_seed(self._seed, layer=index, replica=self._replica, **self._now)
+            seed = stream_seed(self._seed, layer=number, replica=self._replica, **self._now)
             self._torch.seed(seed)
             self._python.seed(seed)
             try:

@@ -11,7 +11,7 @@ from deepspeed.utils.logging import LoggerFactory
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.decision import Decision
-from ds_dynmo.plan import MeasuredReport, MigrationPlan, RebalanceReport
+from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport
 
 # DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
 logger = LoggerFactory.create_logger(name="DynMo", level=logging.INFO)
@@ -23,6 +23,7 @@ class Reporter:
     def __init__(self, config: DynMoConfig, is_first_rank: bool, monitor: Any) -> None:
         self.rebalances: list[RebalanceReport] = []
         self.measurements: list[MeasuredReport] = []
+        self._profile: Profile | None = None
         self._is_first_rank = is_first_rank
         self._log = config.log and is_first_rank
         self._path = Path(config.report) if config.report is not None and is_first_rank else None
@@ -49,6 +50,12 @@ class Reporter:
             },
             samples,
         )
+
+    def profiled(self, profile: Profile | None) -> None:
+        """Write ``profile``, the latest one, once."""
+        if profile is not None and profile is not self._profile:
+            self._write(profile.as_record())
+        self._profile = profile
 
     def measured(self, report: MeasuredReport, samples: int) -> None:
         """Record what was measured under the present partition."""

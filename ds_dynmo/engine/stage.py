@@ -139,6 +139,11 @@ class StageLayers:
                 users.setdefault(id(parameter), []).append(index)
         return {index for found in users.values() if len(found) > 1 for index in found}
 
+    def random_streams(self) -> list[int]:
+        """For each layer of this stage, the number by which its random draws go; see the module ``randomness``."""
+        own = {index: self.local_module(index) for index in range(self.start, self.stop) if self.key(index) is None}
+        return [getattr(own.get(index), "draws_as_layer", index) for index in range(self.start, self.stop)]
+
     def counted_modules(self) -> dict[int, nn.Module]:
         """Like :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
         return {

@@ -6,7 +6,8 @@ from ds_dynmo.models.config import ModelConfig, read_model_config
 from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
 from ds_dynmo.models.early_exit.exits import EarlyExit
 from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController
-from ds_dynmo.models.freezing.prefix import Freezing, FreezingConfig, FreezingController, set_frozen_prefix
+from ds_dynmo.models.freezing.front import set_frozen_prefix
+from ds_dynmo.models.freezing.prefix import Freezing, FreezingConfig, FreezingController
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig
@@ -15,7 +16,7 @@ from ds_dynmo.models.moe.routing import MoEConfig
 from ds_dynmo.models.pipeline import AUXILIARY_LOSS, LANGUAGE_MODEL_LOSS, LanguageModelPipeline
 from ds_dynmo.models.pruning.gradual import Pruning, PruningConfig
 from ds_dynmo.models.sparse_attention.attention import SparseAttentionConfig
-from ds_dynmo.models.text import Batches, ByteText, load_text
+from ds_dynmo.models.text import Batches, ByteText, EpochBatches, load_text
 
 __all__ = [
     "AUXILIARY_LOSS",
@@ -27,6 +28,7 @@ __all__ = [
     "EarlyExitConfig",
     "Egeria",
     "EgeriaController",
+    "EpochBatches",
     "ExpertBalance",
     "Freezing",
     "FreezingConfig",

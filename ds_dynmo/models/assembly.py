@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import huggingface
@@ -14,11 +14,17 @@ from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
 from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.prefix import Freezing
-from ds_dynmo.models.gpt import Block, gpt_layers
+from ds_dynmo.models.gpt import AttentionHalf, Block, FeedForwardHalf, gpt_layers
+from ds_dynmo.models.local_layers import block_numbers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
 from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.moe.routing import moe_blocks
-from ds_dynmo.models.pruning.gradual import PrunableBlock, Pruning
+from ds_dynmo.models.pruning.gradual import (
+    PrunableAttentionHalf,
+    PrunableBlock,
+    PrunableFeedForwardHalf,
+    Pruning,
+)
 from ds_dynmo.models.sparse_attention.attention import HashSparseAttention, QKSparseAttention
 
 __all__ = ["dynamic_cases", "model_layers"]
@@ -33,32 +39,50 @@ def model_layers(config: ModelConfig) -> list[LayerSpec]:
         ConfigError: what "huggingface" names cannot be had; nothing has been built.
     """
     if config.huggingface is not None:
-        try:
-            return huggingface.layers(
-                config.huggingface,
-                seed=config.seed,
-                sequence_length=config.sequence_length,
-                vocab_size=BYTES,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
+        return _huggingface_layers(config)
     if config.early_exit is not None:
         return exit_layers(config, config.early_exit)
-    return gpt_layers(config, [_block(config, layer) for layer in range(1, config.layers + 1)])
+    return gpt_layers(config, [spec for layer in range(1, config.layers + 1) for spec in _block(config, layer)])
 
 
-def _block(config: ModelConfig, layer: int) -> LayerSpec:
-    """Block ``layer``, counted from 1: a class for what it does with its tokens and weights, and its two parts."""
-    parts: dict[str, Any] = {}
-    if config.sparse_attention is not None:
-        parts["attention"] = SPARSE_ATTENTION[config.sparse_attention.kind]
+def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
+    try:
+        layers = huggingface.layers(
+            config.huggingface, seed=config.seed, sequence_length=config.sequence_length, vocab_size=BYTES
+        )
+        if config.freezing is not None and config.freezing.egeria is not None:
+            huggingface.check_blocks_draw_nothing(config.huggingface, "freezing.egeria runs blocks beside the training")
+    except ConfigError as error:
+        raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
+    if config.freezing is not None:
+        if any(isinstance(spec, TiedLayerSpec) for spec in layers):
+            raise ConfigError(
+                f"{BLOCK}.freezing: would freeze the head with the embedding: needs tie_word_embeddings = false in "
+                f"{BLOCK}.huggingface"
+            )
+        most, blocks = config.freezing.most_blocks, len(block_numbers(layers))
+        if most > blocks:
+            raise ConfigError(f"{BLOCK}.freezing: schedule freezes {most} blocks, {BLOCK}.huggingface has {blocks}")
+    return layers
+
+
+def _block(config: ModelConfig, layer: int) -> list[LayerSpec]:
+    """Block ``layer``, counted from 1, whole or in halves: classes for what it does with its tokens and weights, and
+    its two parts."""
+    attention = None if config.sparse_attention is None else SPARSE_ATTENTION[config.sparse_attention.kind]
+    mlp = None
     if config.moe is not None and layer - 1 in moe_blocks(config.moe, config.layers):
-        parts["mlp"] = partial(MixtureOfExperts, moe=config.moe)
+        mlp = partial(MixtureOfExperts, moe=config.moe)
+    both: dict[str, Any] = {"attention": attention, "mlp": mlp}
     if config.mod is not None and config.mod.routes(layer):
-        return LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **parts)
-    if config.pruning is not None:
-        return LayerSpec(PrunableBlock, config, layer, csr_from=config.pruning.csr_from, **parts)
-    return LayerSpec(Block, config, layer, **parts)
+        return [LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **both)]
+    prunable = {} if config.pruning is None else {"csr_from": config.pruning.csr_from}
+    if not config.split_blocks:
+        return [LayerSpec(PrunableBlock if prunable else Block, config, layer, **both, **prunable)]
+    return [
+        LayerSpec(PrunableAttentionHalf if prunable else AttentionHalf, config, layer, attention=attention, **prunable),
+        LayerSpec(PrunableFeedForwardHalf if prunable else FeedForwardHalf, config, layer, **both, **prunable),
+    ]
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
@@ -69,13 +93,26 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         total_steps: of the run: schedules are fractions of it.
     """
     cases: list[DynamicCase] = []
-    num_layers = len(model_layers(config))
+    layers = model_layers(config)
+    num_layers, blocks = len(layers), block_numbers(layers)
     if config.pruning is not None:  # first, so that the others see no gradients of what is pruned
         cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))
     if config.freezing is not None and config.freezing.egeria is not None:
-        cases.append(Egeria(config.freezing.egeria, engine, num_blocks=config.layers, total_steps=total_steps))
+        cache_bytes = config.freezing.cache_bytes
+        cases.append(
+            Egeria(config.freezing.egeria, engine, blocks=blocks, total_steps=total_steps, cache_bytes=cache_bytes)
+        )
     elif config.freezing is not None:
-        cases.append(Freezing(config.freezing, engine, num_blocks=config.layers, total_steps=total_steps))
+        cases.append(
+            Freezing(
+                config.freezing,
+                engine,
+                blocks=blocks,
+                num_layers=num_layers,
+                layers_per_block=config.layers_per_block,
+                total_steps=total_steps,
+            )
+        )
     if config.moe is not None:
         cases.append(ExpertBalance(config.moe, engine, num_layers=num_layers))
     if config.early_exit is not None:

@@ -30,6 +30,10 @@ class DynamicCase(ABC):
     def after_batch(self, steps_done: int) -> None:  # noqa: B027
         """Look at what the batch did."""
 
+    def summary(self) -> dict[str, float]:
+        """Numbers for the record at the end of a run; the same on every rank. Collective."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What a run that is resumed needs and no layer keeps, as plain JSON values; the same on every rank."""
         return {}

@@ -24,18 +24,23 @@ from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsConfig
 from ds_dynmo.models.moe.routing import MoEConfig, moe_blocks
 from ds_dynmo.models.pruning.gradual import PruningConfig
 from ds_dynmo.models.sparse_attention.attention import SparseAttentionConfig
+from ds_dynmo.models.text import Sampling
 
 __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
 BYTES = 256  # the text's different tokens
-BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed"}
+BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed", "sampling", "freezing"}
 
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
     "pruning": {"moe": "experts are not pruned"},
-    "mod": {"pruning": "a routed block has no weights that can be pruned"},
+    "mod": {
+        "split_blocks": "a routed block takes its tokens through both halves at once",
+        "pruning": "a routed block has no weights that can be pruned",
+    },
     "early_exit": {
+        "split_blocks": "tokens leave after whole blocks",
         "freezing": "it counts layers without exits",
         "moe": "blocks that tokens leave have one feed-forward part",
         "pruning": "blocks that tokens leave have no weights that can be pruned",
@@ -44,11 +49,27 @@ _APART = {
     },
 }
 
+# By case, why passes of a frozen layer cannot be left out.
+_NOT_CACHED = {
+    "moe": "experts count their tokens in every pass",
+    "sparse_attention": "a pattern is drawn in every pass",
+}
+
 
 class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
 
     vocab_size: int = Field(default=BYTES, ge=BYTES, description="at least 256, the text is bytes")
+    sampling: Sampling = Field(
+        default="random",
+        description='"random": training sequences from random places of the text; "epochs": the same micro-batches in '
+        "every epoch, in another order",
+    )
+    huggingface: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
+        'or what is in one; beside it "sequence_length", "seed", "sampling" and "freezing" alone may be given',
+    )
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
     moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")
     pruning: PruningConfig | None = Field(default=None, description="prunes the blocks' weights; null: nothing")
@@ -59,12 +80,6 @@ class ModelConfig(GPTConfig):
         default=None, description="mixture of depths: blocks that take some of the tokens; null: all blocks take all"
     )
     early_exit: EarlyExitConfig | None = Field(default=None, description="lets confident tokens leave; null: none")
-
-    huggingface: str | dict[str, Any] | None = Field(
-        default=None,
-        description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
-        'or what is in one; beside it "sequence_length" and "seed" alone may be given',
-    )
 
     @property
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
@@ -86,7 +101,7 @@ class ModelConfig(GPTConfig):
     @classmethod
     def _can_be_combined(cls, case: Any, info: ValidationInfo) -> Any:
         for other, why in _APART[str(info.field_name)].items():
-            if case is not None and info.data.get(other) is not None:
+            if case is not None and info.data.get(other) not in (None, False):
                 raise ValueError(f"cannot be combined with {other}: {why}")
         return case
 
@@ -108,19 +123,38 @@ class ModelConfig(GPTConfig):
 
     @field_validator("freezing")
     @classmethod
-    def _head_trains(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
-        if freezing is not None and info.data.get("tied_embedding"):
+    def _inputs_come_again(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
+        if freezing is not None and freezing.cache_bytes and info.data.get("sampling") == "random":
+            raise ValueError(
+                f'cache_bytes {freezing.cache_bytes}: inputs never come again with sampling = "random", needs "epochs"'
+            )
+        return freezing
+
+    @field_validator(*_NOT_CACHED)
+    @classmethod
+    def _a_pass_can_be_skipped(cls, case: Any, info: ValidationInfo) -> Any:
+        freezing = info.data.get("freezing")
+        if case is not None and freezing is not None and freezing.cache_bytes:
+            raise ValueError(f"cannot be combined with freezing.cache_bytes: {_NOT_CACHED[str(info.field_name)]}")
+        return case
+
+    @field_validator("freezing")
+    @classmethod
+    def _fits_the_layers(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
+        if freezing is not None and info.data.get("tied_embedding") and info.data.get("huggingface") is None:
             raise ValueError("would freeze the head with the embedding: needs tied_embedding = false")
+        if freezing is not None and freezing.egeria is not None and info.data.get("split_blocks"):
+            raise ValueError("egeria cannot be combined with split_blocks: it compares whole blocks with references")
         return freezing
 
     @field_validator("freezing")
     @classmethod
     def _blocks_exist(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
         layers = info.data.get("layers")  # absent if it is wrong itself
-        if freezing is not None and freezing.schedule is not None and layers is not None:
-            most = max(blocks for _, blocks in freezing.schedule)
-            if most > layers:
-                raise ValueError(f"schedule freezes {most} blocks, the model has {layers} (layers)")
+        if freezing is None or layers is None or info.data.get("huggingface") is not None:
+            return freezing
+        if freezing.most_blocks > layers:
+            raise ValueError(f"schedule freezes {freezing.most_blocks} blocks, the model has {layers} (layers)")
         return freezing
 
     @field_validator("moe")

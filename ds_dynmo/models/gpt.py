@@ -1,4 +1,4 @@
-"""A decoder-only GPT as a list of pipeline layers: embedding, pre-norm blocks, final norm, output head.
+"""A decoder-only GPT as a list of pipeline layers: embedding, pre-norm blocks or their halves, final norm, output head.
 
 Between layers there is one float tensor ``[batch, sequence, hidden]``, or a :class:`~ds_dynmo.models.stream.Stream`
 of more. Every layer draws its initial weights from a
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,12 @@ from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
 
 __all__ = [
+    "AttentionHalf",
     "Block",
+    "BlockPart",
     "CausalSelfAttention",
     "FeedForward",
+    "FeedForwardHalf",
     "FinalNorm",
     "GPTConfig",
     "OutputHead",
@@ -42,6 +45,8 @@ __all__ = [
 
 INIT_STD = 0.02  # GPT-2
 
+MakePart = Callable[[Any, torch.Generator], nn.Module]  # from the configuration and the generator of its weights
+
 
 class GPTConfig(BaseModel):
     """Sizes of the model. The constructor raises pydantic's ``ValidationError``, a ``ValueError``."""
@@ -51,6 +56,9 @@ class GPTConfig(BaseModel):
     vocab_size: int = Field(default=256, ge=2, description="number of different tokens; bytes are 256")
     sequence_length: int = Field(default=256, ge=1, description="tokens of a training sequence")
     layers: int = Field(default=12, ge=1, description="number of blocks; the layer list holds three layers more")
+    split_blocks: bool = Field(
+        default=False, description="true: a block is two layers of the list, its attention and its feed-forward half"
+    )
     hidden_size: int = Field(default=128, ge=2, description="width of the activations between layers")
     heads: int = Field(default=4, ge=1, description="attention heads; each is hidden_size / heads wide")
     mlp_ratio: int = Field(default=4, ge=1, description="width of the feed-forward layer over hidden_size")
@@ -58,6 +66,11 @@ class GPTConfig(BaseModel):
     rope_base: float = Field(default=10000.0, gt=1, description="longest wavelength of the rotary positions over 2 pi")
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
     seed: int = Field(default=0, ge=0, lt=2**32, description="what the initial weights are drawn from")
+
+    @property
+    def layers_per_block(self) -> int:
+        """How many layers of the list a block is."""
+        return 2 if self.split_blocks else 1
 
     @property
     def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
@@ -106,30 +119,15 @@ class TokenEmbedding(_Layer):
         return embed(self.weight, tokens, self.carries)
 
 
-class Block(_Layer):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+class BlockPart(_Layer):
+    """A block or half of one: what is done to hidden states, and the attributes that hold it."""
 
-    Args:
-        layer: its number in the model.
-        attention: makes the attention from (config, generator of its weights); called with normalised hidden states
-            ``[batch, sequence, hidden]`` and positions, int64 ``[sequence]`` or ``[batch, sequence]``.
-        mlp: makes the feed-forward part likewise; it gives hidden states, or them and an auxiliary loss, fp32 ``[1]``.
-    """
+    is_block: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        layer: int,
-        attention: Callable[[Any, torch.Generator], nn.Module] | None = None,
-        mlp: Callable[[Any, torch.Generator], nn.Module] | None = None,
-    ) -> None:
-        super().__init__()
-        self.carries = config.carries
-        generator = generator_for("layer", config.seed, layer)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = (attention or CausalSelfAttention)(config, generator)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = (mlp or FeedForward)(config, generator)
+    attention_norm: nn.LayerNorm
+    attention: nn.Module
+    mlp_norm: nn.LayerNorm
+    mlp: nn.Module
 
     def forward(self, activations: Activations) -> Activations:
         stream = Stream.unpack(activations)
@@ -140,16 +138,101 @@ class Block(_Layer):
         return replace(stream, hidden=hidden, auxiliary=stream.auxiliary if auxiliary is None else auxiliary).pack()
 
     def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The block on hidden states alone, and its auxiliary loss if it has one.
+        """This layer on hidden states alone, and its auxiliary loss if it has one.
 
         Args:
             hidden: ``[batch, sequence, hidden]``, tokens in the order of their positions.
             positions: int64 ``[sequence]`` or ``[batch, sequence]``.
         """
-        hidden = hidden + self.attention(self.attention_norm(hidden), positions)
+        raise NotImplementedError
+
+    def _make_attention(self, config: GPTConfig, attention: MakePart | None, generator: torch.Generator) -> None:
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = (attention or CausalSelfAttention)(config, generator)
+
+    def _make_mlp(self, config: GPTConfig, mlp: MakePart | None, generator: torch.Generator) -> None:
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = (mlp or FeedForward)(config, generator)
+
+    def _attend(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = hidden + self.attention(self.attention_norm(hidden), positions)
+        return changed
+
+    def _feed_forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         change = self.mlp(self.mlp_norm(hidden))
         change, auxiliary = change if isinstance(change, tuple) else (change, None)
         return hidden + change, auxiliary
+
+
+class Block(BlockPart):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Args:
+        layer: its number among the blocks, counted from 1.
+        attention: makes the attention; called with normalised hidden states ``[batch, sequence, hidden]`` and
+            positions, int64 ``[sequence]`` or ``[batch, sequence]``.
+        mlp: makes the feed-forward part; it gives hidden states, or them and an auxiliary loss, fp32 ``[1]``.
+    """
+
+    def __init__(
+        self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
+    ) -> None:
+        super().__init__()
+        self.carries = config.carries
+        generator = generator_for("layer", config.seed, layer)
+        self._make_attention(config, attention, generator)
+        self._make_mlp(config, mlp, generator)
+
+    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`BlockPart.transform`."""
+        return self._feed_forward(self._attend(hidden, positions))
+
+
+class AttentionHalf(BlockPart):
+    """``x + attention(norm(x))``: the first half of a :class:`Block`, with its weights under their names in it.
+
+    Args:
+        layer, attention: as in :class:`Block`.
+
+    Attributes:
+        draws_as_layer: the block's number among whole blocks, so that it draws random numbers as the block would.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int, attention: MakePart | None = None) -> None:
+        super().__init__()
+        self.carries = config.carries
+        self.draws_as_layer = layer
+        self._make_attention(config, attention, generator_for("layer", config.seed, layer))
+
+    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`BlockPart.transform`."""
+        return self._attend(hidden, positions), None
+
+
+class FeedForwardHalf(BlockPart):
+    """``x + mlp(norm(x))``: the second half of a :class:`Block`, with its weights under their names in it.
+
+    Args:
+        layer, attention, mlp: as in :class:`Block`. The attention's weights are drawn, and dropped, because those of
+            the feed-forward part come after them.
+
+    Attributes:
+        draws_as_layer: a number that no other layer has.
+    """
+
+    def __init__(
+        self, config: GPTConfig, layer: int, attention: MakePart | None = None, mlp: MakePart | None = None
+    ) -> None:
+        super().__init__()
+        self.carries = config.carries
+        self.draws_as_layer = -layer
+        generator = generator_for("layer", config.seed, layer)
+        (attention or CausalSelfAttention)(config, generator)
+        self._make_mlp(config, mlp, generator)
+
+    def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`BlockPart.transform`."""
+        return self._feed_forward(hidden)
 
 
 class FinalNorm(_Layer):
@@ -235,15 +318,16 @@ def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> 
 
 
 def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> list[LayerSpec]:
-    """The layer list for a ``PipelineModule``: embedding, ``config.layers`` blocks, final norm, head.
+    """The layer list for a ``PipelineModule``: embedding, blocks or their halves, final norm, head.
 
     With ``tied_embedding`` the first and the last entry are one ``TiedLayerSpec`` key, "embedding".
 
     Args:
-        blocks: what is between embedding and final norm; None: plain blocks.
+        blocks: what is between embedding and final norm; None: plain blocks, or their halves.
     """
     if blocks is None:
-        blocks = [LayerSpec(Block, config, layer) for layer in range(1, config.layers + 1)]
+        types = (AttentionHalf, FeedForwardHalf) if config.split_blocks else (Block,)
+        blocks = [LayerSpec(typename, config, layer) for layer in range(1, config.layers + 1) for typename in types]
     if config.tied_embedding:
         # The head has the forward_fn: checkpoints hold the state of the tied layer that has none.
         embedding = TiedLayerSpec("embedding", TokenEmbedding, config, 0, tied_weight_attr="weight")

@@ -1,13 +1,22 @@
-"""The layers that a rank's ``PipelineModule`` holds now, by their numbers in the model's layer list."""
+"""Layers by their numbers in the model's layer list: the blocks, and what a rank's ``PipelineModule`` holds now."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-__all__ = ["local_layers", "tie_of"]
+__all__ = ["block_numbers", "local_layers", "tie_of"]
+
+
+def block_numbers(layers: Sequence[LayerSpec]) -> range:
+    """Which of a model's layers are its blocks: those whose class has a true ``is_block``.
+
+    There may be any number of layers before them (an embedding, learned positions) and after them (norm, head).
+    """
+    numbers = [number for number, spec in enumerate(layers) if getattr(spec.typename, "is_block", False)]
+    return range(numbers[0], numbers[-1] + 1)
 
 
 def tie_of(module: PipelineModule, layer: int) -> str | None:

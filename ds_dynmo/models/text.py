@@ -1,15 +1,17 @@
 """Bytes of real text as training data: every micro-batch is reached by its number.
 
-The n-th micro-batch depends on (seed, n, replica) alone. The first and the last stage, which read inputs and labels
-each for themselves, agree without talking, and a resumed run goes on with what would have come next.
+The n-th micro-batch depends on (seed, n, replica, replicas) alone. The first and the last stage, which read inputs and
+labels each for themselves, agree without talking, and a resumed run goes on with what would have come next.
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +20,9 @@ import torch
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.seeding import generator_for
 
-__all__ = ["Batches", "ByteText", "load_text"]
+__all__ = ["Batches", "ByteText", "EpochBatches", "RandomBatches", "Sampling", "load_text"]
+
+Sampling = Literal["random", "epochs"]
 
 STDLIB_BYTES = 16 * 2**20  # enough to learn from, read in a fraction of a second
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -27,25 +31,24 @@ VALIDATION_SHARE = 20  # one byte in so many
 
 
 @dataclass(frozen=True)
-class Batches:
-    """Micro-batches of sequences from random places in one split of a text."""
+class Batches(ABC):
+    """Micro-batches of sequences from one split of a text.
+
+    Attributes:
+        tokens: the whole text.
+    """
 
     tokens: torch.Tensor
-    stretch: int
-    start: int
-    starts_per_stretch: int
-    micro_batch_size: int
     sequence_length: int
     key: tuple[int | str, ...]
 
+    @abstractmethod
+    def starts(self, number: int) -> torch.Tensor:
+        """Where the sequences of a micro-batch begin, int64 ``[micro_batch_size]``."""
+
     def micro_batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, int64 ``[micro_batch_size, sequence_length]``: labels are the inputs one byte on."""
-        stretches = len(self.tokens) // self.stretch
-        draws = torch.randint(
-            stretches * self.starts_per_stretch, (self.micro_batch_size, 1), generator=generator_for(*self.key, number)
-        )
-        starts = self.start + draws // self.starts_per_stretch * self.stretch + draws % self.starts_per_stretch
-        windows = self.tokens[starts + torch.arange(self.sequence_length + 1)].long()
+        windows = self.tokens[self.starts(number).unsqueeze(1) + torch.arange(self.sequence_length + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def iterate(self, first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -53,6 +56,40 @@ class Batches:
         while True:
             yield self.micro_batch(first)
             first += 1
+
+
+@dataclass(frozen=True)
+class RandomBatches(Batches):
+    """Sequences from random places: none comes again, but by chance."""
+
+    stretch: int
+    start: int
+    starts_per_stretch: int
+    micro_batch_size: int
+
+    def starts(self, number: int) -> torch.Tensor:
+        """See :class:`Batches`."""
+        stretches = len(self.tokens) // self.stretch
+        draws = torch.randint(
+            stretches * self.starts_per_stretch, (self.micro_batch_size,), generator=generator_for(*self.key, number)
+        )
+        return self.start + draws // self.starts_per_stretch * self.stretch + draws % self.starts_per_stretch
+
+
+@dataclass(frozen=True)
+class EpochBatches(Batches):
+    """Every epoch the same micro-batches, in another order.
+
+    Attributes:
+        epoch: where the sequences of all micro-batches begin, int64 ``[micro-batches, micro_batch_size]``.
+    """
+
+    epoch: torch.Tensor
+
+    def starts(self, number: int) -> torch.Tensor:
+        """See :class:`Batches`."""
+        epoch, position = divmod(number, len(self.epoch))
+        return self.epoch[_shuffled(len(self.epoch), *self.key, epoch)[position]]
 
 
 class ByteText:
@@ -77,23 +114,45 @@ class ByteText:
         sequence_length: int,
         seed: int,
         replica: int = 0,
+        replicas: int = 1,
+        sampling: Sampling = "random",
     ) -> Batches:
         """Micro-batches of one split for one data-parallel replica.
 
+        Args:
+            sampling: "random": sequences from random places. "epochs": sequences side by side, put into micro-batches
+                once; every replica has a share of those, and sees all of it in each epoch before one comes again.
+
         Raises:
-            ConfigError: the text is too short for ``sequence_length``.
+            ConfigError: the text is too short for ``sequence_length``, or for a micro-batch for each replica.
         """
         self.check_length(sequence_length)
         validation = self.stretch // VALIDATION_SHARE
         start, length = (0, self.stretch - validation) if split == "train" else (self.stretch - validation, validation)
-        return Batches(
+        if sampling == "random":
+            return RandomBatches(
+                tokens=self.tokens,
+                stretch=self.stretch,
+                start=start,
+                starts_per_stretch=length - sequence_length,
+                micro_batch_size=micro_batch_size,
+                sequence_length=sequence_length,
+                key=(split, seed, replica),
+            )
+        within = torch.arange((length - 1) // sequence_length) * sequence_length
+        starts = (torch.arange(start, len(self.tokens), self.stretch).unsqueeze(1) + within).flatten()
+        micro_batches = len(starts) // micro_batch_size // replicas
+        if not micro_batches:
+            raise ConfigError(
+                f"{self.name}: {len(starts)} sequences of {sequence_length} bytes are too few: an epoch with a "
+                f"micro-batch for each of {replicas} replicas needs {micro_batch_size * replicas}"
+            )
+        shuffled = starts[_shuffled(len(starts), split, seed)][: micro_batches * replicas * micro_batch_size]
+        return EpochBatches(
             tokens=self.tokens,
-            stretch=self.stretch,
-            start=start,
-            starts_per_stretch=length - sequence_length,
-            micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
             key=(split, seed, replica),
+            epoch=shuffled.view(micro_batches, replicas, micro_batch_size)[:, replica],
         )
 
     def check_length(self, sequence_length: int) -> None:
@@ -125,6 +184,12 @@ def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
         raise ConfigError(f"{root}: no such file or folder")
     files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root.is_dir() else [root]
     return _read(files, str(root), None)
+
+
+@lru_cache(maxsize=2)
+def _shuffled(count: int, *key: int | str) -> torch.Tensor:
+    """The numbers below ``count`` in an order that depends on ``key`` alone."""
+    return torch.randperm(count, generator=generator_for(*key, "order"))
 
 
 def _read(files: Iterable[Path], name: str, most_bytes: int | None) -> ByteText:

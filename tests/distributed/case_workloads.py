@@ -18,7 +18,7 @@ from tests.distributed import workloads
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
 
-# Evaluates before every step, freezes a block each as soon as there is a slope: before the last two steps.
+# Evaluates before every step, freezes the first block as soon as there is a slope: before the fourth of six steps.
 EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold": 100.0}
 
 # The "model" block of each dynamic case, as small as it can be.
@@ -69,6 +69,17 @@ CASES: dict[str, dict[str, Any]] = {
         "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
         "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
     },
+    "halves, moe auxiliary loss and freezing": {
+        "split_blocks": True,
+        "freezing": {"schedule": [[0.3, 1], [0.6, 2]]},
+        "moe": {"experts": 4, "every": 2},
+    },
+    "halves, automatic freezing, pruning and qk-sparse attention": {
+        "split_blocks": True,
+        "freezing": {"automatic": {"interval": 0.2, "start": 0.2}},
+        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
+        "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
+    },
 }
 
 
@@ -82,6 +93,7 @@ class CaseRun:
         precision: see ``workloads.PRECISIONS``.
         dynmo: the "dynmo" block but for "enabled"; by default nothing moves by itself.
         optimizer, clip: see ``workloads.Case``.
+        epoch: after so many micro-batches the same ones come again; None: never.
     """
 
     model: Mapping[str, Any]
@@ -95,6 +107,7 @@ class CaseRun:
     dynmo: Mapping[str, Any] = field(default_factory=lambda: {"interval": 0})
     optimizer: str = "AdamW"
     clip: float = 1.0
+    epoch: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -132,14 +145,16 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     return engine, model
 
 
-def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    engine: Any, model: ModelConfig, seed: int = 0, epoch: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     number = 0
     while True:
         replica = engine.grid.get_data_parallel_id()
         generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + replica)
         tokens = torch.randint(0, 256, (2, model.sequence_length + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
-        number += 1
+        number = (number + 1) % epoch if epoch else number + 1
 
 
 def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
@@ -169,7 +184,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         stop: after so many steps.
     """
     engine, model = build(run)
-    data, losses = batches(engine, model), []
+    data, losses = batches(engine, model, epoch=run.epoch), []
     cases = dynamic_cases(model, engine, total_steps=run.steps)
     for step in range(run.steps):
         if step == stop and folder is not None:
@@ -201,4 +216,5 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         "replica": engine.grid.get_data_parallel_id(),
         "signals": signals,
         "partition": engine.partition,
+        "summaries": {case.name: case.summary() for case in cases},
     }

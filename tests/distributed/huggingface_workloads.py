@@ -9,7 +9,7 @@ from deepspeed.pipe import PipelineModule
 import ds_dynmo
 from ds_dynmo.models import huggingface, language_model_loss
 from tests.distributed import workloads
-from tests.distributed.case_workloads import batches
+from tests.distributed.case_workloads import EGERIA, batches
 
 SIZES = {
     "vocab_size": 260,
@@ -36,6 +36,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral tied": {**MIXTRAL, "tie_word_embeddings": True},
     "gpt2": GPT2,
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 8},
+}
+UNTIED_GPT2 = {**GPT2, "tie_word_embeddings": False}
+FREEZING: dict[str, dict[str, Any]] = {
+    "gpt2": {"huggingface": UNTIED_GPT2, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    "mixtral automatic": {"huggingface": MIXTRAL, "freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
+    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "freezing": {"egeria": EGERIA}},
 }
 
 

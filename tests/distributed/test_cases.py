@@ -78,6 +78,39 @@ def test_with_activation_checkpointing(name: str) -> None:
     assert whole(plain) == whole(recomputed) and signals(plain) == signals(recomputed)
 
 
+def as_whole_blocks(state: dict[str, Any]) -> dict[str, Any]:
+    """A model in halves under the names of that of whole blocks."""
+    blocks = work.SIZES["layers"]
+    renamed = {}
+    for key, value in state.items():
+        layer, name = key.split(".", 1)
+        number = (int(layer) + 1) // 2 if int(layer) <= 2 * blocks else int(layer) - blocks
+        renamed[f"{number}.{name}"] = value
+    return renamed
+
+
+def check_halves_train_as_whole_blocks(halves: CaseRun) -> None:
+    """The run in halves moves; that of whole blocks does not."""
+    plain = replace(halves, model={**halves.model, "split_blocks": False}, checkpoint_interval=0)
+    blocks, split = run_each(halves.ranks, work.train, (plain,), (moved(halves),))
+    assert blocks[0]["losses"] == split[0]["losses"] and blocks[0]["evaluated"] == split[0]["evaluated"]
+    assert whole(blocks) == as_whole_blocks(whole(split))
+
+
+@pytest.mark.parametrize("checkpoint_interval", [0, 1])
+@pytest.mark.parametrize("name", [name for name in CASES if "split_blocks" in CASES[name]])
+def test_halves_train_as_whole_blocks(name: str, checkpoint_interval: int) -> None:
+    check_halves_train_as_whole_blocks(CaseRun(CASES[name], checkpoint_interval=checkpoint_interval))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+@pytest.mark.parametrize("name", [name for name in CASES if "split_blocks" in CASES[name]])
+def test_halves_train_as_whole_blocks_in_bf16(name: str, precision: str) -> None:
+    halves = CaseRun(CASES[name], replicas=2, precision=precision, clip=0.0)
+    check_halves_train_as_whole_blocks(halves)
+
+
 @first_of_all
 def test_switched_off_it_learns_the_same(name: str) -> None:
     on, off = undisturbed(name), run(2, work.train, CaseRun(CASES[name], enabled=False))
@@ -89,6 +122,41 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Pat
     whole_run, resumed = undisturbed(name), run(2, work.train, CaseRun(CASES[name]), str(tmp_path), 4)
     assert whole_run[0]["losses"] == resumed[0]["losses"] and whole_run[0]["evaluated"] == resumed[0]["evaluated"]
     assert whole(whole_run) == whole(resumed)
+
+
+CACHED: dict[str, dict[str, Any]] = {
+    "blocks": {"freezing": {"schedule": [[0.2, 1], [0.5, 3], [0.8, 2]]}},
+    "pruned": {
+        "freezing": {"schedule": [[0.2, 2]]},
+        "pruning": {"start": 0.4, "end": 0.6, "times": 1, "initial_sparsity": 0.5, "csr_from": 0.5},
+    },
+    "routed": {"freezing": {"schedule": [[0.2, 2], [0.7, 0], [0.8, 2]]}, "mod": {"capacity": 0.25}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "interval", "precision"),
+    [
+        ("blocks", 1, 2, "fp32"),
+        ("blocks", 2, 0, "bf16 zero1"),
+        ("blocks", 2, 1, "fp32"),
+        ("blocks", 2, 2, "fp32"),
+        ("pruned", 2, 0, "fp32"),
+        ("routed", 2, 0, "fp32"),
+    ],
+)
+def test_what_frozen_layers_gave_is_kept_and_changes_nothing(
+    name: str, stages: int, interval: int, precision: str
+) -> None:
+    off = CaseRun(CACHED[name], stages, 1, precision, interval, steps=20, epoch=6)
+    freezing = {**CACHED[name]["freezing"], "cache_bytes": 10**6}
+    moves = {6: [0, 2, 7], 9: [0, 3, 7], 12: [0, 2, 7], 16: [0, 5, 7]} if stages == 2 else {}
+    on = replace(off, model={**CACHED[name], "freezing": freezing, "sampling": "epochs"}, moves=moves)
+    plain, cached = run(stages, work.train, off), run(stages, work.train, on)
+    assert plain[0]["losses"] == cached[0]["losses"] and plain[0]["evaluated"] == cached[0]["evaluated"]
+    assert whole(plain) == whole(cached)
+    numbers = cached[0]["summaries"]["freezing"]
+    assert 0 < numbers["cache_hits"] < numbers["cache_lookups"] and numbers["cache_held_bytes"] > 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])

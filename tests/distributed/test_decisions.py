@@ -54,7 +54,8 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
 
 
 def test_jitter_moves_nothing() -> None:
-    milliseconds = [(1.0 + 0.2 * (layer % 3), 2.0) for layer in range(12)]
+    # The small layer between the stages may as well be on either side: 10% decide which looks better.
+    milliseconds = [*[(3.0, 6.0)] * 3, (0.5, 1.0), *[(3.0, 6.0)] * 3]
     results = run(2, work.train_unsteady, {"interval": 2}, milliseconds, 16, [1.0] * 2, 0.1)
     assert len(results[0]["reports"]) == 8
-    assert all(result["partition"] == [0, 6, 12] for result in results)
+    assert all(result["partition"] == [0, 4, 7] for result in results)

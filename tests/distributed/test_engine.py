@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ds_dynmo.partitioners import bottleneck
 from tests.distributed import workloads
 from tests.distributed.harness import RankError, run
 from tests.distributed.workloads import Case
@@ -47,9 +48,18 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
     results = run(2, workloads.train_sleeping, block, [1, 1, 1, 1, 1, 1, 6, 6], 5)
     assert results[0]["partition"] == results[1]["partition"] == [0, 7, 8] or results[0]["partition"] == [0, 6, 8]
     assert results[0]["reports"] == results[1]["reports"]
-    records = [json.loads(line) for line in report.read_text().splitlines()]
-    assert [record["kind"] for record in records] == ["measured", "rebalance", "measured"]
+    everything = [json.loads(line) for line in report.read_text().splitlines()]
+    kinds = [(record["kind"], record["step"]) for record in everything]
+    assert kinds == [
+        *(("measured", 2), ("profile", 2), ("rebalance", 3), ("profile", 3)),
+        *(("measured", 5), ("profile", 5)),
+    ]
+    records, profile = [r for r in everything if r["kind"] != "profile"], everything[3]
     moved = records[1]
+    assert profile["partition"] == moved["old_partition"] and profile["micro_batches"] == 4
+    costs = [f + b for f, b in zip(profile["forward_seconds"], profile["backward_seconds"], strict=True)]
+    # The decision averages this profile with the one before, whose layers slept as long.
+    assert bottleneck(costs, moved["new_partition"]) == pytest.approx(moved["bottleneck_seconds_after"], rel=0.5)
     assert moved["reason"] == "interval" and moved["step"] == 3 and moved["layers_moved"] > 0
     assert moved["bottleneck_seconds_after"] < moved["bottleneck_seconds_before"]
     assert records[2]["rebalance_step"] == 3
@@ -181,11 +191,6 @@ def test_a_clients_scheduler_of_lambdas_and_an_empty_group() -> None:
     assert still == moved
     for result in still:
         assert result["lr"] == pytest.approx([0.03 * 0.1**6, 0.03 * 0.9**6, 0.02 * 0.5**6])
-
-
-def test_the_monitor_gets_the_numbers(tmp_path: Path) -> None:
-    run(2, workloads.monitored, str(tmp_path))
-    assert {"DynMo_layers_moved", "DynMo_bubble_ratio", "DynMo_imbalance"} <= {p.stem for p in tmp_path.rglob("*.csv")}
 
 
 def test_clip_norm_is_that_of_the_whole_model() -> None:

@@ -30,6 +30,16 @@ def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(case(name))
 
 
+@pytest.mark.parametrize("name", work.FREEZING)
+def test_moves_change_nothing_while_it_freezes(name: str) -> None:
+    frozen = CaseRun({**work.FREEZING[name], "sequence_length": 12})
+    still = run(2, case_workloads.train, frozen)
+    check_moves_change_nothing(frozen, still)
+    state = whole(still).items()
+    steps = {int(key.split(".")[0]): np.frombuffer(raw, "f4").item() for key, raw in state if key.endswith("/step")}
+    assert 0 < steps[0] == steps[1] < steps[5] == 6  # gpt2: embedding and positions; else embedding and a block
+
+
 def test_random_moves_change_nothing() -> None:
     still = case("mixtral", stages=3)
     rng = np.random.default_rng(7)

@@ -679,17 +679,22 @@ def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any
     return {"losses": losses, "lr": [group["lr"] for group in optimizer.param_groups]}
 
 
-def monitored(folder: str) -> None:
-    case = Case()
+def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int, Any]]:
+    """What the engine recorded, in order, each with the number of samples it had seen."""
+    case = Case(dynmo={"interval": 0, **block})
     torch.manual_seed(0)
     module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
-    settings = {**config(case), "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
-    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
-    data = batches(engine)
-    for _ in range(2):
+    engine = ds_dynmo.initialize(
+        model=module, model_parameters=list(module.parameters()), config={**config(case), **monitors}
+    )[0]
+    data, samples = batches(engine), [0]
+    engine.rebalance([0, 3, 8])
+    for step in range(4):
         engine.train_batch(data)
-    engine.rebalance([0, 2, 8])
-    engine.train_batch(data)
+        samples.append(engine.global_samples)
+        if step == 1:
+            engine.rebalance([0, 2, 8])
+    return [(samples[record.step], record) for record in [*engine.reports, *engine.measurements]]
 
 
 def norms(case: Case) -> list[float]:

@@ -97,6 +97,37 @@ def test_a_move_has_to_save_more_than_it_costs() -> None:
     assert decision.decide(by_size, config(balance_by="parameters"), None, dear).partition == (0, 2, 4)
 
 
+def test_a_small_gain_that_lasts_is_taken_once_what_was_missed_would_have_paid_for_it() -> None:
+    costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))
+    saved = decision.decide(Outlook.of(costs), config(), None)
+    seconds = saved.iteration_seconds_before - saved.iteration_seconds_after
+    experience = decision.Experience(move_costs=MoveCosts([(10, 3.5 * seconds)]))
+    experience.history.observe(costs)
+
+    def moved_after(batches: int) -> list[bool]:
+        made = []
+        for _ in range(batches):
+            outlook = experience.outlook(costs, (0, 2, 4), smoothed=True)
+            chosen = decision.decide(
+                outlook, config(min_improvement=0.0), None, replace(experience.stakes(1), errors=(0.0,) * 4)
+            )
+            experience.decided(chosen)
+            made.append(chosen.partition != (0, 2, 4))
+        return made
+
+    assert moved_after(5) == [False, False, False, True, False]
+    experience.model_changed()
+    experience.history.observe(costs)
+    assert moved_after(3) == [False] * 3
+    known = experience.state_dict()
+    experience = decision.Experience()
+    experience.load_state_dict(known)
+    assert moved_after(1) == [True]
+    moved_after(2)
+    experience.decided(decision.predict(Outlook.of(costs), (0, 2, 4), "nothing better was found"))
+    assert moved_after(3) == [False] * 3
+
+
 def test_a_move_has_to_save_more_than_noise_explains() -> None:
     # Iterations of 54 and 45 seconds, whose difference is off by 4 hypot(3, 3, 9) errors: 3 of them are 9 at 0.0754.
     outlook = Outlook.of(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)))

@@ -1,3 +1,4 @@
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.freezing import egeria as egeria_module
 from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController, moving_averages, slope
-from ds_dynmo.models.freezing.plasticity import REFERENCE, Watched, capture_first, similarity_loss, watch
+from ds_dynmo.models.freezing.plasticity import CAPTURED, REFERENCE, Watched, capture_first, similarity_loss, watch
 from ds_dynmo.models.freezing.prefix import EgeriaConfig
 from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.pruning.gradual import prunable_linears
@@ -38,67 +39,74 @@ def test_a_line_has_its_slope() -> None:
 
 def test_the_front_block_is_frozen_when_its_plasticity_is_flat() -> None:
     decides = controller(window=2, threshold=0.1)
-    front = [8.0, 6.0, 5.0, 4.9, 4.9]  # averages 8, 7, 5.5, 4.95, 4.9: slopes -1, -1.5, -0.55, -0.05; 0.8 is flat
+    front = [8.0, 6.0, 5.0, 4.9]  # averages 8, 7, 5.5, 4.95: slopes -1, -1.5, -0.55; 0.8 is flat
     found = []
-    for value in front:
-        decides.record([value, 1.0, 1.0], 0.1)
+    for value in [*front, 1.0, 1.0, 1.0, 1.0]:
+        decides.record(value, 0.1)
         found.append(decides.frozen_blocks)
-    assert found == [0, 0, 0, 1, 2]  # the second had been flat all along; the last is never frozen
-    decides.record([None, None, 1.0], 0.1)
-    assert decides.frozen_blocks == 2
+    assert found == [0, 0, 0, 1, 1, 2, 2, 2]  # the second has a history of its own; the last is never frozen
 
 
-def test_a_rise_is_not_flat_and_only_the_frontmost_is_asked() -> None:
+def test_a_rise_is_not_flat() -> None:
     decides = controller(window=2, threshold=0.1)
     for value in range(1, 9):
-        decides.record([float(value), 1.0, 1.0], 0.1)
+        decides.record(float(value), 0.1)
     assert decides.frozen_blocks == 0
+
+
+def test_a_slope_is_flat_against_the_largest_average() -> None:
+    fell, began_low = controller(window=2, threshold=0.1), controller(window=2, threshold=0.1)
+    for value in (100.0, 1.0, 2.0, 3.0):  # averages 100, 50.5, 1.5, 2.5: the last slope is 1
+        fell.record(value, 0.1)
+    for value in (1.0, 2.0, 3.0):
+        began_low.record(value, 0.1)
+    assert (fell.frozen_blocks, began_low.frozen_blocks) == (1, 0)
 
 
 def test_what_is_no_number_does_not_count() -> None:
     decides = controller(window=2, threshold=0.1)
     for value in (1.0, float("nan"), None, float("inf")):
-        decides.record([value, 1.0, 1.0], 0.1)
+        decides.record(value, 0.1)
     assert decides.frozen_blocks == 0
-    decides.record([1.0, 1.0, 1.0], 0.1)
+    decides.record(1.0, 0.1)
     assert decides.frozen_blocks == 1
 
 
 def test_a_block_that_never_changes_is_not_frozen_before_there_is_a_slope() -> None:
     decides = controller(window=3, threshold=0.1)
     for _ in range(2):
-        decides.record([1.0] * 3, 0.1)
+        decides.record(1.0, 0.1)
     assert decides.frozen_blocks == 0
-    decides.record([1.0] * 3, 0.1)
+    decides.record(1.0, 0.1)
     assert decides.frozen_blocks == 1
 
 
 def test_a_fallen_learning_rate_unfreezes_and_halves_the_window() -> None:
     decides = controller(window=4, threshold=0.1, learning_rate_factor=10.0)
     assert not decides.unfreezes(0.0)  # nothing is frozen
-    for _ in range(5):
-        decides.record([1.0] * 3, 0.5)
+    for _ in range(8):
+        decides.record(1.0, 0.5)
     assert decides.frozen_blocks == 2
     assert not decides.unfreezes(0.06)
     assert decides.unfreezes(0.05)
     assert decides.frozen_blocks == 0
-    decides.record([1.0] * 3, 0.05)
+    decides.record(1.0, 0.05)
     assert decides.frozen_blocks == 0  # the history is forgotten
-    decides.record([1.0] * 3, 0.05)
+    decides.record(1.0, 0.05)
     assert decides.frozen_blocks == 1  # two instead of four
     assert decides.unfreezes(0.005)
     for _ in range(2):
-        decides.record([1.0] * 3, 0.005)
+        decides.record(1.0, 0.005)
     assert decides.frozen_blocks == 1  # a window of two is the least
 
 
 def test_a_resumed_controller_decides_as_the_first_one() -> None:
     first, second = controller(window=2, threshold=0.1), controller(window=2, threshold=0.1)
-    for _ in range(2):
-        first.record([1.0] * 3, 0.5)
+    for _ in range(3):
+        first.record(1.0, 0.5)
     second.load_state_dict(first.state_dict())
     for each in (first, second):
-        each.record([1.0] * 3, 0.5)
+        each.record(1.0, 0.5)
         assert each.frozen_blocks == 2
         assert each.unfreezes(0.05)
     assert first.state_dict() == second.state_dict()
@@ -262,24 +270,41 @@ def run(engine: Engine, steps: range, case: Egeria) -> list[int]:
 
 def test_verdicts_take_effect_at_their_step() -> None:
     engine = Engine()
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
-    # References from step 0 on, plasticities from step 2 on, a slope of two averages in step 4, known in step 5.
-    assert run(engine, range(10), case) == [0, 0, 0, 0, 0, 2, 2, 3, 3, 3]
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
+    # A reference in step 0, plasticities from step 2 on, a slope of two averages in step 4, known in step 5; then a
+    # reference of the next block in step 6, and so on.
+    assert run(engine, range(12), case) == [0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 3]
     assert engine.changes == ["freezing: first 2 layers", "freezing: first 3 layers"]
     assert vars(engine.module.get_submodule("1"))[REFERENCE] is None  # a frozen block needs none
+    run(engine, range(12, 13), case)
     assert vars(engine.module.get_submodule("3"))[REFERENCE] is not None
 
 
+def test_only_the_front_block_is_watched_and_on_what_a_whole_reference_would_give_it() -> None:
+    engine = Engine()
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
+    assert run(engine, range(7), case)[-1] == 2
+    assert [vars(layer).get(REFERENCE) is not None for layer in engine.module.children()] == [0, 0, 1, 0, 0, 0]
+    assert all(vars(layer).get(CAPTURED) is None for layer in engine.module.children())
+    embedding, first, second, *_ = copy.deepcopy(engine.module).children()  # as they are when the reference is made
+    inputs: list[torch.Tensor] = []
+    engine.module.get_submodule("2").register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    run(engine, range(7, 9), case)
+    tokens = torch.randint(256, (1, 9), generator=generator_for("step", 8))[:, :-1]
+    assert torch.equal(inputs[-1], first(embedding(tokens)))
+    assert not torch.equal(second(inputs[-1]), engine.module.get_submodule("2")(inputs[-1]))
+
+
 def test_training_waits_for_a_verdict_where_it_is_due_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_go, compute = threading.Event(), egeria_module._plasticities
+    may_go, compute = threading.Event(), egeria_module._plasticity
 
     def slowly(watched: Any) -> Any:
         assert may_go.wait(20)
         return compute(watched)
 
-    monkeypatch.setattr(egeria_module, "_plasticities", slowly)
+    monkeypatch.setattr(egeria_module, "_plasticity", slowly)
     engine = Engine()
-    case = Egeria(config(**{**SOON, "delay": 0.2}), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**{**SOON, "delay": 0.2}), engine, blocks=range(1, 4), total_steps=10)
     run(engine, range(2), case)  # is not held up
     thread = threading.Timer(0.2, may_go.set)
     thread.start()
@@ -289,7 +314,7 @@ def test_training_waits_for_a_verdict_where_it_is_due_and_nowhere_else(monkeypat
 
 def test_a_fallen_learning_rate_sets_all_blocks_free() -> None:
     engine = Engine()
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     assert run(engine, range(6), case)[-1] == 2
     engine.learning_rate = 0.1
     assert run(engine, range(6, 8), case) == [0, 0]
@@ -298,16 +323,16 @@ def test_a_fallen_learning_rate_sets_all_blocks_free() -> None:
 
 def test_what_is_under_way_is_resumed() -> None:
     one, other = Engine(), Engine()
-    first = Egeria(config(**SOON), one, num_blocks=3, total_steps=10)
+    first = Egeria(config(**SOON), one, blocks=range(1, 4), total_steps=10)
     whole = run(one, range(5), first)
     state = first.state_dict()  # between an evaluation and its verdict
     assert state["under_way"]["due"] == 5
-    second = Egeria(config(**SOON), other, num_blocks=3, total_steps=10)
+    second = Egeria(config(**SOON), other, blocks=range(1, 4), total_steps=10)
     other.module.load_state_dict(one.module.state_dict())
     for mine, theirs in zip(other.module.children(), one.module.children(), strict=True):
         vars(mine)[REFERENCE] = vars(theirs).get(REFERENCE)
     second.load_state_dict(state)
-    assert whole[-1] == 0 and run(one, range(5, 10), first) == run(other, range(5, 10), second) == [2, 2, 3, 3, 3]
+    assert whole[-1] == 0 and run(one, range(5, 12), first) == run(other, range(5, 12), second) == [2] * 6 + [3]
     assert first.state_dict() == second.state_dict()
 
 
@@ -315,18 +340,18 @@ def test_what_was_thawed_when_it_was_saved_is_thawed_in_frozen_layers() -> None:
     engine = Engine()
     for number, layer in enumerate(engine.module.children()):
         layer.requires_grad_(number > 1)
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     assert run(engine, range(1), case) == [0] and engine.changes == ["freezing: first 0 layers"]
 
 
-@pytest.mark.parametrize("where", ["_plasticities", "Watched"])
+@pytest.mark.parametrize("where", ["_plasticity", "Watched"])
 def test_a_failure_on_the_thread_or_before_it_is_heard(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(watched: Any) -> Any:
         raise MemoryError("no room")
 
     monkeypatch.setattr(egeria_module, where, fails)
     engine = Engine()
-    case = Egeria(config(**SOON), engine, num_blocks=3, total_steps=10)
+    case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     with pytest.raises(RuntimeError, match="plasticity of a block could not be computed") as caught:
         run(engine, range(3), case)
     assert isinstance(caught.value.__cause__, MemoryError)

@@ -10,16 +10,16 @@ from torch import nn
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.clipping import Place, gradient_magnitudes
+from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import (
     FreezingConfig,
     FreezingController,
     auto_freeze,
     gradient_change,
     scheduled_blocks,
-    set_frozen_prefix,
 )
 from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
-from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.local_layers import block_numbers, local_layers
 
 UNTIED = GPTConfig(vocab_size=20, sequence_length=4, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 TIED = UNTIED.model_copy(update={"tied_embedding": True})
@@ -54,9 +54,9 @@ class Stage(nn.Module):
         return {number: any(p.requires_grad for p in layer.parameters()) for number, layer in local_layers(self)}
 
 
-def controller(block: dict[str, Any], *, num_blocks: int = 3, total_steps: int = 100) -> FreezingController:
+def controller(block: dict[str, Any], *, blocks: range = range(1, 4), total_steps: int = 100) -> FreezingController:
     config = parse_block(FreezingConfig, block, "freezing")
-    return FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
+    return FreezingController(config, blocks=blocks, num_layers=blocks.stop + 2, total_steps=total_steps)
 
 
 def magnitudes(stage: Stage) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_auto_freeze_by_hand(current: list[float], frozen_before: int, frozen_af
 
 
 def test_automatic_freezing_compares_intervals() -> None:
-    automatic = controller({"automatic": {"interval": 0.1, "start": 0.3}}, num_blocks=2, total_steps=20)
+    automatic = controller({"automatic": {"interval": 0.1, "start": 0.3}}, blocks=range(1, 3), total_steps=20)
     stage = Stage(UNTIED.model_copy(update={"layers": 2}), 0, 5)
     frozen = []
     for step in range(8):
@@ -220,3 +220,9 @@ def test_local_layers_are_numbered_in_the_model() -> None:
     del stage._modules["4"]
     assert [number for number, _ in local_layers(stage)] == [3, 5]
     assert dict(local_layers(stage))[5] is stage.tied_modules["embedding"]
+
+
+def test_all_that_is_before_the_blocks_is_frozen_with_the_first() -> None:
+    decides = controller({"schedule": [[0.5, 1]]}, blocks=range(2, 5), total_steps=2)  # GPT-2: positions, too
+    assert [decides.frozen_prefix(step) for step in range(2)] == [0, 3]
+    assert block_numbers(gpt_layers(UNTIED)) == range(1, 4)

@@ -17,7 +17,10 @@ from torch import nn
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
+from ds_dynmo.models.freezing.plasticity import REFERENCE, Watched, capture_first, watch
 from ds_dynmo.models.huggingface import adapter
+from ds_dynmo.models.local_layers import block_numbers
+from ds_dynmo.models.seeding import generator_for
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -413,3 +416,33 @@ def test_the_model_block_takes_a_config(tmp_path: Path) -> None:
         block = {"huggingface": MODELS["qwen3"], "sequence_length": 64, **changes}
         with pytest.raises(ConfigError, match=message):
             model_layers(parse_block(ModelConfig, block, "model"))
+
+
+def test_what_cannot_freeze_is_refused() -> None:
+    def refused(model: dict[str, Any], freezing: dict[str, Any], message: str) -> None:
+        block = parse_block(ModelConfig, {"huggingface": model, "sequence_length": 64, "freezing": freezing}, "model")
+        with pytest.raises(ConfigError, match=message):
+            model_layers(block)
+
+    schedule = {"schedule": [[0.5, 3]]}
+    untied = {**MODELS["gpt2 untied"], "resid_pdrop": 0.1}
+    refused(MODELS["llama tied"], schedule, r"needs tie_word_embeddings = false in model\.huggingface")
+    refused(GPT2, {"automatic": {}}, "needs tie_word_embeddings = false")
+    refused(untied, {"schedule": [[0.5, 4]]}, r"schedule freezes 4 blocks, model\.huggingface has 3")
+    refused(untied, {"egeria": {}}, r"model\.huggingface: resid_pdrop 0\.1: should be 0: freezing\.egeria")
+    block = parse_block(ModelConfig, {"huggingface": untied, "sequence_length": 64, "freezing": schedule}, "model")
+    assert block_numbers(model_layers(block)) == range(2, 5)
+
+
+def test_a_reference_turns_by_the_blocks_own_angles() -> None:
+    block = huggingface.layers(MODELS["qwen2"])[1].build()
+    block.register_forward_hook(capture_first)
+    found = []
+    for _ in range(2):
+        watch(block, True)
+        block(torch.randn(1, 60, 32, generator=generator_for("hidden")))
+        watched = Watched(block)
+        found.append(watched.plasticity() if watched.comparable else None)
+    frequencies = {name: tensor for name, tensor in block.named_buffers() if "inv_freq" in name}
+    assert frequencies and all(torch.equal(vars(block)[REFERENCE][name], t) for name, t in frequencies.items())
+    assert found[0] is None and found[1] < 1e-4

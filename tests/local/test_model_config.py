@@ -10,6 +10,8 @@ from ds_dynmo.models import ModelConfig, gpt_layers, model_layers, read_model_co
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
+CACHED = {"tied_embedding": False, "sampling": "epochs", "freezing": {"automatic": {}, "cache_bytes": 10**6}}
+
 
 def read(**block: Any) -> ModelConfig:
     return read_model_config({"train_batch_size": 8, "model": block})
@@ -30,7 +32,7 @@ def test_a_dumped_block_reads_as_it_was() -> None:
         config = read(layers=3, tied_embedding=False, freezing=freezing)
         assert read(**config.model_dump(mode="json")) == config
     for model in ("folder", {"model_type": "llama", "bos_token_id": None}):
-        config = read(huggingface=model, sequence_length=32)
+        config = read(huggingface=model, sequence_length=32, freezing={"schedule": [[0.5, 40]]})
         assert read(**config.model_dump(mode="json")) == config
     config = read(moe={"routing": "bias", "bias_rate": 0.01})
     assert read(**config.model_dump(mode="json")) == config
@@ -62,6 +64,10 @@ def test_pruning_with_its_defaults_is_the_papers() -> None:
     assert read(**dumped.model_dump(mode="json")) == dumped
 
 
+def test_whole_blocks_may_be_asked_for_by_name() -> None:
+    assert read(split_blocks=False, mod={}) == read(mod={})
+
+
 def test_dumped_exits_read_as_they_were() -> None:
     for exits in ({"method": "calm", "confidence": "classifier"}, {"method": "adpc", "depths": [3, 6], "start": 0.1}):
         config = read(early_exit=exits)
@@ -79,6 +85,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
     ("block", "key", "allowed"),
     [
         ({"layer": 2}, "model.layer = 2", 'did you mean "layers"'),
+        ({"sampling": "shuffled"}, 'model.sampling = "shuffled"', "'random' or 'epochs'"),
         ({"layers": 0}, "model.layers = 0", "greater than or equal to 1"),
         ({"layers": "2"}, 'model.layers = "2"', "valid integer"),
         ({"heads": 3}, "model.heads = 3", "should divide hidden_size, 128"),
@@ -99,6 +106,22 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
             {"freezing": {"egeria": {"interval": 0.1, "delay": 0.2}}},
             "model.freezing.egeria.delay = 0.2",
             "interval, 0.1",
+        ),
+        (
+            {"tied_embedding": False, "freezing": {"automatic": {}, "cache_bytes": 1000}},
+            "model.freezing",
+            'cache_bytes 1000: inputs never come again with sampling = "random", needs "epochs"',
+        ),
+        ({"freezing": {"automatic": {}, "cache_bytes": -1}}, "model.freezing.cache_bytes = -1", "equal to 0"),
+        (
+            {**CACHED, "moe": {}},
+            "model.moe",
+            "cannot be combined with freezing.cache_bytes: experts count their tokens in every pass",
+        ),
+        (
+            {**CACHED, "sparse_attention": {"kind": "qk"}},
+            "model.sparse_attention",
+            "cannot be combined with freezing.cache_bytes: a pattern is drawn",
         ),
         ({"freezing": {"schedules": [], "automatic": {}}}, "model.freezing.schedules", 'did you mean "schedule"'),
         ({"freezing": {"schedule": []}}, "model.freezing.schedule", "one or more"),
@@ -189,6 +212,19 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"moe": {}, "pruning": {}}, "model.pruning", "cannot be combined with moe: experts are not pruned"),
         ({"pruning": {}, "mod": {}}, "model.mod", "cannot be combined with pruning"),
+        ({"split_blocks": 1}, "model.split_blocks = 1", "valid boolean"),
+        ({"split_blocks": True, "mod": {}}, "model.mod", "cannot be combined with split_blocks"),
+        (
+            {"split_blocks": True, "early_exit": {"method": "calm"}},
+            "model.early_exit",
+            "cannot be combined with split_blocks",
+        ),
+        (
+            {"split_blocks": True, "tied_embedding": False, "freezing": {"egeria": {}}},
+            "model.freezing",
+            "egeria cannot be combined with split_blocks",
+        ),
+        ({"huggingface": "folder", "split_blocks": True}, "model = ", "split_blocks: cannot be given beside"),
         (
             {"tied_embedding": False, "freezing": {"egeria": {}}, "sparse_attention": {"kind": "hash"}},
             "model.sparse_attention",
@@ -196,7 +232,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
         ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
-        ({"huggingface": {}, "freezing": None}, "model = ", "freezing: cannot be given beside huggingface"),
+        ({"huggingface": {}, "pruning": None}, "model = ", "pruning: cannot be given beside huggingface"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
         ({"sparse_attention": True}, "model.sparse_attention = true", "an object"),
         ({"sparse_attention": {}}, "model.sparse_attention.kind", "is required"),

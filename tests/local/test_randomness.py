@@ -41,7 +41,7 @@ def run_batch(
         found.append(drawn)
 
     instructions = streams.instructions({schedule.ForwardPass: run_layers, schedule.BackwardPass: run_layers})
-    with streams.batch(module, start, step=step, training=training):
+    with streams.batch(module, range(start, start + len(layers)), step=step, training=training):
         for what, buffer_id in passes:
             instructions[schedule.ForwardPass if what == "F" else schedule.BackwardPass](None, buffer_id)
     assert module.forward_funcs == list(layers)
@@ -169,7 +169,7 @@ def test_the_rank_draws_on_around_the_layers_of_a_pass() -> None:
 
     streams = LayerStreams(7, 0)
     instructions = streams.instructions({schedule.ForwardPass: forward, schedule.BackwardPass: backward})
-    with streams.batch(module, 0, step=0, training=True):
+    with streams.batch(module, [0], step=0, training=True):
         for _ in range(2):
             instructions[schedule.ForwardPass](None, 0)
             instructions[schedule.BackwardPass](None, 0)
@@ -190,7 +190,7 @@ def test_checkpointing_that_swaps_torchs_states_does_not_leak_them() -> None:
     expected = set_global_generators()
     streams = LayerStreams(7, 0)
     instructions = streams.instructions({schedule.ForwardPass: lambda *_: None, schedule.BackwardPass: backward})
-    with streams.batch(module, 0, step=0, training=True):
+    with streams.batch(module, [0], step=0, training=True):
         instructions[schedule.ForwardPass](None, 0)
         instructions[schedule.BackwardPass](None, 0)
     assert next_draws() == expected

@@ -1,5 +1,6 @@
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ def counting(length: int) -> ByteText:
     return ByteText((torch.arange(length) % 251).to(torch.uint8), "counting")
 
 
-def train_batches(text: ByteText, **changes: int) -> Batches:
+def train_batches(text: ByteText, **changes: Any) -> Batches:
     return text.batches("train", **{"micro_batch_size": 2, "sequence_length": 8, "seed": 1, **changes})
 
 
@@ -117,3 +118,35 @@ def test_too_short_a_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
         load_text(path).batches("train", micro_batch_size=1, sequence_length=8, seed=0)
     path.write_bytes(b"x" * 180)
     load_text(path).batches("validation", micro_batch_size=1, sequence_length=8, seed=0).micro_batch(0)
+
+
+@pytest.mark.parametrize("length", [1000, 3 * STRETCH_BYTES // 64 * 64 + 17])
+def test_an_epoch_shows_every_sequence_once_and_the_next_one_again_in_another_order(length: int) -> None:
+    text = counting(length)
+    text.tokens = torch.arange(len(text.tokens))  # every byte tells its place
+    sequence = 8 if length == 1000 else 1024
+    replicas = [
+        train_batches(text, sampling="epochs", replica=replica, replicas=2, sequence_length=sequence)
+        for replica in range(2)
+    ]
+    epochs = []
+    for epoch in range(2):
+        seen = []
+        for batches in replicas:
+            each = len(batches.epoch)  # type: ignore[attr-defined]
+            seen += [batches.micro_batch(number) for number in range(epoch * each, (epoch + 1) * each)]
+        assert all(torch.equal(inputs + 1, labels) for inputs, labels in seen)
+        epochs.append([tuple(inputs[:, 0].tolist()) for inputs, _ in seen])
+    first, second = epochs
+    assert first != second and sorted(first) == sorted(second)  # whole micro-batches come again
+    places = [place for starts in first for place in starts]
+    assert len(set(places)) == len(places) and len(text.tokens) * 0.95 / sequence - len(places) < 4 + 3
+    in_stretch = [place % text.stretch for place in places]
+    assert all(place % sequence == 0 and place + sequence < text.stretch * 0.95 + 1 for place in in_stretch)
+
+
+def test_an_epoch_needs_a_micro_batch_for_each_replica() -> None:
+    text = counting(180)  # 171 for training: 21 sequences
+    assert train_batches(text, sampling="epochs", micro_batch_size=7, replicas=3).micro_batch(0)
+    with pytest.raises(ConfigError, match=r"21 sequences of 8 bytes are too few: .* each of 3 replicas needs 24"):
+        train_batches(text, sampling="epochs", micro_batch_size=8, replicas=3)

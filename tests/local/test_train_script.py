@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -54,12 +55,25 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--unknown"], "--unknown"),
+        ({}, ["--trace", "t.json", "5", "4"], r"--trace.steps = \[5, 4\]: should be \[first, last\]"),
+        ({}, ["--trace", "t.json", "1", "all"], r'--trace.steps = \[1, "all"\]: should be \[first, last\]'),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], flags: list[str], message: str) -> None:
     path = write(tmp_path, **changes)
     with pytest.raises((ConfigError, PartitionError), match=message):
         prepare(["--deepspeed_config", str(path), *flags])
+
+
+def test_a_trace_is_a_key_of_the_block(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    run = prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
+    assert run.settings["dynmo"]["trace"] == {"path": "t.json", "steps": [3, 5]}
+    settings = json.loads(path.read_text())
+    del settings["dynmo"]
+    path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
+    with pytest.raises(ConfigError, match=r'^--trace t\.json: needs a "dynmo" block'):
+        prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
 
 
 @pytest.mark.parametrize(
@@ -147,26 +161,64 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
 # -- a whole run --------------------------------------------------------------------------------------------
 
 
-def test_a_short_run(tmp_path: Path) -> None:
-    model = json.loads(write(tmp_path).read_text())["model"] | {"freezing": {"schedule": [[0.5, 2]]}}
-    config = write(tmp_path, model=model, dynmo={"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}})
-    report = tmp_path / "report.jsonl"
+def launch(config: Path, *flags: str, seconds: float = 400.0) -> str:
+    """What a run of the script in two stages prints, once it has ended well."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    command += ["scripts/train.py", "--deepspeed_config", str(config), "--steps", "8", "--report", str(report)]
+    command += ["scripts/train.py", "--deepspeed_config", str(config), *flags]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_with_a_thread_beside_it_ends_and_its_useless_cache_is_named(tmp_path: Path) -> None:
+    """Egeria's last verdict, due after the last step, is still under way then."""
+    settings = json.loads((ROOT / "ds_configs" / "freezing_egeria.json").read_text())
+    settings["gradient_accumulation_steps"] = 2
+    settings["model"]["freezing"]["egeria"]["start"] = 0.0
+    settings["model"]["freezing"]["cache_bytes"] = 10**6
+    settings["model"]["sampling"] = "epochs"
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    printed = launch(tmp_path / "config.json", "--steps", "3", seconds=150.0)
+    assert "step 3/3" in printed and "in 3 steps no text comes again" in printed
+
+
+def test_a_short_run(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(random.Random(0).randbytes(512))  # 30 sequences for training
+    model = {**SIZES, "sampling": "epochs", "freezing": {"schedule": [[0.25, 2]], "cache_bytes": 10**6}}
+    dynmo = {"interval": 3, "min_improvement": 0.0, "profile": {"batches": 1}}
+    config = write(tmp_path, model=model, dynmo=dynmo, gradient_accumulation_steps=8)
+    report = tmp_path / "report.jsonl"
+    flags = [
+        "--data",
+        str(tmp_path / "text"),
+        "--report",
+        str(report),
+        "--trace",
+        str(tmp_path / "trace.json"),
+        "7",
+        "8",
+    ]
+    printed = launch(config, "--steps", "8", *flags)
     records = [json.loads(line) for line in report.read_text().splitlines()]
     assert records[0]["kind"] == "start" and records[-1]["kind"] == "end"
     assert records[0]["config"]["dynmo"]["interval"] == 3
     reasons = [record["reason"] for record in records if record["kind"] == "rebalance"]
     assert "interval" in reasons and any("freezing" in reason for reason in reasons)
     assert any(record["kind"] == "measured" for record in records)
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == list(range(1, 9))
+    tokens = 8 * SIZES["sequence_length"]
+    assert all(r["tokens_per_second"] == pytest.approx(tokens / r["seconds"]) for r in steps)
+    assert steps[0]["train_loss"] == records[-1]["first_train_loss"]
+    assert {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} >= {"step 7"}
     assert records[-1]["steps"] == 8 and records[-1]["validation_loss"] > 0
-    assert "tokens/s" in done.stdout and "bubble ratio" in done.stdout
+    found = records[-1]["cases"]["freezing"]
+    assert 0 < found["cache_hits"] < found["cache_lookups"] and "cache hits" in printed
+    assert "tokens/s" in printed and "bubble ratio" in printed

@@ -10,6 +10,7 @@ from ds_dynmo.config import (
     DynMoConfig,
     ProfileConfig,
     RandomnessConfig,
+    TraceConfig,
     load_json,
     parse_block,
     parse_type_partition,
@@ -53,9 +54,11 @@ def test_a_full_block() -> None:
         report="out.jsonl",
         log=False,
         monitor=False,
+        trace={"path": "trace.json", "steps": [3, 3]},
     )
     assert config.initial_partition == (0, 3, 8)
     assert config.profile.batches == 3
+    assert config.trace == TraceConfig(path="trace.json", steps=(3, 3))
     assert (config.randomness.per_layer, config.randomness.seed) == (False, 7)
     assert (config.min_improvement, config.memory_limit, config.timeout_seconds) == (0, 0.9, 10)
 
@@ -111,6 +114,26 @@ def test_a_wrong_value_names_key_value_and_what_is_allowed(key: str, value: Any,
     assert line.startswith(f"dynmo.{key} = {json.dumps(value)}: ")
     assert allowed in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("steps", [3, [3], [0, 3], [4, 3], [1, 2, 3], [1, 2.0], [True, 2], "1, 2", None])
+def test_a_trace_needs_a_path_and_two_steps_in_order(steps: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(trace={"path": "trace.json", "steps": steps})
+    allowed = "[first, last], two ints with 1 <= first <= last"
+    assert str(error.value) == f"dynmo.trace.steps = {json.dumps(steps)}: should be {allowed}"
+
+
+def test_a_trace_lacks_no_key() -> None:
+    with pytest.raises(ConfigError) as error:
+        read(trace={"file": "trace.json"})
+    assert str(error.value).splitlines() == [
+        "dynmo.trace.path: is required (file that rank 0 writes, in Chrome's trace format)",
+        "dynmo.trace.steps: is required ([first, last] batch that is traced, counted from 1)",
+        'dynmo.trace.file = "trace.json": unknown key; should be one of path, steps',
+    ]
+    with pytest.raises(ConfigError, match=r'^dynmo\.trace\.path = "": .*at least 1 character'):
+        read(trace={"path": "", "steps": [1, 2]})
 
 
 @pytest.mark.parametrize("limit", [1, 8_000_000_000, 0.9, 1.0, None])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 FOLDER = "dynmo"
 MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"

@@ -23,7 +23,7 @@ def counters_of(engine: Any) -> dict[str, Any]:
 
 
 def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool) -> None:
-    """Put back :func:`counters_of`; when to decide, and what was learnt for it, only where layers are where they were."""
+    """Put back :func:`counters_of`; when to decide, and what was learnt for it, at the saved partition alone."""
     engine.micro_steps = saved["micro_steps"]
     engine.module.micro_offset = saved["micro_offset"]
     if same_partition:
@@ -31,7 +31,7 @@ def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool
         engine._controller.load_state_dict(saved["controller"])
         engine._experience.load_state_dict(saved["experience"])
     else:
-        engine._experience.history.forget()
+        engine._experience.model_changed()
 
 
 def random_states() -> dict[str, Any]:

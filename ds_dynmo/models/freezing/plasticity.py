@@ -1,8 +1,8 @@
 """How much a block still changes: its activations against those of a reference, itself some steps ago.
 
 Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing" (EuroSys 2023). Egeria runs a whole
-reference model; here each block's reference gets the very input that the block got, so that a stage needs nothing of
-another and a block is judged by its own change, not by that of the blocks before it.
+reference model; here a block's reference gets the very input that the block got, so that a stage needs nothing of
+another. :mod:`ds_dynmo.models.freezing.egeria` says why that is the same for a block behind a frozen prefix.
 
 References run on a thread beside the training: a block that draws random numbers there would disturb the layers' own.
 """
@@ -62,7 +62,8 @@ def watch(block: nn.Module, watching: bool) -> None:
 class Watched:
     """A block that was watched in a batch: what it did, and its reference, apart from the block from here on.
 
-    Made before the batch's step, it leaves a new reference on the block: its present weights in bf16, on the CPU.
+    Made before the batch's step, it leaves a new reference on the block: its present weights in bf16, on the CPU, and
+    its buffers as they are (rotary frequencies in bf16 would turn by other angles).
 
     Attributes:
         comparable: was there a reference of tensors like the block's, and did the block run? A pruning may have given
@@ -99,7 +100,7 @@ def _shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Size
 
 
 def _reference_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return REFERENCE_DTYPE if tensor.is_floating_point() else tensor.dtype
+    return REFERENCE_DTYPE if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def _twin(block: nn.Module, reference: dict[str, torch.Tensor]) -> nn.Module:

@@ -3,9 +3,9 @@
 Egeria's criterion is in :mod:`ds_dynmo.models.freezing.egeria`.
 
 Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without a word. A frozen
-block takes the blocks before it and the embedding with it; the final norm and the head are never frozen. A tied
-embedding is the head's weight too: freezing it freezes every copy, the head's included. A "model" block that freezes
-is therefore refused unless it is untied.
+block takes with it the blocks before it and what is before the blocks (the embedding, learned positions); the final
+norm and the head are never frozen. A tied embedding is the head's weight too: freezing it freezes every copy, the
+head's included. A "model" block that freezes is therefore refused unless it is untied.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.local_layers import local_layers, tie_of
+from ds_dynmo.models.freezing.front import FreezingCase
 
 __all__ = [
     "AutoFreezeConfig",
@@ -29,14 +27,9 @@ __all__ = [
     "FreezingConfig",
     "FreezingController",
     "auto_freeze",
-    "freeze_prefix",
     "gradient_change",
     "scheduled_blocks",
-    "set_frozen_prefix",
 ]
-
-LAYERS_BEFORE_BLOCKS = 1  # the embedding
-LAYERS_AFTER_BLOCKS = 2  # the final norm and the head
 
 Schedule = tuple[tuple[float, int], ...]
 
@@ -87,7 +80,14 @@ class EgeriaConfig(_Block):
 
 
 class FreezingConfig(_Block):
-    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria"."""
+    """The "freezing" block: exactly one of "schedule", "automatic" and "egeria", and the cache."""
+
+    cache_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="host memory of each rank in which outputs of frozen layers are kept for inputs that come again; "
+        "0: none are",
+    )
 
     schedule: Schedule | None = Field(
         default=None,
@@ -97,6 +97,11 @@ class FreezingConfig(_Block):
     egeria: EgeriaConfig | None = Field(
         default=None, validate_default=True, description="Egeria's criterion; {} for its defaults"
     )
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks the schedule freezes at most; 0 without one."""
+        return max((blocks for _, blocks in self.schedule or ()), default=0)
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -162,49 +167,31 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
     return frozen_blocks + next(block for block, change in enumerate(changes) if change >= median)
 
 
-def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
-    """Makes the first ``num_frozen`` layers of the model untrainable and all others trainable, as far as they are here.
-
-    A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
-
-    Returns:
-        Was any parameter of this stage otherwise before?
-    """
-    changed = False
-    frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
-    for layer_number, layer in local_layers(module):
-        frozen = layer_number < num_frozen or tie_of(module, layer_number) in frozen_ties
-        for parameter in layer.parameters():
-            changed |= parameter.requires_grad == frozen
-            parameter.requires_grad_(not frozen)
-            if frozen:
-                parameter.grad = None
-    return changed
-
-
-def freeze_prefix(engine: Any, num_frozen: int) -> None:
-    """:func:`set_frozen_prefix` on all stages, and tells the engine if that changed anything on one. Collective."""
-    changed = set_frozen_prefix(engine.module, num_frozen)
-    if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
-        engine.model_changed(f"freezing: first {num_frozen} layers")
-
-
 class FreezingController:
-    """Decides how many layers at the front of a :func:`~ds_dynmo.models.gpt.gpt_layers` list are frozen.
+    """Decides how many layers at the front of a model are frozen.
 
+    A block is frozen whole, also where it is two layers (``layers_per_block``).
     Before each batch ``set_frozen_prefix(module, controller.frozen_prefix(step))`` is due where that number changed.
     With :attr:`automatic`, :meth:`add_gradients` belongs between backward and optimizer step of every batch, and
     :meth:`evaluate` after it.
+
+    Args:
+        blocks: the numbers of the blocks in the layer list.
+        num_layers: of the layer list.
+        total_steps: of the run.
     """
 
-    def __init__(self, config: FreezingConfig, *, num_blocks: int, total_steps: int) -> None:
+    def __init__(
+        self, config: FreezingConfig, *, blocks: range, num_layers: int, layers_per_block: int = 1, total_steps: int
+    ) -> None:
         self._config = config
-        self._num_blocks = num_blocks
+        self._blocks = blocks
+        self._layers_per_block = layers_per_block
         self._total_steps = total_steps
         self._frozen_blocks = 0
         self._previous: list[float] | None = None
         # This rank's share: a layer that migrates leaves here what it has gathered, the sum over all ranks finds it.
-        self._sums = torch.zeros(LAYERS_BEFORE_BLOCKS + num_blocks + LAYERS_AFTER_BLOCKS, dtype=torch.float64)
+        self._sums = torch.zeros(num_layers, dtype=torch.float64)
 
     @property
     def automatic(self) -> bool:
@@ -217,7 +204,7 @@ class FreezingController:
             blocks = scheduled_blocks(self._config.schedule, step, self._total_steps)
         else:
             blocks = self._frozen_blocks
-        return LAYERS_BEFORE_BLOCKS + blocks if blocks else 0
+        return self._blocks.start + blocks * self._layers_per_block if blocks else 0
 
     def add_gradients(self, magnitudes: torch.Tensor) -> None:
         """Adds this rank's share of the sums of gradient magnitudes of one batch, fp64 ``[num_layers]``."""
@@ -236,11 +223,12 @@ class FreezingController:
         if automatic is None or steps_done % max(1, round(automatic.interval * self._total_steps)):
             return
         # As fp32 numbers: in what order fp64 ones were added depends on where layers and their shards were.
-        sums = sum_over_world(self._sums).float()[LAYERS_BEFORE_BLOCKS:-LAYERS_AFTER_BLOCKS].tolist()
+        of_blocks = sum_over_world(self._sums)[self._blocks.start : self._blocks.stop]
+        sums = of_blocks.view(-1, self._layers_per_block).sum(dim=1).float().tolist()
         self._sums = torch.zeros_like(self._sums)
         if not any(sums[self._frozen_blocks :]):
             raise RuntimeError(
-                f"automatic freezing saw no gradient in blocks {self._frozen_blocks} to {self._num_blocks - 1} "
+                f"automatic freezing saw no gradient in blocks {self._frozen_blocks} to {len(sums) - 1} "
                 f"up to step {steps_done}"
             )
         if self._previous is not None and steps_done >= round(automatic.start * self._total_steps):
@@ -264,27 +252,33 @@ class FreezingController:
             self._sums += torch.tensor(state["sums"], dtype=torch.float64)
 
 
-class Freezing(DynamicCase):
+class Freezing(FreezingCase):
     """Connects a :class:`FreezingController` to the engine."""
 
-    name = "freezing"
-
-    def __init__(self, config: FreezingConfig, engine: Any, *, num_blocks: int, total_steps: int) -> None:
-        super().__init__(engine)
-        self._frozen: int | None = None  # layers that were loaded may be frozen or not
-        self._controller = FreezingController(config, num_blocks=num_blocks, total_steps=total_steps)
+    def __init__(
+        self,
+        config: FreezingConfig,
+        engine: Any,
+        *,
+        blocks: range,
+        num_layers: int,
+        layers_per_block: int = 1,
+        total_steps: int,
+    ) -> None:
+        super().__init__(engine, blocks=blocks, cache_bytes=config.cache_bytes)
+        self._controller = FreezingController(
+            config, blocks=blocks, num_layers=num_layers, layers_per_block=layers_per_block, total_steps=total_steps
+        )
         if self._controller.automatic:
             engine.before_step(lambda: self._controller.add_gradients(engine.gradient_magnitudes()))
 
     def before_batch(self, step: int) -> None:
         """Freezes what the controller says, and tells the engine if that changed."""
-        frozen = self._controller.frozen_prefix(step)
-        if frozen != self._frozen:
-            freeze_prefix(self.engine, frozen)
-            self._frozen = frozen
+        self._freeze(self._controller.frozen_prefix(step))
 
     def after_batch(self, steps_done: int) -> None:
         """Lets the controller decide."""
+        super().after_batch(steps_done)
         self._controller.evaluate(steps_done, self.engine.sum_over_world)
 
     def state_dict(self) -> dict[str, Any]:

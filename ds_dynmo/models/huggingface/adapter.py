@@ -37,9 +37,10 @@ from ds_dynmo.models.huggingface.modules import (
 from ds_dynmo.models.huggingface.weights import INDEX, Folder, InMemory, Stored, Tensors, check_tensors, stored
 from ds_dynmo.models.seeding import generator_for
 
-__all__ = ["export", "layers"]
+__all__ = ["check_blocks_draw_nothing", "export", "layers"]
 
 TIE = "embedding"
+DRAWS_IN_BLOCKS = ("attn_pdrop", "resid_pdrop", "attention_dropout", "router_jitter_noise")  # keys of configs
 PART = "part."  # in each of our layers, the name of the library's module
 
 
@@ -113,6 +114,22 @@ def layers(
         specs.append(LayerSpec(DecoderLayer, source.of(layer), layer, _window(config, block), loss))
     layer = len(specs)
     return [*specs, LayerSpec(FinalNorm, source.of(layer), layer), head]
+
+
+def check_blocks_draw_nothing(model: Any, why: str) -> None:
+    """Refuse a model whose decoder layers draw random numbers in training.
+
+    Args:
+        model: as for :func:`layers`.
+        why: the reason, for the message.
+
+    Raises:
+        ConfigError: naming the config's key.
+    """
+    config = _config(_transformers(), model)
+    for key in DRAWS_IN_BLOCKS:
+        if getattr(config, key, None):
+            raise ConfigError(f"{key} {getattr(config, key)}: should be 0: {why}")
 
 
 def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +112,8 @@ class DecoderLayer(nn.Module):
         window: a token attends to so many tokens up to itself; None: to all of them.
         router_loss: what it adds to in training; None: nothing.
     """
+
+    is_block: ClassVar[bool] = True
 
     def __init__(self, parts: Parts, layer: int, window: int | None, router_loss: RouterLoss | None) -> None:
         super().__init__()

@@ -18,12 +18,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from torch import nn
 
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.gpt import Block, GPTConfig
+from ds_dynmo.models.gpt import AttentionHalf, Block, BlockPart, FeedForwardHalf, GPTConfig
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
-__all__ = ["PrunableBlock", "Pruning", "PruningConfig", "prunable_linears", "pruning_steps", "scheduled_sparsity"]
+__all__ = [
+    "PrunableAttentionHalf",
+    "PrunableBlock",
+    "PrunableFeedForwardHalf",
+    "Pruning",
+    "PruningConfig",
+    "prunable_linears",
+    "pruning_steps",
+    "scheduled_sparsity",
+]
 
 
 class PruningConfig(BaseModel):
@@ -84,8 +93,8 @@ def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
     return {min(step, total_steps - 1): scheduled_sparsity(config, pruning) for pruning, step in enumerate(steps)}
 
 
-class PrunableBlock(Block):
-    """A block with linear layers that can be pruned; every other part is as the block made it."""
+class _Prunable(BlockPart):
+    """Gives the class after it linear layers that can be pruned; every other part is as that made it."""
 
     def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None, **parts: Any) -> None:
         super().__init__(config, layer, **parts)
@@ -95,10 +104,22 @@ class PrunableBlock(Block):
                     setattr(parent, name, PrunableLinear(nn.Parameter(part.weight), csr_from))
 
     def load_signal(self) -> float:
-        """The paper's ``p_i``: the share of this block's prunable weights that is left; 0.0 where nothing trains."""
+        """The paper's ``p_i``: the share of this layer's prunable weights that is left; 0.0 where nothing trains."""
         linears = prunable_linears(self)
         share = sum(linear.kept for linear in linears) / sum(linear.weight.numel() for linear in linears)
         return super().load_signal() * share
+
+
+class PrunableBlock(_Prunable, Block):
+    """A :class:`~ds_dynmo.models.gpt.Block` that can be pruned."""
+
+
+class PrunableAttentionHalf(_Prunable, AttentionHalf):
+    """An :class:`~ds_dynmo.models.gpt.AttentionHalf` that can be pruned."""
+
+
+class PrunableFeedForwardHalf(_Prunable, FeedForwardHalf):
+    """A :class:`~ds_dynmo.models.gpt.FeedForwardHalf` that can be pruned."""
 
 
 def prunable_linears(layer: nn.Module) -> list[PrunableLinear]:

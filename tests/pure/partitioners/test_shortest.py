@@ -156,6 +156,12 @@ def test_a_slow_stage_gets_less() -> None:
     assert shortest([3.0] * 9, 3, start=[0, 3, 6, 9], pipeline=pipeline) == [0, 4, 6, 9]
 
 
+def test_one_stage_and_one_layer_each() -> None:
+    pipeline = PipelineModel((1.0, 2.0, 3.0), (1.0,) * 3, 4, (1.0,))
+    assert shortest([2.0, 3.0, 4.0], 1, start=[0, 3], pipeline=pipeline) == [0, 3]
+    assert shortest([2.0, 3.0, 4.0], 3, pipeline=replace(pipeline, speeds=(1.0,) * 3)) == [0, 1, 2, 3]
+
+
 def test_without_a_pipeline_it_is_balanced() -> None:
     assert shortest([4, 9, 7, 5], 3) == balanced([4, 9, 7, 5], 3)
 

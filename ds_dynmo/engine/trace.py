@@ -1,0 +1,161 @@
+"""The measured timeline of a batch: when each rank carried out each pipeline instruction.
+
+While a batch is traced, the engine's functions for DeepSpeed's instructions, and those of its methods that come after
+them, note when they begin and end. At all other times they are bare: a batch that is not traced costs nothing. On the
+CPU the times are those of a monotonic clock. On an accelerator they are events on the current stream, which waits for
+each receive, so that they tell when the device did the work, not when the CPU asked for it, and nothing is synchronised
+but once before the batch. After the batch each rank estimates how far its clock is ahead of rank 0's
+(:meth:`Communicator.clock_offset`), and rank 0 writes what all recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+
+from ds_dynmo.config import TraceConfig
+from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.errors import ConfigError
+
+INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
+    schedule.ForwardPass: ("forward", "forward"),
+    schedule.BackwardPass: ("backward", "backward"),
+    schedule.LoadMicroBatch: ("load", "load"),
+    schedule.SendActivation: ("send", "activation"),
+    schedule.RecvActivation: ("receive", "activation"),
+    schedule.SendGrad: ("send", "gradient"),
+    schedule.RecvGrad: ("receive", "gradient"),
+    schedule.ReduceTiedGrads: ("reduce", "reduce tied gradients"),
+    schedule.ReduceGrads: ("reduce", "reduce gradients"),
+    schedule.OptimizerStep: ("optimizer step", "optimizer step"),
+}
+METHODS = {
+    "_aggregate_total_loss": ("loss", "share the loss"),
+    "_gather_profile": ("profile", "gather the profile"),
+    "_decide": ("decide", "decide"),
+    "_go_to": ("migrate", "migrate"),
+}
+
+
+class Tracer:
+    """Records batches as the configuration says. Construction is collective.
+
+    Args:
+        clock: as the profiler's.
+        warn: says on rank 0 what went wrong.
+
+    Raises:
+        ConfigError: on every rank, where rank 0 cannot write the file.
+    """
+
+    def __init__(self, config: TraceConfig, engine: Any, clock: Any, warn: Callable[[str], None]) -> None:
+        self._config, self._clock, self._warn = config, clock, warn
+        self._comm: Communicator = engine._comm
+        self._place = {
+            "rank": engine.global_rank,
+            "stage": engine.stage_id,
+            "replica": engine.grid.get_data_parallel_id(),
+            "slice": engine.grid.get_slice_parallel_rank(),
+        }
+        self._marks: list[tuple[str, str, int | None]] = []
+        self._times: list[Any] = []
+        self._counts: Counter[str] = Counter()
+        self._origin: float | None = None
+        self._file: TraceFile | None = None
+        failure = None
+        if engine.global_rank == 0:
+            try:
+                self._file = TraceFile(Path(config.path))
+            except OSError as error:
+                failure = str(error)
+        self._comm.enter("initialize")
+        failure = self._comm.gather_objects(failure)[0]
+        if failure is not None:
+            raise ConfigError(f'dynmo.trace.path = "{config.path}": cannot be written: {failure}')
+
+    def wants(self, step: int) -> bool:
+        """Is the batch that will end with ``step`` to be traced?"""
+        first, last = self._config.steps
+        return first <= step <= last
+
+    @contextmanager
+    def batch(self, engine: Any) -> Iterator[None]:
+        """Record the batch that runs inside, and what follows it; then write it. Collective."""
+        step, partition = engine.global_steps + 1, engine.partition
+        get_accelerator().synchronize()
+        base_seconds = time.perf_counter()
+        self._marks, self._times, self._counts = [], [self._clock.now()], Counter()
+        with ExitStack() as recording:
+            for name, (category, what) in METHODS.items():
+                recording.enter_context(_replaced(engine, name, self._recorded(getattr(engine, name), category, what)))
+            recording.enter_context(_replaced(engine, "_exec_schedule", self._recorded_schedule(engine)))
+            yield
+        elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
+        self._write(step, partition, [base_seconds + seconds for seconds in elapsed[1:]])
+
+    def _recorded_schedule(self, engine: Any) -> Callable[[Any], None]:
+        run = engine._exec_schedule
+
+        def exec_schedule(pipe_schedule: Any) -> None:
+            bare = engine._INSTRUCTION_MAP
+            recorded = {kind: self._recorded(bare[kind], *shown) for kind, shown in INSTRUCTIONS.items()}
+            engine._INSTRUCTION_MAP = {**bare, **recorded}
+            try:
+                run(pipe_schedule)
+            finally:
+                engine._INSTRUCTION_MAP = bare
+
+        return exec_schedule
+
+    def _recorded(self, function: Callable[..., Any], category: str, what: str) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            micro_batch = None
+            if "buffer_id" in kwargs:  # instructions of a kind come in the order of the micro-batches
+                micro_batch = self._counts[category + what]
+                self._counts[category + what] += 1
+            begin = self._clock.now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._marks.append((category, what, micro_batch))
+                self._times += begin, self._clock.now()
+
+        return recorded
+
+    def _write(self, step: int, partition: list[int], seconds: list[float]) -> None:
+        self._comm.enter("trace")
+        offset_seconds, error_seconds = self._comm.clock_offset(time.perf_counter)
+        shared = [time - offset_seconds for time in seconds]
+        events = tuple(
+            Event(*mark, begin, end) for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
+        )
+        tracks = self._comm.gather_objects(Track(**self._place, clock_error_seconds=error_seconds, events=events))
+        if self._file is None:
+            return
+        names = []
+        if self._origin is None:
+            self._origin = min(event.begin_seconds for track in tracks for event in track.events)
+            names = track_names(tracks)
+        try:
+            self._file.append([*names, *batch_events(step, partition, tracks, self._origin)])
+        except OSError as error:
+            self._warn(f"DynMo step {step}: the trace was not written: {error}")
+
+
+@contextmanager
+def _replaced(engine: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """``function`` in place of the engine's method ``name``."""
+    setattr(engine, name, function)
+    try:
+        yield
+    finally:
+        delattr(engine, name)

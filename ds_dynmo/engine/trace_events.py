@@ -1,0 +1,153 @@
+"""What each rank recorded of a batch, as events of Chrome's trace format that Perfetto and chrome://tracing open.
+
+A pipeline (one data-parallel replica) is a process, a stage in it a thread, and each event has ``ph`` "X", microseconds
+and a category, one of :data:`CATEGORIES`. Format: "Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CATEGORIES = (
+    *("forward", "backward", "load", "send", "receive", "wait"),
+    *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),
+)
+_END = "\n]}\n"
+
+
+class Event(NamedTuple):
+    """Something that a rank did; seconds on a clock that all ranks share."""
+
+    category: str
+    what: str
+    micro_batch: int | None
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Track:
+    """What one rank recorded of one batch.
+
+    Attributes:
+        clock_error_seconds: the most that its times can be off from rank 0's.
+    """
+
+    rank: int
+    replica: int
+    stage: int
+    slice: int
+    clock_error_seconds: float
+    events: tuple[Event, ...]
+
+
+def with_waits(tracks: Sequence[Track]) -> list[Track]:
+    """``tracks`` with each receive cut in two where its neighbour began to send: before that, it waits."""
+    sends = {
+        (track.replica, track.slice, track.stage, event.what, event.micro_batch): event.begin_seconds
+        for track in tracks
+        for event in track.events
+        if event.category == "send"
+    }
+    cut = []
+    for track in tracks:
+        events: list[Event] = []
+        for event in track.events:
+            source = track.stage + (-1 if event.what == "activation" else 1)
+            sent = sends.get((track.replica, track.slice, source, event.what, event.micro_batch))
+            if event.category != "receive" or sent is None or sent <= event.begin_seconds:
+                events.append(event)
+                continue
+            arrives = min(sent, event.end_seconds)
+            events.append(event._replace(category="wait", end_seconds=arrives))
+            events.append(event._replace(begin_seconds=arrives))
+        cut.append(Track(**{**vars(track), "events": tuple(events)}))
+    return cut
+
+
+def batch_events(step: int, partition: Sequence[int], tracks: Sequence[Track], origin: float) -> list[dict[str, Any]]:
+    """One batch: a marker where it begins, with its partition, and what every stage did.
+
+    Args:
+        origin: the seconds that are 0 in the file.
+    """
+    beginning = min(event.begin_seconds for track in tracks for event in track.events)
+    marker = {
+        **{"name": f"step {step}", "ph": "i", "s": "g", "ts": _microseconds(beginning - origin)},
+        **{"pid": min(track.replica for track in tracks), "tid": min(track.rank for track in tracks)},
+        "args": {
+            "step": step,
+            "partition": list(partition),
+            "clock_error_microseconds": _microseconds(max(track.clock_error_seconds for track in tracks)),
+        },
+    }
+    return [
+        marker,
+        *(_complete(step, track, event, origin) for track in with_waits(tracks) for event in track.events),
+    ]
+
+
+def _complete(step: int, track: Track, event: Event, origin: float) -> dict[str, Any]:
+    number = {} if event.micro_batch is None else {"micro_batch": event.micro_batch}
+    return {
+        "name": " ".join(str(part) for part in (_verb(event), event.micro_batch) if part is not None),
+        "cat": event.category,
+        "ph": "X",
+        "ts": _microseconds(event.begin_seconds - origin),
+        "dur": _microseconds(event.end_seconds - event.begin_seconds),
+        "pid": track.replica,
+        "tid": track.rank,
+        "args": {"step": step, "stage": track.stage, **number},
+    }
+
+
+def _verb(event: Event) -> str:
+    if event.category in ("send", "receive"):
+        return f"{event.category} {event.what}"
+    return f"wait for {event.what}" if event.category == "wait" else event.what
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e9) / 1e3
+
+
+def track_names(tracks: Iterable[Track]) -> list[dict[str, Any]]:
+    """What Perfetto calls the tracks and in which order it shows them."""
+    tracks = list(tracks)
+    sliced = len({track.slice for track in tracks}) > 1
+    named: list[dict[str, Any]] = []
+    for replica in sorted({track.replica for track in tracks}):
+        named.append({"name": "process_name", "pid": replica, "args": {"name": f"pipeline {replica}"}})
+    for track in tracks:
+        place = {"pid": track.replica, "tid": track.rank}
+        name = f"stage {track.stage}" + (f", slice {track.slice}" if sliced else "")
+        named.append({"name": "thread_name", **place, "args": {"name": name}})
+        order = track.stage * len(tracks) + track.slice
+        named.append({"name": "thread_sort_index", **place, "args": {"sort_index": order}})
+    return [{"ph": "M", **event} for event in named]
+
+
+class TraceFile:
+    """A trace that grows batch by batch and is whole JSON after each.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._empty = True
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
+
+    def append(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Write ``events`` behind those that are there."""
+        lines = ",\n".join(json.dumps(event) for event in events)
+        with self._path.open("r+") as file:
+            file.seek(self._path.stat().st_size - len(_END))
+            file.write(("\n" if self._empty else ",\n") + lines + _END)
+        self._empty = False

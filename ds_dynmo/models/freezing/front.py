@@ -1,0 +1,79 @@
+"""Freezing the front of a model as far as it is on this stage, whatever decides how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from ds_dynmo.models.case import DynamicCase
+from ds_dynmo.models.freezing.cache import ActivationCache
+from ds_dynmo.models.local_layers import local_layers, tie_of
+
+__all__ = ["FreezingCase", "freeze_prefix", "set_frozen_prefix"]
+
+
+def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
+    """Makes the first ``num_frozen`` layers of the model untrainable and all others trainable, as far as they are here.
+
+    A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
+
+    Returns:
+        Was any parameter of this stage otherwise before?
+    """
+    changed = False
+    frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
+    for layer_number, layer in local_layers(module):
+        frozen = layer_number < num_frozen or tie_of(module, layer_number) in frozen_ties
+        for parameter in layer.parameters():
+            changed |= parameter.requires_grad == frozen
+            parameter.requires_grad_(not frozen)
+            if frozen:
+                parameter.grad = None
+    return changed
+
+
+def freeze_prefix(engine: Any, num_frozen: int) -> None:
+    """:func:`set_frozen_prefix` on all stages, and tells the engine if that changed anything on one. Collective."""
+    changed = set_frozen_prefix(engine.module, num_frozen)
+    if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
+        engine.model_changed(f"freezing: first {num_frozen} layers")
+
+
+class FreezingCase(DynamicCase):
+    """Freezes what a subclass says before each batch, and keeps what frozen layers give if it may.
+
+    Args:
+        blocks: the numbers of the blocks in the layer list.
+        cache_bytes: of this stage's :class:`~ds_dynmo.models.freezing.cache.ActivationCache`; 0: none.
+    """
+
+    name = "freezing"
+
+    def __init__(self, engine: Any, *, blocks: range, cache_bytes: int) -> None:
+        super().__init__(engine)
+        self._block_numbers = blocks
+        self._frozen: int | None = None  # layers that were loaded may be frozen or not
+        self._cache = ActivationCache(engine.module, cache_bytes, blocks.start) if cache_bytes else None
+
+    def _freeze(self, num_frozen: int) -> None:
+        """Before a batch: as many layers are frozen in it. Collective where the number changes."""
+        if num_frozen != self._frozen:
+            freeze_prefix(self.engine, num_frozen)
+            self._frozen = num_frozen
+        if self._cache is not None:
+            self._cache.install(num_frozen)
+
+    def after_batch(self, steps_done: int) -> None:
+        """Layers are called without the cache."""
+        if self._cache is not None:
+            self._cache.remove()
+
+    def summary(self) -> dict[str, float]:
+        """Of all ranks' caches together: lookups, hits and bytes held. Collective."""
+        if self._cache is None:
+            return {}
+        numbers = [self._cache.lookups, self._cache.hits, self._cache.num_bytes]
+        lookups, hits, held = self.engine.sum_over_world(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return {"cache_lookups": lookups, "cache_hits": hits, "cache_held_bytes": held}

@@ -1,0 +1,96 @@
+"""Pictures of a run, and one HTML file that holds them, from what the run wrote.
+
+    python scripts/plot.py report.jsonl --trace trace.json --out pictures
+
+``report.jsonl`` is what ``--report`` of scripts/train.py or ``dynmo.report`` names, ``trace.json`` what ``--trace`` or
+``dynmo.trace`` does. Needs matplotlib: the extra "plots".
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, by its path
+
+from ds_dynmo.errors import ConfigError
+from scripts.plot_data import Report, Rows, read_report, read_trace, simulated, traced, traced_steps
+
+
+def expected(report: Report) -> list[Rows]:
+    """Simulated batches: around the last move, or under the last profile where nothing moved."""
+    if not report.profiles:
+        return []
+    if not report.moves:
+        profile = report.profiles[-1]
+        title = f"simulated from the profile of step {profile['step']}: partition {profile['partition']}"
+        return [simulated(profile, profile["partition"], title)]
+    move = report.moves[-1]
+    known = [profile for profile in report.profiles if profile["step"] <= move["step"]]
+    if not known:
+        return []
+    source = f"simulated from the profile of step {known[-1]['step']}"
+    partitions = (move["old_partition"], move["new_partition"])
+    return [simulated(known[-1], partition, f"{source}: partition {partition}") for partition in partitions]
+
+
+def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Rows]:
+    """Batches of a trace: those of ``steps``, or the first and the last.
+
+    Raises:
+        ConfigError: a step that is not in it.
+    """
+    there = traced_steps(events)
+    for step in steps or []:
+        if step not in there:
+            raise ConfigError(f"--steps {step}: is not in the trace, which has {there[0]} to {there[-1]}")
+    return [traced(events, step) for step in steps or sorted({there[0], there[-1]})]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="JSON lines of a run")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
+    parser.add_argument("--steps", type=int, nargs="+", help="of the trace (default: the first and the last)")
+    parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
+    args = parser.parse_args(arguments)
+    try:
+        from scripts import plot_html, plot_pictures
+    except ModuleNotFoundError as error:
+        missing = str(error.name).split(".")[0]
+        print(f'plot.py: error: no {missing}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)
+        return 2
+    try:
+        if args.steps is not None and args.trace is None:
+            raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
+        report = read_report(args.report)
+        timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
+    except ConfigError as error:
+        print(f"plot.py: error: {error}", file=sys.stderr)
+        return 2
+    timelines["simulated"] = expected(report)
+    figures = {
+        "Stage loads": ("loads", plot_pictures.stage_loads(report)),
+        "Speed and balance": ("speed", plot_pictures.speed(report)),
+        "Losses": ("losses", plot_pictures.losses(report)),
+    }
+    titles = {"timeline": "Timeline of a batch, measured", "simulated": "Timeline of a batch, simulated"}
+    figures |= {titles[name]: (name, plot_pictures.timelines(every)) for name, every in timelines.items() if every}
+    args.out.mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for title, (name, figure) in figures.items():
+        if figure is not None:
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=130)
+            pictures[title] = buffer.getvalue()
+            (args.out / f"{name}.png").write_bytes(pictures[title])
+    (args.out / "report.html").write_text(plot_html.page(report, pictures), encoding="utf-8")
+    print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

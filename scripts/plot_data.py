@@ -1,0 +1,155 @@
+"""What a run wrote, as scripts/plot.py takes it: the JSON lines of a report, the events of a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ds_dynmo.config import load_json
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.partitioners import imbalance, loads, simulate
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The records of one run, each kind in the order of steps; ``start`` and ``end`` are scripts/train.py's."""
+
+    start: Record | None
+    end: Record | None
+    steps: tuple[Record, ...]
+    profiles: tuple[Record, ...]
+    rebalances: tuple[Record, ...]
+
+    @property
+    def moves(self) -> tuple[Record, ...]:
+        """The decisions by which layers changed stage."""
+        return tuple(record for record in self.rebalances if record["old_partition"] != record["new_partition"])
+
+
+class Bar(NamedTuple):
+    """A stretch of time in a row of a timeline; seconds since the timeline's beginning."""
+
+    category: str
+    micro_batch: int | None
+    begin_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A timeline to be drawn: a title, and for each row a name and its bars."""
+
+    title: str
+    rows: tuple[tuple[str, tuple[Bar, ...]], ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(bar.begin_seconds + bar.seconds for _, bars in self.rows for bar in bars)
+
+
+class Loads(NamedTuple):
+    """Seconds per micro-batch of each stage, around one move; ``measured_after`` is None where no profile followed."""
+
+    move: Record
+    before: list[float]
+    predicted_after: list[float]
+    measured_after: list[float] | None
+
+
+def read_report(path: Path) -> Report:
+    """The JSON lines that ``dynmo.report`` or scripts/train.py wrote.
+
+    Raises:
+        ConfigError: no such file, a line that is no record, or nothing in it.
+    """
+    kinds: dict[str, list[Record]] = {kind: [] for kind in ("start", "step", "profile", "rebalance", "end")}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            kinds.setdefault(record["kind"], []).append(record)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f'{path}: line {number} is no JSON object with a "kind"') from error
+    if not kinds["step"] and not kinds["profile"]:
+        raise ConfigError(f'{path}: has no record of kind "step" or "profile", there is nothing to draw')
+    start, end = ([None, *kinds[kind]][-1] for kind in ("start", "end"))
+    return Report(start, end, tuple(kinds["step"]), tuple(kinds["profile"]), tuple(kinds["rebalance"]))
+
+
+def costs(profile: Record) -> list[float]:
+    """Seconds of each layer per micro-batch, forward and backward."""
+    return [forward + backward for forward, backward in zip(profile["forward_seconds"], profile["backward_seconds"])]
+
+
+def loads_around(report: Report) -> list[Loads]:
+    """For each move that a profile came before: what the stages had to do by it, would have, and then had."""
+    found = []
+    ends = [move["step"] for move in report.moves[1:]] + [float("inf")]
+    for move, end in zip(report.moves, ends):
+        known = [profile for profile in report.profiles if profile["step"] <= move["step"]]
+        later = [profile for profile in report.profiles if move["step"] < profile["step"] <= end]
+        if not known:
+            continue
+        before, after = (loads(costs(known[-1]), move[which]) for which in ("old_partition", "new_partition"))
+        measured = loads(costs(later[0]), move["new_partition"]) if later else None
+        found.append(Loads(move, before, after, measured))
+    return found
+
+
+def quality(profile: Record) -> tuple[float, float]:
+    """Imbalance (the paper's equation 2) and bubble ratio, measured."""
+    seconds, stages = costs(profile), len(profile["partition"]) - 1
+    busy = profile["micro_batches"] * sum(seconds) / stages
+    return imbalance(seconds, profile["partition"]), max(0.0, 1 - busy / profile["batch_seconds"])
+
+
+def simulated(profile: Record, partition: Sequence[int], title: str) -> Rows:
+    """The 1F1B timeline that a profile makes expect of a partition, without time for sending."""
+    forward, backward = (loads(profile[f"{kind}_seconds"], partition) for kind in ("forward", "backward"))
+    timeline = simulate(forward, backward, profile["micro_batches"])
+    rows: dict[str, list[Bar]] = {f"stage {stage}": [] for stage in range(len(forward))}
+    for one in timeline.passes:
+        bar = Bar(one.kind, one.micro_batch, one.start_seconds, one.end_seconds - one.start_seconds)
+        rows[f"stage {one.stage}"].append(bar)
+    return Rows(title, tuple((name, tuple(bars)) for name, bars in rows.items()))
+
+
+def read_trace(path: Path) -> list[Record]:
+    """The events of the trace that ``dynmo.trace`` wrote.
+
+    Raises:
+        ConfigError: no such file, or no trace with a batch in it.
+    """
+    events = load_json(path).get("traceEvents")
+    if not isinstance(events, list) or not traced_steps(events):
+        raise ConfigError(f'{path}: should be a trace written by "dynmo.trace" with at least one batch in it')
+    return events
+
+
+def traced_steps(events: Iterable[Record]) -> list[int]:
+    """Which batches are in a trace."""
+    return [event["args"]["step"] for event in events if event["ph"] == "i"]
+
+
+def traced(events: Sequence[Record], step: int) -> Rows:
+    """One batch of a trace."""
+    (marker,) = (event for event in events if event["ph"] == "i" and event["args"]["step"] == step)
+    pipelines = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    stages = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows: dict[tuple[int, int], list[Bar]] = {place: [] for place in sorted(stages)}
+    for event in events:
+        if event["ph"] == "X" and event["args"]["step"] == step:
+            begin = (event["ts"] - marker["ts"]) / 1e6
+            bar = Bar(event["cat"], event["args"].get("micro_batch"), begin, event["dur"] / 1e6)
+            rows[event["pid"], event["tid"]].append(bar)
+    several = len(pipelines) > 1
+    named = tuple((f"{pipelines[place[0]]}, " * several + stages[place], tuple(bars)) for place, bars in rows.items())
+    return Rows(f"step {step}, measured: partition {marker['args']['partition']}", named)

@@ -1,0 +1,177 @@
+"""The pictures of scripts/plot.py, each a matplotlib figure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from scripts.plot_data import Loads, Report, Rows, loads_around, quality
+
+COLUMNS, MOST_MOVES = 3, 12
+MOST_TALL_ROWS = 8
+WINDOW = 5  # steps of the running median of tokens/s
+MILLI = 1e3
+BEFORE, PREDICTED, MEASURED = "#b0b7c3", "#9ecae9", "#2a6fb0"
+MOVE = "#c0392b"
+COLORS = {
+    "forward": "#4c8ed9",
+    "backward": "#2f9e6e",
+    "load": "#8e6bbf",
+    "send": "#e8a838",
+    "receive": "#d9763f",
+    "wait": "#e6e6e6",
+    "reduce": "#c65b9b",
+    "optimizer step": "#7b3f2a",
+    "loss": "#6a6a6a",
+    "profile": "#16b5c4",
+    "decide": "#f2d13c",
+    "migrate": "#d62728",
+}
+
+
+def stage_loads(report: Report) -> Figure | None:
+    """Stage loads before and after each move; of many moves, those that lowered the bottleneck most."""
+    every = loads_around(report)
+    if not every:
+        return None
+    chosen = sorted(every, key=lambda found: max(found.predicted_after) - max(found.before))[:MOST_MOVES]
+    chosen.sort(key=lambda found: found.move["step"])
+    columns = min(COLUMNS, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    figure = Figure(figsize=(max(6.0, 4.3 * columns), 3.4 * rows + 0.6), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for axes, found in zip(grid.flat, chosen):
+        _loads_of_one_move(axes, found)
+    for axes in grid.flat[len(chosen) :]:
+        axes.set_visible(False)
+    for row in grid:
+        row[0].set_ylabel("load per micro-batch (ms)")
+    bars = [("before", BEFORE), ("after, predicted", PREDICTED), ("after, measured", MEASURED)]
+    figure.legend(handles=[Patch(color=color, label=name) for name, color in bars], loc="outside upper center", ncols=3)
+    if len(every) > len(chosen):
+        figure.supxlabel(f"the {len(chosen)} of {len(every)} moves that lowered the bottleneck most", fontsize=9)
+    return figure
+
+
+def _loads_of_one_move(axes: Any, found: Loads) -> None:
+    series = [(found.before, BEFORE), (found.predicted_after, PREDICTED)]
+    series += [(found.measured_after, MEASURED)] if found.measured_after is not None else []
+    width = 0.8 / 3
+    for number, (seconds, color) in enumerate(series):
+        places = [stage + (number - 1) * width for stage in range(len(seconds))]
+        axes.bar(places, [MILLI * load for load in seconds], width, color=color)
+    axes.set_xlabel("stage")
+    axes.set_xlim(-0.6, len(found.before) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+    old, new = (_short(found.move[which]) for which in ("old_partition", "new_partition"))
+    axes.set_title(f"step {found.move['step']}: {found.move['reason']}\n{old} to {new}", fontsize=9)
+    _plain(axes)
+
+
+def _short(partition: Sequence[int]) -> str:
+    if len(partition) <= 7:
+        return str(list(partition))
+    return f"[{', '.join(map(str, partition[:3]))}, ..., {partition[-1]}]"
+
+
+def speed(report: Report) -> Figure:
+    """Tokens per second of each step (or seconds of the profiled batches), imbalance and bubble ratio."""
+    panels = 2 if report.profiles else 1
+    figure = Figure(figsize=(9, 2.8 * panels), layout="constrained")
+    upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+    if report.steps:
+        numbers = [record["step"] for record in report.steps]
+        tokens = [record["tokens_per_second"] for record in report.steps]
+        upper.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
+        half = WINDOW // 2
+        smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
+        upper.plot(numbers, smooth, color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
+        upper.set_ylabel("tokens/s")
+        upper.yaxis.set_major_formatter("{x:,.0f}")
+    else:
+        points = [(profile["step"], profile["batch_seconds"]) for profile in report.profiles]
+        upper.plot(*zip(*points), "o-", color=MEASURED, markersize=4, label="profiled batches")
+        upper.set_ylabel("batch (s)")
+    upper.set_ylim(bottom=0)
+    for axes in lower:
+        steps = [profile["step"] for profile in report.profiles]
+        imbalances, bubbles = zip(*(quality(profile) for profile in report.profiles))
+        axes.plot(steps, imbalances, "o-", color=COLORS["receive"], markersize=4, label="imbalance of loads")
+        axes.plot(steps, bubbles, "s-", color=COLORS["load"], markersize=4, label="bubble ratio")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("ratio")
+    _over_steps(upper, *lower, report=report)
+    return figure
+
+
+def losses(report: Report) -> Figure | None:
+    """Training loss of each step, auxiliary loss where there is one, validation losses."""
+    if not report.steps:
+        return None
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = figure.subplots()
+    numbers = [record["step"] for record in report.steps]
+    axes.plot(numbers, [r["train_loss"] for r in report.steps], color=MEASURED, linewidth=1.2, label="training")
+    if any(record["auxiliary_loss"] for record in report.steps):
+        auxiliary = [record["auxiliary_loss"] for record in report.steps]
+        axes.plot(numbers, auxiliary, color=COLORS["load"], linewidth=1.2, label="auxiliary")
+    if report.end is not None:
+        points = report.end["validation_losses"]
+        axes.plot(*zip(*points), "D", color=COLORS["receive"], markersize=5, label="validation")
+    axes.set_ylabel("loss")
+    _over_steps(axes, report=report)
+    return figure
+
+
+def _over_steps(*panels: Any, report: Report) -> None:
+    """What all pictures over the run have: where layers moved, a legend outside, an axis of steps."""
+    for axes in panels:
+        for number, move in enumerate(report.moves):
+            label = "layers moved" if number == 0 and axes is panels[0] else None
+            axes.axvline(move["step"] + 0.5, color=MOVE, linewidth=1, linestyle="--", alpha=0.7, label=label)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+        _plain(axes)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
+
+
+def timelines(every: Sequence[Rows]) -> Figure:
+    """Batches below each other on one scale of time; a row for each stage."""
+    rows = [len(one.rows) for one in every]
+    inches = 0.42 if max(rows) <= MOST_TALL_ROWS else 0.22
+    figure = Figure(figsize=(13, sum(inches * count + 0.8 for count in rows) + 0.9), layout="constrained")
+    panels = figure.subplots(len(every), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    longest = MILLI * max(one.seconds for one in every)
+    for axes, one in zip(panels, every):
+        for place, (_, bars) in enumerate(one.rows):
+            for category in COLORS:
+                spans = [(MILLI * bar.begin_seconds, MILLI * bar.seconds) for bar in bars if bar.category == category]
+                edge = {"edgecolor": "white", "linewidth": 0.4} if category in ("forward", "backward") else {}
+                axes.broken_barh(spans, (place - 0.4, 0.8), facecolor=COLORS[category], **edge)
+            for bar in bars:
+                if bar.category in ("forward", "backward") and MILLI * bar.seconds > 0.012 * longest:
+                    middle = MILLI * (bar.begin_seconds + bar.seconds / 2)
+                    text = str(bar.micro_batch)
+                    axes.text(middle, place, text, color="white", ha="center", va="center", fontsize=7)
+        axes.set_yticks(range(len(one.rows)), [name for name, _ in one.rows])
+        axes.set_ylim(len(one.rows) - 0.4, -0.6)
+        axes.set_xlim(0, longest)
+        axes.set_title(f"{one.title}, {MILLI * one.seconds:,.0f} ms", fontsize=10, loc="left")
+        _plain(axes)
+    panels[-1].set_xlabel("ms since the batch began")
+    panels[-1].xaxis.set_major_formatter("{x:,.0f}")
+    shown = {bar.category for one in every for _, bars in one.rows for bar in bars}
+    handles = [Patch(color=color, label=category) for category, color in COLORS.items() if category in shown]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
+    return figure
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)

@@ -1,0 +1,86 @@
+"""What DeepSpeed's monitors are sent, read back from the files that they write."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_dynmo.plan import MeasuredReport, RebalanceReport
+from tests.distributed import workloads
+from tests.distributed.harness import run
+
+Series = dict[str, list[tuple[int, float]]]
+
+
+def expected(records: list[tuple[int, Any]]) -> Series:
+    """By series, what the README promises: x is the number of samples."""
+    series: Series = {}
+    for samples, record in records:
+        if isinstance(record, RebalanceReport):
+            numbers = {
+                "layers_moved": record.layers_moved,
+                "bytes_moved": record.bytes_moved,
+                "predicted_bottleneck_seconds": record.bottleneck_seconds_after,
+                "predicted_imbalance": record.imbalance_after,
+                "predicted_iteration_seconds": record.iteration_seconds_after,
+                "profile_seconds": record.profile_seconds,
+                "decide_seconds": record.decide_seconds,
+                "migrate_seconds": record.migrate_seconds,
+            }
+        else:
+            assert isinstance(record, MeasuredReport)
+            names = ("bottleneck_seconds", "imbalance", "batch_seconds", "bubble_ratio")
+            numbers = {name: getattr(record, name) for name in names}
+        for name, value in numbers.items():
+            if value is not None:
+                series.setdefault(name, []).append((samples, value))
+    return series
+
+
+def check_run(series: Series) -> None:
+    """Two moves, of which only the second had a profile to predict from, and two outcomes; six samples a batch."""
+    assert [samples for samples, _ in series["layers_moved"]] == [0, 12]
+    assert [value for _, value in series["layers_moved"]] == [1, 1]
+    assert [samples for samples, _ in series["predicted_imbalance"]] == [12]
+    assert [samples for samples, _ in series["bubble_ratio"]] == [12, 24]
+
+
+def test_csv(tmp_path: Path) -> None:
+    monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    records = run(2, workloads.monitored, monitors, {})[0]
+    series: Series = {}
+    for path in (tmp_path / "job").glob("DynMo_*.csv"):
+        name = path.stem.removeprefix("DynMo_")
+        header, *rows = csv.reader(path.read_text().splitlines())
+        assert header == ["step", name]
+        series[name] = [(int(samples), float(value)) for samples, value in rows]
+    assert series == expected(records)
+    check_run(series)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monitors = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    records = run(2, workloads.monitored, monitors, {})[0]
+    written = accumulator.EventAccumulator(str(tmp_path / "job"))
+    written.Reload()
+    series: Series = {
+        tag.removeprefix("DynMo/"): [(point.step, point.value) for point in written.Scalars(tag)]
+        for tag in written.Tags()["scalars"]
+        if tag.startswith("DynMo/")
+    }
+    promised = expected(records)
+    assert series.keys() == promised.keys()
+    for name, points in promised.items():
+        assert [samples for samples, _ in series[name]] == [samples for samples, _ in points]
+        assert [value for _, value in series[name]] == pytest.approx([value for _, value in points], rel=1e-6)
+    check_run(series)
+
+
+def test_no_series_where_the_block_says_so(tmp_path: Path) -> None:
+    monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    run(2, workloads.monitored, monitors, {"monitor": False})
+    assert list((tmp_path / "job").glob("Train_*.csv")) and not list((tmp_path / "job").glob("DynMo_*.csv"))

@@ -1,0 +1,132 @@
+"""The measured timeline: what is in the file, and that recording it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_dynmo.engine.trace_events import CATEGORIES
+from tests.distributed import trace_workloads, workloads
+from tests.distributed.harness import run, run_each
+from tests.distributed.test_bitwise import whole
+from tests.distributed.workloads import Case
+
+Found = dict[tuple[Any, ...], dict[str, Any]]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def end(event: dict[str, Any]) -> float:
+    return event["ts"] + event["dur"]
+
+
+def named(events: list[dict[str, Any]], step: int) -> Found:
+    """The events of a batch by process, stage, name without number, and micro-batch."""
+    found = {}
+    for event in events:
+        if event["ph"] == "X" and event["args"]["step"] == step:
+            number = event["args"].get("micro_batch")
+            what = event["name"].removesuffix(f" {number}")
+            found[event["pid"], event["args"]["stage"], what, number] = event
+    return found
+
+
+def check_batch(found: Found, pipelines: int, stages: int, micro_batches: int, error: float) -> None:
+    """Every pass is there, in an order that data allow; ``error``: microseconds that clocks may be off by."""
+    for place in [(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)]:
+        events = sorted((e for key, e in found.items() if key[:2] == place), key=lambda e: e["ts"])
+        assert all(before["ts"] <= end(before) <= after["ts"] + 0.002 for before, after in zip(events, events[1:]))
+        assert {"optimizer step", "share the loss"} <= {event["name"] for event in events}
+    for pipeline in range(pipelines):
+        for micro_batch in range(micro_batches):
+            for stage in range(stages):
+                forward = found[pipeline, stage, "forward", micro_batch]
+                backward = found[pipeline, stage, "backward", micro_batch]
+                assert end(forward) <= backward["ts"]
+                if stage:
+                    sent = found[pipeline, stage - 1, "send activation", micro_batch]
+                    returned = found[pipeline, stage, "send gradient", micro_batch]
+                    assert end(found[pipeline, stage - 1, "forward", micro_batch]) <= sent["ts"]
+                    assert sent["ts"] - error < forward["ts"]
+                    assert returned["ts"] - error < found[pipeline, stage - 1, "backward", micro_batch]["ts"]
+
+
+def test_the_timeline_of_sleeping_layers_on_ranks_whose_clocks_differ(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "trace.json"
+    partitions = run(3, trace_workloads.train_with_shifted_clocks, str(path), 1000.0)
+    events = read(path)
+    names = {(e["name"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}
+    assert names == {("process_name", "pipeline 0"), *(("thread_name", f"stage {stage}") for stage in range(3))}
+    markers = [event["args"] for event in events if event["ph"] == "i"]
+    assert [marker["step"] for marker in markers] == [2, 3, 4]
+    assert markers[0]["partition"] == markers[1]["partition"] != markers[2]["partition"] == partitions[0]
+    assert {event["cat"] for event in events if event["ph"] == "X"} <= set(CATEGORIES)
+    error = max(marker["clock_error_microseconds"] for marker in markers)
+    assert 0 < error < 20_000
+    begin = min(e["ts"] for e in events if e["ph"] == "X")
+    assert begin == 0 and max(end(e) for e in events if e["ph"] == "X") < 60e6
+    for step in (2, 3, 4):
+        found = named(events, step)
+        check_batch(found, pipelines=1, stages=3, micro_batches=4, error=error)
+        assert all(found[0, stage, "forward", 1]["dur"] > 4000 for stage in range(3))
+        assert all((0, stage, "migrate", None) in found for stage in range(3)) == (step == 3)
+        assert all((0, stage, "decide", None) in found for stage in range(3)) == (step == 3)
+    # The last stage was the slow one: the first waits for its gradients.
+    wait = named(events, 2)[0, 1, "wait for gradient", 0]
+    assert wait["cat"] == "wait" and wait["dur"] > 5000
+    received = named(events, 2)[0, 1, "receive gradient", 0]
+    assert end(wait) == pytest.approx(received["ts"]) and received["dur"] < wait["dur"]
+
+
+def test_a_trace_changes_nothing(tmp_path: Path) -> None:
+    case = Case(stages=2, replicas=2, tied=True, dropout=True, precision="bf16 zero1")
+    path = tmp_path / "trace.json"
+    traced = replace(case, dynmo={**(case.dynmo or {}), "trace": {"path": str(path), "steps": [2, 5]}})
+    moves = [[0, 2, 8], [0, 7, 8], [0, 4, 8]]
+    plain, with_trace = run_each(4, workloads.train, (case, moves, 6, 2), (traced, moves, 6, 2))
+    assert plain[0]["moved"] > 0
+    assert [r["losses"] for r in plain] == [r["losses"] for r in with_trace]
+    assert [r["evaluations"] for r in plain] == [r["evaluations"] for r in with_trace]
+    assert whole(plain) == whole(with_trace)
+    events = read(path)
+    assert [event["args"]["partition"] for event in events if event["ph"] == "i"] == [
+        *([0, 4, 8], [0, 2, 8], [0, 2, 8], [0, 7, 8])
+    ]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        *("pipeline 0", "pipeline 1")
+    }
+    error = max(event["args"]["clock_error_microseconds"] for event in events if event["ph"] == "i")
+    for step in (2, 3, 4, 5):
+        check_batch(named(events, step), pipelines=2, stages=2, micro_batches=3, error=error)
+
+
+def test_a_stage_that_is_frozen_does_no_backward_work(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    run(2, trace_workloads.train_half_frozen, str(path))
+    found = named(read(path), 2)
+    assert all(found[0, 0, "backward", micro_batch]["dur"] < 4000 for micro_batch in range(4))
+    assert all(found[0, 1, "backward", micro_batch]["dur"] > 8000 for micro_batch in range(4))
+
+
+def test_clocks_are_told_apart_within_the_error_that_is_named() -> None:
+    found = run(3, trace_workloads.offsets_of_shifted_clocks, 1000.0)
+    assert found[0] == (0.0, 0.0)
+    for rank, (offset, error) in enumerate(found):
+        assert abs(offset - 1000.0 * rank) <= error < 0.05
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    for message, steps in run(2, trace_workloads.cannot_write, str(tmp_path)):
+        assert message.startswith(f'dynmo.trace.path = "{tmp_path}/file/trace.json": cannot be written: ')
+        assert steps == 3
+
+
+def test_a_batch_that_is_not_traced_runs_what_it_ran_before(tmp_path: Path) -> None:
+    for found in run(2, trace_workloads.instructions_when_not_traced, str(tmp_path / "trace.json")):
+        assert found == [True, False, True, False, True]

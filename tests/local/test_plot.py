@@ -1,0 +1,214 @@
+"""scripts/plot.py: what it reads, what it refuses, and one page with all pictures in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.plan import LayerCost, Profile
+from scripts import plot
+from scripts.plot_data import Report, costs, loads_around, quality, read_report, read_trace, simulated, traced
+
+SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
+
+
+def profile(step: int, partition: tuple[int, ...], slower: float = 1.0) -> dict[str, Any]:
+    layers = tuple(LayerCost(slower * forward, slower * backward, 1, 1, 1, 1, 1) for forward, backward in SECONDS)
+    return Profile(step, partition, layers, micro_batches=4, batch_seconds=60.0).as_record()
+
+
+def decision(step: int, old: tuple[int, ...], new: tuple[int, ...], **changes: Any) -> dict[str, Any]:
+    record = {
+        **{"kind": "rebalance", "step": step, "reason": "<b>interval</b>", "old_partition": old, "new_partition": new},
+        **{"bottleneck_seconds_before": 12.0, "bottleneck_seconds_after": 9.0, "imbalance_before": 0.67},
+        **{"imbalance_after": 0.0, "layers_moved": int(old != new), "bytes_moved": 2**20, "profile_seconds": 0.001},
+        **{"decide_seconds": 0.002, "migrate_seconds": 0.003, "load_signals": []},
+    }
+    return {**record, **changes}
+
+
+def run_records() -> list[dict[str, Any]]:
+    """Of a run that moves a layer at step 2, keeps all at step 4, and moves it back at 6."""
+    steps = [
+        {
+            "kind": "step",
+            "step": n,
+            "seconds": 1.0,
+            "tokens_per_second": 8.0,
+            "train_loss": 3 / n,
+            "auxiliary_loss": 0.5,
+        }
+        for n in range(1, 7)
+    ]
+    return [
+        {"kind": "start", "stop_at": 6, "first_step": 0, "stages": 2, "config": {"dynmo": {"interval": 2}}},
+        *steps,
+        decision(2, (0, 2, 4), (0, 3, 4)),
+        profile(2, (0, 2, 4)),
+        decision(4, (0, 3, 4), (0, 3, 4)),
+        profile(4, (0, 3, 4), slower=2.0),
+        decision(6, (0, 3, 4), (0, 2, 4), bottleneck_seconds_before=None),
+        {
+            **{"kind": "end", "tokens_per_second": 8.0, "train_seconds": 6.0, "median_step_seconds": 1.0},
+            **{"first_train_loss": 3.0, "train_loss": 0.5, "validation_loss": 0.7, "partition": [0, 2, 4]},
+            "validation_losses": [[3, 1.0], [6, 0.7]],
+        },
+    ]
+
+
+def write_report(folder: Path, records: list[dict[str, Any]]) -> Path:
+    path = folder / "report.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_trace(folder: Path, replicas: int = 1) -> Path:
+    path, step_seconds = folder / "trace.json", 10.0
+    file = TraceFile(path)
+    for step in (3, 4, 5):
+        begin = step * step_seconds
+        tracks = [
+            Track(
+                **{"rank": 2 * replica + stage, "replica": replica, "stage": stage, "slice": 0},
+                clock_error_seconds=0.0,
+                events=(
+                    Event("forward", "forward", 0, begin + stage, begin + stage + 1),
+                    Event("backward", "backward", 0, begin + 5 - stage, begin + 7 - stage),
+                    Event("optimizer step", "optimizer step", None, begin + 8, begin + 9),
+                ),
+            )
+            for replica in range(replicas)
+            for stage in range(2)
+        ]
+        file.append([*(track_names(tracks) if step == 3 else []), *batch_events(step, [0, 2, 4], tracks, 30.0)])
+    return path
+
+
+def test_loads_around_each_move(tmp_path: Path) -> None:
+    first, second = loads_around(read_report(write_report(tmp_path, run_records())))
+    assert (first.move["step"], second.move["step"]) == (2, 6)
+    assert first[1:] == ([6.0, 12.0], [9.0, 9.0], [18.0, 18.0])  # by then all layers are twice as slow
+    assert second[1:] == ([18.0, 18.0], [12.0, 24.0], None)
+
+
+def test_a_move_before_any_profile_has_no_loads() -> None:
+    moves = (decision(1, (0, 2, 4), (0, 3, 4)),)
+    assert loads_around(Report(None, None, (), (profile(2, (0, 3, 4)),), moves)) == []
+
+
+def test_what_is_measured_after_the_next_move_is_not_this_ones() -> None:
+    moves = (decision(2, (0, 2, 4), (0, 3, 4)), decision(3, (0, 3, 4), (0, 2, 4)))
+    profiles = (profile(2, (0, 2, 4)), profile(5, (0, 2, 4)))
+    first, second = loads_around(Report(None, None, (), profiles, moves))
+    assert first.measured_after is None and second.measured_after == [6.0, 12.0]
+
+
+def test_the_measured_quality_is_the_engines() -> None:
+    imbalance, bubble_ratio = quality(profile(2, (0, 2, 4)))
+    assert imbalance == pytest.approx(6 / 9) and bubble_ratio == pytest.approx(1 - 4 * 18 / (2 * 60))
+    assert costs(profile(2, (0, 2, 4))) == [3.0, 3.0, 3.0, 9.0]
+
+
+def test_a_simulated_batch() -> None:
+    rows = simulated(profile(2, (0, 2, 4)), [0, 3, 4], "a title")
+    assert [(name, len(bars)) for name, bars in rows.rows] == [("stage 0", 8), ("stage 1", 8)]
+    assert rows.seconds == 3 + 4 * 9 + 6 and rows.title == "a title"
+
+
+def test_a_traced_batch_begins_at_0(tmp_path: Path) -> None:
+    rows = traced(read_trace(write_trace(tmp_path)), 4)
+    assert rows.title == "step 4, measured: partition [0, 2, 4]"
+    (_, first), (_, second) = rows.rows
+    assert [(bar.category, bar.micro_batch, bar.begin_seconds, bar.seconds) for bar in second] == [
+        *(("forward", 0, 1.0, 1.0), ("backward", 0, 4.0, 2.0), ("optimizer step", None, 8.0, 1.0))
+    ]
+    assert first[0].begin_seconds == 0 and rows.seconds == 9
+    assert [name for name, _ in rows.rows] == ["stage 0", "stage 1"]
+    several = traced(read_trace(write_trace(tmp_path, replicas=2)), 5)
+    assert [name for name, _ in several.rows][1:3] == ["pipeline 0, stage 1", "pipeline 1, stage 0"]
+
+
+def test_which_batches_are_drawn(tmp_path: Path) -> None:
+    events = read_trace(write_trace(tmp_path))
+    assert [rows.title[:6] for rows in plot.measured(events, None)] == ["step 3", "step 5"]
+    assert [rows.title[:6] for rows in plot.measured(events, [4])] == ["step 4"]
+    with pytest.raises(ConfigError, match=r"^--steps 9: is not in the trace, which has 3 to 5$"):
+        plot.measured(events, [4, 9])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", 'line 1 is no JSON object with a "kind"'),
+        ('{"kind": "step"}\n{"step": 3}', 'line 2 is no JSON object with a "kind"'),
+        ("[1]", 'line 1 is no JSON object with a "kind"'),
+        ('{"kind": "start"}', 'has no record of kind "step" or "profile", there is nothing to draw'),
+    ],
+)
+def test_what_is_no_report(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "report.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/report.jsonl: {message}")):
+        read_report(tmp_path / "report.jsonl")
+
+
+def test_what_is_no_trace(tmp_path: Path) -> None:
+    for text in ('{"traceEvents": []}', "{}", '{"traceEvents": 3}'):
+        (tmp_path / "trace.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"trace\.json: should be a trace written by \"dynmo\.trace\""):
+            read_trace(tmp_path / "trace.json")
+
+
+# -- the whole of it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_all_pictures_are_in_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, trace, out = write_report(tmp_path, run_records()), write_trace(tmp_path), tmp_path / "new" / "pictures"
+    assert plot.main([str(report), "--trace", str(trace), "--out", str(out)]) == 0
+    names = {"loads.png", "losses.png", "simulated.png", "speed.png", "timeline.png"}
+    assert {path.name for path in out.iterdir()} == {*names, "report.html"}
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    page = (out / "report.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]{22})', page)
+    assert sources == ["data:image/png;base64,"] * 5 and "http" not in page
+    assert "<b>interval" not in page and "&lt;b&gt;interval" in page
+    assert "[0, 2, 4] → [0, 3, 4]" in page and "12000.00 → 9000.00" in page
+    assert page.count("<tr>") == 1 + 6 + 1 + 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_report_of_the_engine_alone(tmp_path: Path) -> None:
+    """Without what scripts/train.py writes, and without a move."""
+    pytest.importorskip("matplotlib")
+    report = write_report(tmp_path, [profile(2, (0, 2, 4)), profile(4, (0, 2, 4))])
+    assert plot.main([str(report), "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {"simulated.png", "speed.png"}
+    alone = write_report(tmp_path, [r for r in run_records() if r["kind"] == "step"])  # with "dynmo" switched off
+    assert plot.main([str(alone), "--out", str(tmp_path / "steps")]) == 0
+    assert {path.name for path in (tmp_path / "steps").glob("*.png")} == {"losses.png", "speed.png"}
+
+
+def test_what_cannot_be_drawn_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    report = write_report(tmp_path, run_records())
+    assert plot.main([str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl: cannot be read" in capsys.readouterr().err
+    assert plot.main([str(report), "--steps", "3", "--out", str(tmp_path / "never")]) == 2
+    assert "--steps 3: needs --trace FILE" in capsys.readouterr().err
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "scripts.plot_pictures"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("scripts.plot_pictures", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot.main([str(report), "--out", str(tmp_path / "never")]) == 2
+    assert 'no matplotlib: install the extra "plots"' in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()

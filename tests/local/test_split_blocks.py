@@ -1,0 +1,174 @@
+"""Blocks in halves, ``split_blocks``: another layer list for the same model, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models import ModelConfig, gpt_layers, language_model_loss, model_layers
+from ds_dynmo.models.freezing.prefix import FreezingConfig, FreezingController
+from ds_dynmo.models.gpt import AttentionHalf, FeedForwardHalf, FinalNorm, OutputHead, TokenEmbedding
+from ds_dynmo.models.moe.layer import MixtureOfExperts
+from ds_dynmo.models.pruning.gradual import prunable_linears
+from ds_dynmo.models.pruning.magnitude import select_largest
+from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.sparse_attention.attention import SparseAttention
+
+SIZES = {"layers": 3, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts, auxiliary loss": {"moe": {"experts": 4}},
+    "experts in the second block": {"moe": {"experts": 4, "routing": "bias", "every": 2}},
+    "pruning": {"pruning": {}},
+    "hash": {"sparse_attention": {"kind": "hash", "buckets": 4}},
+    "qk and pruning": {"sparse_attention": {"kind": "qk"}, "pruning": {"csr_from": 0.5}},
+    "qk and experts": {"sparse_attention": {"kind": "qk"}, "moe": {"experts": 4, "capacity_factor": 0.8}},
+}
+
+
+def build(split: bool, **block: Any) -> nn.Sequential:
+    config = parse_block(ModelConfig, {**SIZES, **block, "split_blocks": split}, "model")
+    return nn.Sequential(*(spec.build() for spec in model_layers(config)))
+
+
+def whole_number(layer: int) -> int:
+    """The number of the layer of whole blocks that a layer of the list with halves is, or is half of."""
+    blocks = SIZES["layers"]
+    return (layer + 1) // 2 if layer <= 2 * blocks else layer - blocks
+
+
+def by_block(names: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a model in halves under the names of the whole one."""
+    split = {tuple(name.split(".", 1)): value for name, value in names.items()}
+    return {f"{whole_number(int(layer))}.{name}": value for (layer, name), value in split.items()}
+
+
+def pair(**block: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    return build(False, **block), build(True, **block)
+
+
+def prune(model: nn.Sequential, share: float) -> None:
+    linears = {number: found for number, layer in enumerate(model) if (found := prunable_linears(layer))}
+    sizes = sum(linear.weight.numel() for members in linears.values() for linear in members)
+    keep = round(sizes * (1 - share))
+    selection = select_largest(linears, keep, num_layers=len(model), sum_over_stages=torch.clone)
+    for number, members in linears.items():
+        for linear, mask in zip(members, selection.masks(number, members), strict=True):
+            linear.prune(mask)
+
+
+def step(model: nn.Sequential, *, recomputed: bool) -> dict[str, torch.Tensor]:
+    """Outputs, loss and gradients by their names."""
+    tokens = torch.randint(256, (2, 13), generator=generator_for("tokens"))
+    torch.manual_seed(3)  # the sparse patterns are drawn in the order of the layers
+    states: Any = tokens[:, :-1]
+    for layer in model:
+        states = checkpoint(layer, states, use_reentrant=False) if recomputed else layer(states)
+    loss = language_model_loss(states, tokens[:, 1:])
+    loss.backward()
+    outputs = states if isinstance(states, tuple) else (states,)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient is not None for name, gradient in gradients.items() if "mlp.e" not in name)
+    made = {f"0.output {number}": output for number, output in enumerate(outputs)}
+    return {**gradients, **made, "0.loss": loss}
+
+
+def test_the_layer_list_has_two_layers_for_each_block() -> None:
+    config = ModelConfig(layers=2, split_blocks=True, tied_embedding=False)
+    halves = [AttentionHalf, FeedForwardHalf]
+    for specs in (gpt_layers(config), model_layers(config)):
+        assert [spec.typename for spec in specs] == [TokenEmbedding, *halves, *halves, FinalNorm, OutputHead]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_initial_weights_are_those_of_whole_blocks(case: str) -> None:
+    whole, halves = (dict(model.state_dict()) for model in pair(**CASES[case]))
+    assert whole.keys() == by_block(halves).keys()
+    assert all(torch.equal(value, whole[name]) for name, value in by_block(halves).items())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_whole_blocks(case: str, dtype: torch.dtype, recomputed: bool) -> None:
+    whole, halves = pair(**CASES[case])
+    if "pruning" in CASES[case]:
+        prune(whole, 0.7)
+        prune(halves, 0.7)
+    expected = step(whole.to(dtype), recomputed=recomputed)
+    found = by_block(step(halves.to(dtype), recomputed=recomputed))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] is None and value is None) or torch.equal(found[name], value), name
+
+
+def test_equal_magnitudes_are_pruned_in_the_order_of_whole_blocks() -> None:
+    whole, halves = pair(pruning={})
+    for model in (whole, halves):
+        for linear in prunable_linears(model):
+            linear.weight.data.fill_(1.0)
+        prune(model, 0.6)
+    masks = [[linear.mask for linear in prunable_linears(model)] for model in (whole, halves)]
+    assert len(masks[0]) == len(masks[1]) == 12
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*masks, strict=True))
+
+
+def test_no_two_layers_draw_from_one_stream() -> None:
+    streams = [getattr(layer, "draws_as_layer", number) for number, layer in enumerate(build(True))]
+    assert len(set(streams)) == len(streams) == 9
+    assert streams[1::2][:3] == [1, 2, 3]  # what whole blocks draw, attention draws
+
+
+def test_the_load_signal_is_that_of_its_own_part() -> None:
+    halves = build(True, sparse_attention={"kind": "qk"}, moe={"experts": 4})
+    step(halves, recomputed=False)
+    attention, mlp = halves[1].attention, halves[2].mlp
+    assert isinstance(attention, SparseAttention) and isinstance(mlp, MixtureOfExperts)
+    assert halves[1].load_signal() == attention.load_signal() < 1.0
+    assert halves[2].load_signal() == mlp.load_signal() == 2 / 4
+    halves[1].requires_grad_(False)
+    assert (halves[1].load_signal(), halves[2].load_signal()) == (0.0, 0.5)
+
+
+def test_the_load_signal_of_a_pruned_half_is_its_own_retained_fraction() -> None:
+    halves = build(True, pruning={})
+    query_key_value = prunable_linears(halves[1])[0]
+    query_key_value.prune(torch.zeros_like(query_key_value.weight, dtype=torch.bool))  # 3 of the 4 h^2 of attention
+    assert [halves[layer].load_signal() for layer in (1, 2)] == [pytest.approx(1 / 4), 1.0]
+
+
+def freezing(block: dict[str, Any], layers_per_block: int) -> FreezingController:
+    config = parse_block(FreezingConfig, block, "freezing")
+    return FreezingController(
+        config,
+        blocks=range(1, 1 + 3 * layers_per_block),
+        num_layers=3 + 3 * layers_per_block,
+        layers_per_block=layers_per_block,
+        total_steps=10,
+    )
+
+
+def test_both_halves_of_a_block_are_frozen_together() -> None:
+    controller = freezing({"schedule": [[0.0, 1], [0.5, 3], [0.8, 0]]}, layers_per_block=2)
+    assert [controller.frozen_prefix(step) for step in (0, 5, 8)] == [3, 7, 0]
+
+
+def test_automatic_freezing_adds_the_gradients_of_both_halves() -> None:
+    automatic = {"automatic": {"interval": 0.1, "start": 0.0}}
+    whole, halves = freezing(automatic, 1), freezing(automatic, 2)
+    of_halves = [
+        [9.0, 1.0, 3.0, 2.0, 2.0, 5.0, 5.0, 9.0, 9.0],
+        [9.0, 3.0, 1.0, 2.0, 1.0, 1.0, 2.0, 9.0, 9.0],  # block 0: 4 and 4; block 1: 4, then 3; block 2: 10, then 3
+    ]
+    for done, magnitudes in enumerate(of_halves, start=1):
+        blocks = [magnitudes[layer] + magnitudes[layer + 1] for layer in (1, 3, 5)]
+        whole.add_gradients(torch.tensor([9.0, *blocks, 9.0, 9.0], dtype=torch.float64))
+        halves.add_gradients(torch.tensor(magnitudes, dtype=torch.float64))
+        whole.evaluate(done, torch.clone)
+        halves.evaluate(done, torch.clone)
+    assert (whole.frozen_prefix(2), halves.frozen_prefix(2)) == (2, 3)
