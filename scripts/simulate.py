@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--link-gbps", type=float, default=200, help="between stages, default %(default)s")
     parser.add_argument("--balancers", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
     parser.add_argument("--phases", type=int, default=20, help="of a run, or iterations simulated, default %(default)s")
-    parser.add_argument("--seeds", type=int, default=3, help="runs per figure, default %(default)s")
+    parser.add_argument("--seeds", type=int, default=8, help="runs per figure, default %(default)s")
     parser.add_argument("--repack", action="store_true", help="the table of re-packing instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     arguments = parser.parse_args()

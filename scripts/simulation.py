@@ -1,10 +1,11 @@
 """A run of a dynamic model under a balancer, in simulated seconds: pure, no processes.
 
-A balancer sees what the engine would: the costs of the iteration before, of each layer on its slowest replica. It moves
-where the bottleneck falls by the engine's ``min_improvement`` and what that saves until the next rebalance is more than
-the move takes. An iteration is timed in two ways: ``1F1B``, DeepSpeed's schedule with its filling and draining, and
-``full``, as long as the busiest stage works, which is what a schedule almost without bubbles of its own comes to (the
-paper's).
+A balancer sees what the engine would: the costs of the iteration before, of each layer on its slowest replica, and no
+links. It moves where the bottleneck falls by the engine's ``min_improvement`` and what that saves until the next
+rebalance is more than the move takes; that costs may be off by noise, which the engine weighs too, is left out.
+
+An iteration is timed in two ways: ``1F1B``, DeepSpeed's schedule with its filling and draining, and ``full``, as long
+as the busiest stage works, which is what a schedule almost without bubbles of its own comes to (the paper's).
 """
 
 from __future__ import annotations
@@ -186,8 +187,6 @@ def proposer(arm: str, setting: Setting) -> Propose:
             setting.micro_batches,
             (1.0,) * stages,
             (setting.layer_bytes,) * setting.layers,
-            setting.link_seconds,
-            "overlapped",
         )
         return shortest(step.costs(), stages, start=list(start), pipeline=pipeline)
 
@@ -195,7 +194,7 @@ def proposer(arm: str, setting: Setting) -> Propose:
 
 
 def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Setting) -> bool:
-    """Does the engine move from ``old`` to ``new``, knowing ``step``? It reckons with messages that take no time."""
+    """Does the engine move from ``old`` to ``new``, knowing ``step``?"""
     if list(old) == list(new):
         return False
     if arm == "oracle":

@@ -106,6 +106,20 @@ def test_the_table_shows_every_balancer_beside_the_paper(
     assert rows["partition_parameters"]["speedup_over_static"] == 1  # exits change no parameters
 
 
+def test_a_recorded_run_is_a_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report, path = tmp_path / "run.jsonl", tmp_path / "rows.json"
+    signals = [[None, 1, 1, 1, 1, None], [None, 0, 0, 1, 1, None]]
+    decisions = [{"kind": "rebalance", "step": 100 * step, "load_signals": one} for step, one in enumerate(signals)]
+    report.write_text("\n".join(map(json.dumps, [*decisions, {"kind": "end", "step": 1100}])))
+    run_script(monkeypatch, "--report", str(report), "--json", str(path), "--balancers", "oracle")
+    rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
+    assert "recorded: 4 layers, 2 stages x 1 replicas" in capsys.readouterr().out
+    assert rows["oracle"]["speedup_over_static_at_end"] == pytest.approx(2)
+    assert rows["oracle"]["speedup_over_static"] == pytest.approx(1100 / (100 + 1000 / 2))
+
+
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_script(monkeypatch, "--case", "moe", "--layers", "4", "--stages", "8")
