@@ -65,7 +65,19 @@ def check_moves_change_nothing(case: CaseRun, still: list[dict[str, Any]] | None
     assert all(math.isfinite(loss) for loss in still[0]["losses"])
 
 
-@pytest.mark.parametrize("name", CASES)
+# Cases whose parts move each time in others; by themselves they do in the fuzz form.
+SELDOM = (
+    "dense",
+    "pruning",
+    "egeria and mod",
+    "egeria and pruning",
+    "exits, calm",
+    "mod and freezing",
+    "moe auxiliary loss and freezing",
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.fuzz) if n in SELDOM else n for n in CASES])
 def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(CaseRun(CASES[name]), undisturbed(name))
 
