@@ -58,3 +58,9 @@ def test_layers_moved_where_the_loads_say() -> None:
 def test_parameters_do_not_tell_the_loads_of_experts() -> None:
     experts = {arm: row["imbalance"] for arm, row in table("moe").items()}
     assert experts["partition_parameters"] == experts["static_uniform"]
+
+
+@pytest.mark.fuzz
+def test_a_profile_after_every_iteration_costs_more() -> None:
+    often, seldom = (table(case)["partition_time"]["overhead_profile"] for case in ("moe", "freezing"))
+    assert often > seldom
