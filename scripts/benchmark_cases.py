@@ -100,7 +100,11 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="how often each run is made, default %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
-    rows = [row for case in arguments.cases for row in measure(arguments, case)]
+    rows: list[dict[str, Any]] = []
+    for case in arguments.cases:
+        rows += measure(arguments, case)
+        if arguments.json:  # after each case: later ones may fail
+            arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
     head = ("case", "dynmo", "tokens/s", "over off", "valid. loss", "moves", "share", "partition")
     print("{:<18}{:<7}{:>10}{:>10}{:>13}{:>7}{:>8}  {}".format(*head))
     for row in rows:
@@ -108,8 +112,6 @@ def main() -> None:
             f"{row['case']:<18}{row['dynmo']:<7}{row['tokens_per_second']:>10,.0f}{row['over_off']:>10.2f}"
             f"{row['validation_losses'][-1][1]:>13.3f}{row['moves']:>7}{row['share_of_run']:>8.2%}  {row['partition']}"
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
