@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.errors import CheckpointError, ConfigError, MigrationError, PartitionError
-from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport
+from ds_dynmo.errors import CheckpointError, ConfigError, MigrationError, PartitionError, ReleasedError
+from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
 
 if TYPE_CHECKING:
     from ds_dynmo.engine import DynMoPipelineEngine, initialize
@@ -25,6 +25,8 @@ __all__ = [
     "PartitionError",
     "Profile",
     "RebalanceReport",
+    "ReleasedError",
+    "RepackReport",
     "initialize",
 ]
 

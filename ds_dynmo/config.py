@@ -24,6 +24,7 @@ __all__ = [
     "DynMoConfig",
     "ProfileConfig",
     "RandomnessConfig",
+    "RepackConfig",
     "TraceConfig",
     "load_json",
     "parse_block",
@@ -78,6 +79,25 @@ class TraceConfig(_Block):
         raise ValueError("should be [first, last], two ints with 1 <= first <= last")
 
 
+class RepackConfig(_Block):
+    """Fewer ranks for a model whose work has shrunk: the "repack" object in the "dynmo" block."""
+
+    enabled: bool = Field(default=False, description="true: re-pack at decisions; false: by engine.repack alone")
+    planner: Literal["throughput", "first_fit"] = Field(
+        default="throughput",
+        description='"throughput": the fewest stages that are as fast as the run was at its start, less max_slowdown; '
+        '"first_fit": the paper\'s algorithm 2, by memory alone',
+    )
+    min_stages: int = Field(default=1, ge=1, description="never go on with fewer stages")
+    max_slowdown: float = Field(
+        default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
+    )
+    release: Literal["exit", "park"] = Field(
+        default="exit",
+        description='what a released rank does: "exit": its process ends; "park": it waits and can be taken back',
+    )
+
+
 class DynMoConfig(_Block):
     """The "dynmo" block. Every key has a default; each field's ``description`` says what it means.
 
@@ -109,6 +129,9 @@ class DynMoConfig(_Block):
     )
     memory_limit: int | float | None = Field(
         default=None, description="per device: an int is bytes, a float in (0, 1] a fraction of the device's memory"
+    )
+    repack: RepackConfig = Field(
+        default=RepackConfig(), validate_default=True, description="fewer ranks for a model whose work has shrunk"
     )
     initial_partition: tuple[int, ...] | str | None = Field(
         default=None,
@@ -163,6 +186,13 @@ class DynMoConfig(_Block):
         if limit is None or (type(limit) is int and limit > 0) or (type(limit) is float and 0 < limit <= 1):
             return limit
         raise ValueError("should be null, an int of bytes > 0 or a float in (0, 1]")
+
+    @field_validator("repack")
+    @classmethod
+    def _memory_for_first_fit(cls, repack: RepackConfig, info: ValidationInfo) -> RepackConfig:
+        if repack.enabled and repack.planner == "first_fit" and info.data.get("memory_limit") is None:
+            raise ValueError('planner "first_fit" packs by memory: it needs memory_limit')
+        return repack
 
     @field_validator("initial_partition", mode="plain")
     @classmethod

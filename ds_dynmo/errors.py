@@ -1,6 +1,6 @@
 """The errors that users of ds_dynmo may want to catch."""
 
-__all__ = ["CheckpointError", "ConfigError", "MigrationError", "PartitionError"]
+__all__ = ["CheckpointError", "ConfigError", "MigrationError", "PartitionError", "ReleasedError"]
 
 
 class CheckpointError(RuntimeError):
@@ -36,3 +36,7 @@ class MigrationError(RuntimeError):
     def __init__(self, message: str, *, harmless: bool = False) -> None:
         super().__init__(message)
         self.harmless = harmless
+
+
+class ReleasedError(RuntimeError):
+    """This rank was released by a re-packing: it has no layers and no peers. ``engine.released`` says so too."""

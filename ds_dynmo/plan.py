@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,13 +21,19 @@ __all__ = [
     "MigrationPlan",
     "Profile",
     "RebalanceReport",
+    "RepackReport",
     "check_partition",
     "stage_of",
 ]
 
 
-def check_partition(partition: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+def check_partition(
+    partition: Sequence[int], num_layers: int, num_stages: int, *, empty: Container[int] = ()
+) -> tuple[int, ...]:
     """``partition`` as a tuple of plain ints.
+
+    Args:
+        empty: stages that own no layer: they are being released, or were just taken back.
 
     Raises:
         PartitionError: not ``num_stages + 1`` ints, not strictly increasing (a stage would be empty),
@@ -47,6 +53,8 @@ def check_partition(partition: Sequence[int], num_layers: int, num_stages: int) 
             f"the model's {num_layers} layers need 0 to {num_layers}"
         )
     for stage, (start, stop) in enumerate(zip(bounds, bounds[1:])):
+        if stage in empty and stop == start:
+            continue
         if stop <= start:
             raise PartitionError(
                 f"partition {list(bounds)} is not strictly increasing: stage {stage} would own no layer "
@@ -140,35 +148,39 @@ class LayerMove:
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """Every layer that changes stage between two partitions; ranks compare :attr:`digest` before a byte moves."""
+    """Every layer that changes stage between two partitions; ranks compare :attr:`digest` before a byte moves.
+
+    Attributes:
+        leaving: stages that will own no layer, because they are about to be released.
+        joining: stages that own none yet, because they were just taken back.
+    """
 
     old: tuple[int, ...]
     new: tuple[int, ...]
     moves: tuple[LayerMove, ...]
+    leaving: frozenset[int] = frozenset()
+    joining: frozenset[int] = frozenset()
 
     @classmethod
-    def between(cls, old: Sequence[int], new: Sequence[int]) -> MigrationPlan:
+    def between(
+        cls, old: Sequence[int], new: Sequence[int], *, leaving: Iterable[int] = (), joining: Iterable[int] = ()
+    ) -> MigrationPlan:
         """The plan that leads from partition ``old`` to ``new`` (same layers, same number of stages)."""
         num_layers, num_stages = old[-1], len(old) - 1
-        moves = []
-        for layer in range(num_layers):
-            source, destination = stage_of(layer, old), stage_of(layer, new)
-            if source != destination:
-                moves.append(LayerMove(layer, source, destination))
+        none_left, none_yet = frozenset(leaving), frozenset(joining)
         return cls(
-            check_partition(old, num_layers, num_stages), check_partition(new, num_layers, num_stages), tuple(moves)
+            check_partition(old, num_layers, num_stages, empty=none_yet),
+            check_partition(new, num_layers, num_stages, empty=none_left),
+            tuple(_moves(old, new)),
+            none_left,
+            none_yet,
         )
 
     def __post_init__(self) -> None:
         num_layers, num_stages = self.old[-1], len(self.old) - 1
-        check_partition(self.old, num_layers, num_stages)
-        check_partition(self.new, num_layers, num_stages)
-        expected = [
-            LayerMove(layer, stage_of(layer, self.old), stage_of(layer, self.new))
-            for layer in range(num_layers)
-            if stage_of(layer, self.old) != stage_of(layer, self.new)
-        ]
-        if list(self.moves) != expected:
+        check_partition(self.old, num_layers, num_stages, empty=self.joining)
+        check_partition(self.new, num_layers, num_stages, empty=self.leaving)
+        if list(self.moves) != list(_moves(self.old, self.new)):
             raise PartitionError(f"moves {self.moves} do not lead from {self.old} to {self.new}")
 
     @property
@@ -176,6 +188,13 @@ class MigrationPlan:
         """A 62-bit hash, equal on ranks that are about to do the same."""
         text = repr((self.old, self.new, tuple((m.layer, m.source, m.destination) for m in self.moves)))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def _moves(old: Sequence[int], new: Sequence[int]) -> Iterator[LayerMove]:
+    for layer in range(old[-1]):
+        source, destination = stage_of(layer, old), stage_of(layer, new)
+        if source != destination:
+            yield LayerMove(layer, source, destination)
 
 
 @dataclass(frozen=True)
@@ -249,3 +268,48 @@ class MeasuredReport:
     def as_record(self) -> dict[str, Any]:
         """A dict for one JSON line."""
         return {"kind": "measured", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class RepackReport:
+    """What one re-packing did, or why it did nothing. Seconds are wall-clock on the reporting rank.
+
+    Attributes:
+        step: ``global_steps`` at the decision.
+        reason: what asked for it.
+        old_partition, new_partition: over as many stages as there were, and as there are.
+        released_ranks, recalled_ranks: of the launch, whose accelerators were given back or taken again.
+        iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule; None without a profile.
+        layers_moved, bytes_moved: in the whole pipeline (one data-parallel replica).
+        decide_seconds, migrate_seconds: as in a rebalance; ``world_seconds``: to go on in a world of another size.
+        verdict: why ranks were released, taken back or neither.
+    """
+
+    step: int
+    reason: str
+    old_partition: tuple[int, ...]
+    new_partition: tuple[int, ...]
+    released_ranks: tuple[int, ...]
+    recalled_ranks: tuple[int, ...]
+    iteration_seconds_before: float | None
+    iteration_seconds_after: float | None
+    layers_moved: int
+    bytes_moved: int
+    decide_seconds: float
+    migrate_seconds: float
+    world_seconds: float
+    verdict: str = ""
+
+    @property
+    def old_stages(self) -> int:
+        """How many stages there were."""
+        return len(self.old_partition) - 1
+
+    @property
+    def new_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.new_partition) - 1
+
+    def as_record(self) -> dict[str, Any]:
+        """A dict for one JSON line."""
+        return {"kind": "repack", **asdict(self)}

@@ -40,14 +40,18 @@ class Communicator:
         self._grid = grid
         self._device = device
         self._timeout_seconds = timeout_seconds
-        timeout = timedelta(seconds=timeout_seconds)
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._tied_groups: dict[tuple[int, ...], Any] = {}
-        self._entered = 0
-        self._what = "initialize"
-        self._announce()
+        self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
+
+    def connect(self, what: str) -> None:
+        """Make the groups of the present world, for the first time or anew; ``what`` it is done for. Collective."""
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+        self._tied_groups.clear()
+        self._entered = 0
+        self._what = what
+        self._announce()
 
     def _announce(self) -> None:
         _default_store().set(f"ds_dynmo/entered/{dist.get_rank()}", str(self._entered))

@@ -221,12 +221,17 @@ class Experience:
 
     history: CostHistory = field(default_factory=CostHistory)
     move_costs: MoveCosts = field(default_factory=MoveCosts)
+    first_seconds: float | None = None  # of an iteration at the start of the run, balanced: simulated
     _moved_bytes: int | None = None  # of a move whose seconds the ranks have still to tell each other
     _missed_seconds: float = 0.0
 
     def profiled(self, profile: Profile, move_seconds: float) -> None:
         """One more profile; ``move_seconds``: that moves since the last took, on the slowest rank."""
         self.history.observe(profile)
+        if self.first_seconds is None:
+            pipeline = Outlook.of(profile).pipeline
+            balanced = partitioners.balanced(profile.costs("time"), len(profile.partition) - 1)
+            self.first_seconds = min(map(pipeline.iteration_seconds, (profile.partition, balanced)))
         if self._moved_bytes is not None and move_seconds > 0:
             self.move_costs.record(self._moved_bytes, move_seconds)
         self._moved_bytes = None
@@ -235,6 +240,11 @@ class Experience:
         """Layers cost something else from here on."""
         self.history.forget()
         self._missed_seconds = 0.0
+
+    def stages_changed(self) -> None:
+        """There are fewer or more stages than before: what is known of stages is of others."""
+        self.history.forget_stages()
+        self._moved_bytes, self._missed_seconds = None, 0.0
 
     def decided(self, decision: Decision) -> None:
         """A decision was taken; one that does not let anything go begins anew."""
@@ -257,6 +267,7 @@ class Experience:
         return {
             "history": self.history.state(),
             "moves": self.move_costs.state(),
+            "first_seconds": self.first_seconds,
             "moved_bytes": self._moved_bytes,
             "missed_seconds": self._missed_seconds,
         }
@@ -265,5 +276,6 @@ class Experience:
         """Go on from where :meth:`state_dict` was taken."""
         self.history.load(state["history"])
         self.move_costs = MoveCosts(state["moves"])
+        self.first_seconds = state.get("first_seconds")
         self._moved_bytes = state["moved_bytes"]
         self._missed_seconds = state["missed_seconds"]

@@ -18,8 +18,8 @@ from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
 from ds_dynmo.engine.checks import check_sharing
 from ds_dynmo.engine.decentralized import decide_among_neighbours
 from ds_dynmo.engine.decision import Decision, Experience, decide, judge, predict
+from ds_dynmo.engine.elastic import ElasticEngine
 from ds_dynmo.engine.flat import FlatState
-from ds_dynmo.engine.for_models import EngineForModels
 from ds_dynmo.engine.migration import Site, migrate
 from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
@@ -30,12 +30,12 @@ from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
 
-class DynMoPipelineEngine(EngineForModels):
+class DynMoPipelineEngine(ElasticEngine):
     """DeepSpeed's ``PipelineEngine`` with a re-partition step. Built by :func:`ds_dynmo.initialize`.
 
     Attributes:
         dynmo: the "dynmo" block; None without one, and then this is DeepSpeed's engine.
-        released: True on a rank whose accelerator was handed back (no rank is, so far).
+        released: True on a rank whose accelerator was handed back.
     """
 
     _INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP
@@ -44,7 +44,6 @@ class DynMoPipelineEngine(EngineForModels):
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         super().__init__(*args, dynmo=dynmo, **kwargs)
-        self.released = False
         if dynmo is None:
             return
         self._controller = controller.Controller(dynmo)
@@ -130,9 +129,15 @@ class DynMoPipelineEngine(EngineForModels):
             self._controller.model_changed(reason)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """DeepSpeed's ``train_batch``; at every interval a rebalance follows."""
+        """DeepSpeed's ``train_batch``; at every interval a rebalance follows.
+
+        Raises:
+            ReleasedError: this rank was released: it has no layers any more.
+        """
         if self.dynmo is None:
             return super().train_batch(data_iter)
+        self._require_block("train_batch")
+        self._repacker.catch_up(data_iter)
         if self._tracer is not None and self._tracer.wants(self.global_steps + 1):
             with self._tracer.batch(self):
                 return self._train_batch(data_iter)
@@ -155,6 +160,7 @@ class DynMoPipelineEngine(EngineForModels):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``eval_batch``."""
         if self.dynmo is not None:
+            self._require_block("eval_batch")
             self._layers.refresh_twins(training=False)
             self.total_loss = self.total_additional_losses = None  # DeepSpeed would add outputs to an earlier loss
         return super().eval_batch(*args, **kwargs)
@@ -172,6 +178,8 @@ class DynMoPipelineEngine(EngineForModels):
         Raises:
             CheckpointError: on every rank; the checkpoints that were there are as they were.
         """
+        if self.dynmo is not None:
+            self._require_block("save_checkpoint")
         arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return bool(super().save_checkpoint(*arguments)) if self.dynmo is None else checkpoint.save(self, *arguments)
 
@@ -201,6 +209,7 @@ class DynMoPipelineEngine(EngineForModels):
                 load_dir, tag, *flags, custom_load_fn
             )
             return found
+        self._require_block("load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
         return checkpoint.load(self, load_dir, tag, checkpoint.What(*flags))
@@ -253,7 +262,19 @@ class DynMoPipelineEngine(EngineForModels):
             self._reporter.measured(controller.measured(self._profile, self._last_move_step), self.global_samples)
             self._controller.outcome_recorded()
         if decision:
-            self._rebalance_or_stay(self._controller.reason or "interval", profile_seconds)
+            reason = self._controller.reason or "interval"
+            if not (self.dynmo.repack.enabled and self._repacked(reason)):
+                self._rebalance_or_stay(reason, profile_seconds)
+
+    def _repacked(self, reason: str) -> bool:
+        """An automatic re-packing, where the planner finds that fewer ranks will do, or that more are needed."""
+        try:
+            return self._repack_if_better(reason)
+        except (PartitionError, MigrationError) as error:
+            if isinstance(error, MigrationError) and not error.harmless:
+                raise
+            self._reporter.warn(f"DynMo step {self.global_steps}: not re-packed: {error}")
+            return False
 
     def _rebalance_or_stay(self, reason: str, profile_seconds: float) -> None:
         """An automatic decision: where none is possible, on every rank alike, training goes on as it is."""
@@ -343,8 +364,7 @@ class DynMoPipelineEngine(EngineForModels):
         if decision is None and self._profile is not None:
             decision = predict(self._experience.outlook(self._profile, plan.old, smoothed=False), new)
         began = time.perf_counter()
-        site = Site(self.stage_id, self._layers, self._state, self.grid, self.device, self._comm, self._name_parameters)
-        moved_bytes = migrate(plan, site)
+        moved_bytes = migrate(plan, self._site())
         if plan.moves:
             self._layers_moved()
         migrate_seconds = time.perf_counter() - began
@@ -363,6 +383,9 @@ class DynMoPipelineEngine(EngineForModels):
         )
         self._reporter.rebalanced(report, self.global_samples)
         return report
+
+    def _site(self) -> Site:
+        return Site(self.stage_id, self._layers, self._state, self.grid, self.device, self._comm, self._name_parameters)
 
     def _layers_moved(self) -> None:
         """Make everything in the engine that depends on the stage's layers right again."""
@@ -421,13 +444,6 @@ class DynMoPipelineEngine(EngineForModels):
             calls_back=bool(self._step_callbacks),
             streams=self._streams,
         )
-
-    # -- misuse ---------------------------------------------------------------------------------------
-
-    def _require_enabled(self, what: str) -> None:
-        self._require_block(what)
-        if not self.dynmo.enabled:
-            raise ConfigError(f"dynmo.enabled = false: engine.{what} would move layers; set it to true")
 
 
 def _has_events() -> bool:

@@ -55,12 +55,16 @@ class FlatState:
         self._linked = False
         self._exchanged: dict[Unit, list[Member]] = {}  # of layers some of whose parameters are others since a load
         self._weights_lead = False
-        self._stage, self._shards = grid.get_stage_id(), grid.data_parallel_size
+        self._shards = grid.data_parallel_size
         for number in range(len(self._placeholders)):
             self._stash[number] = self._first_stash(number)
         self._mark_tied()
 
     # -- what is held ---------------------------------------------------------------------------------
+
+    @property
+    def _stage(self) -> int:
+        return int(self._grid.get_stage_id())
 
     @property
     def members(self) -> list[list[nn.Parameter]]:
@@ -195,6 +199,16 @@ class FlatState:
         self._mark_tied()
         counted = {frozenset(self._scalars(n)) for n in range(len(groups)) if len(self._live(n)) > 1}
         assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
+
+    def use_grid(self) -> None:
+        self._wrapper.use_grid(self._grid)
+
+    def forget(self) -> None:
+        for master in self._wrapper.masters:
+            self._wrapper.inner.state.pop(master, None)
+        for stash in self._stash.values():
+            stash.clear()
+        self._linked = False
 
     def after_step(self) -> None:
         """Called after every batch."""

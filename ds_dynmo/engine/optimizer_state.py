@@ -53,6 +53,14 @@ class OptimizerState(Protocol):
         """What the optimizer holds for a parameter, as far as it is on this rank; for tests and reports."""
         ...
 
+    def use_grid(self) -> None:
+        """The grid that was given at the start is now that of another world."""
+        ...
+
+    def forget(self) -> None:
+        """This stage has no layer any more: let go of all that is still held."""
+        ...
+
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         """Set a parameter to 0 where ``where``, bool in its shape, says so, and all that is held per element of it."""
         ...
@@ -142,6 +150,12 @@ class PerParameterState:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return dict(self._state.get(parameter, {}))
+
+    def use_grid(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        self._state.clear()
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)

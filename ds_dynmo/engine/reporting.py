@@ -11,7 +11,7 @@ from deepspeed.utils.logging import LoggerFactory
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.decision import Decision
-from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport
+from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, RepackReport
 
 # DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
 logger = LoggerFactory.create_logger(name="DynMo", level=logging.INFO)
@@ -22,6 +22,7 @@ class Reporter:
 
     def __init__(self, config: DynMoConfig, is_first_rank: bool, monitor: Any) -> None:
         self.rebalances: list[RebalanceReport] = []
+        self.repacks: list[RepackReport] = []
         self.measurements: list[MeasuredReport] = []
         self._profile: Profile | None = None
         self._is_first_rank = is_first_rank
@@ -47,6 +48,20 @@ class Reporter:
                 "profile_seconds": report.profile_seconds,
                 "decide_seconds": report.decide_seconds,
                 "migrate_seconds": report.migrate_seconds,
+            },
+            samples,
+        )
+
+    def repacked(self, report: RepackReport, samples: int) -> None:
+        """Record a re-packing."""
+        self.repacks.append(report)
+        if self._log:
+            logger.info(repack_line(report))
+        self._write(report.as_record())
+        self._send(
+            {
+                "num_stages": float(report.new_stages),
+                "repack_seconds": report.decide_seconds + report.migrate_seconds + report.world_seconds,
             },
             samples,
         )
@@ -136,5 +151,27 @@ def rebalance_line(report: RebalanceReport) -> str:
             f"; predicted bottleneck {report.bottleneck_seconds_before * 1e3:.2f} -> "
             f"{report.bottleneck_seconds_after * 1e3:.2f} ms, imbalance {report.imbalance_before:.2f} -> "
             f"{report.imbalance_after:.2f}"
+        )
+    return text
+
+
+def repack_line(report: RepackReport) -> str:
+    """The one line that is logged per re-packing."""
+    text = f"DynMo step {report.step} ({report.reason}): "
+    if report.old_stages == report.new_stages:
+        return text + f"{report.old_stages} stages kept ({report.verdict})"
+    text += f"{report.old_stages} -> {report.new_stages} stages, {list(report.new_partition)}"
+    if report.released_ranks:
+        text += f", ranks {list(report.released_ranks)} released"
+    if report.recalled_ranks:
+        text += f", ranks {list(report.recalled_ranks)} taken back"
+    text += (
+        f"; {report.layers_moved} layers, {report.bytes_moved / 2**20:.1f} MiB in "
+        f"{report.migrate_seconds * 1e3:.0f} ms, new world in {report.world_seconds * 1e3:.0f} ms"
+    )
+    if report.iteration_seconds_before is not None and report.iteration_seconds_after is not None:
+        text += (
+            f"; predicted batch {report.iteration_seconds_before * 1e3:.0f} -> "
+            f"{report.iteration_seconds_after * 1e3:.0f} ms"
         )
     return text

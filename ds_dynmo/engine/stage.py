@@ -185,6 +185,13 @@ class StageLayers:
         module.is_checkpointable_results_interval = None  # stale results would silently skip layers
         module._precompute_checkpointable_values()
 
+    def renumber(self, partition: Sequence[int], stage: int) -> None:
+        """The same layers, as this stage of another number of stages. :meth:`tie` or a migration follows."""
+        module = self._module
+        assert self.stop - self.start == partition[stage + 1] - partition[stage], "it keeps its layers"
+        module.parts = list(partition)
+        module._set_bounds(start=partition[stage], stop=partition[stage + 1])
+
     def _attach(self, index: int, layer: nn.Module | None) -> None:
         module, spec, key = self._module, self.spec(index), self.key(index)
         if key is not None:

@@ -17,6 +17,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
 
 Groups = list[list[nn.Parameter]]
@@ -68,6 +69,11 @@ class FlatWrapper(ABC):
 
     @property
     @abstractmethod
+    def groups(self) -> Groups:
+        """Per group, the parameters in its flat buffer, a placeholder where there are none."""
+
+    @property
+    @abstractmethod
     def gradient_bytes_per_element(self) -> int:
         """What the wrapper keeps per parameter element for gradients of its own, in bytes."""
 
@@ -91,6 +97,16 @@ class FlatWrapper(ABC):
             return without_groups(stock(), [number for number, group in enumerate(members()) if group])
 
         self._wrapper.state_dict = state_dict
+
+    def use_grid(self, grid: Any) -> None:
+        """The ranks are a new world: reduce over its process groups from now on."""
+        wrapper, group = self._wrapper, grid.get_data_parallel_group()
+        wrapper.dp_process_group = group
+        wrapper.real_dp_process_group[:] = [group] * len(wrapper.real_dp_process_group)
+        for members in self.groups:
+            for parameter in members:
+                if "_dp_group" in vars(parameter):
+                    parameter._dp_group = group  # type: ignore[attr-defined]
 
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
         """Parameters of tied layers: let DeepSpeed find the gradients that it sums over their stages."""
@@ -127,6 +143,10 @@ class Bf16Wrapper(FlatWrapper):
     @property
     def masters(self) -> list[torch.Tensor]:
         return list(self._wrapper.fp32_groups_flat_partition)
+
+    @property
+    def groups(self) -> Groups:
+        return list(self._wrapper.bf16_groups)
 
     @property
     def gradient_bytes_per_element(self) -> int:
@@ -206,8 +226,18 @@ class ZeroWrapper(FlatWrapper):
         return list(self._wrapper.single_partition_of_fp32_groups)
 
     @property
+    def groups(self) -> Groups:
+        return list(self._wrapper.bit16_groups)
+
+    @property
     def gradient_bytes_per_element(self) -> int:
         return 0
+
+    def use_grid(self, grid: Any) -> None:
+        super().use_grid(grid)
+        self._wrapper.model_parallel_group = grid.get_model_parallel_group()
+        self._wrapper.model_parallel_world_size = grid.get_model_parallel_world_size()
+        self._wrapper.model_parallel_rank = bwc_tensor_model_parallel_rank(grid)
 
     def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
         wrapper = self._wrapper

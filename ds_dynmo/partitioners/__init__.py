@@ -15,6 +15,7 @@ from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, l
 from ds_dynmo.partitioners.move_costs import MoveCosts
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
+from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto, with_empty
 from ds_dynmo.partitioners.shortest import shortest
 from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
@@ -27,6 +28,7 @@ __all__ = [
     "DiffusionTrace",
     "MemoryModel",
     "MoveCosts",
+    "Packing",
     "PipelineModel",
     "SpeedEvidence",
     "StageMemory",
@@ -38,13 +40,18 @@ __all__ = [
     "diffusion",
     "diffusion_step",
     "diffusion_trace",
+    "fewest_stages",
+    "first_fit",
+    "fits_on",
     "get",
+    "hosts",
     "imbalance",
     "iteration_seconds",
     "lemma2_bound",
     "loads",
     "message_capacity",
     "names",
+    "pack_onto",
     "potential",
     "propose",
     "register",
@@ -53,4 +60,5 @@ __all__ = [
     "simulate",
     "takes",
     "uniform",
+    "with_empty",
 ]

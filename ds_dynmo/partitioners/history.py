@@ -61,6 +61,10 @@ class CostHistory:
         """Layers cost something else from here on. What is known of noise and speeds stays."""
         self._means = []
 
+    def forget_stages(self) -> None:
+        """The stages are others from here on; what is known of noise stays."""
+        self._partition, self._means, self._evidence = [], [], []
+
     def observe(self, profile: Profile) -> None:
         """Take in one more profile."""
         old, new = self._partition, list(profile.partition)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_dynmo.errors import PartitionError
@@ -111,6 +111,10 @@ class MemoryModel:
                 f"the memory model is for {len(self.static_bytes)} layers and {len(self.limits)} stages, "
                 f"not for {num_layers} and {num_stages}"
             )
+
+    def on(self, num_stages: int) -> MemoryModel:
+        """The same layers on so many stages, each with the least of the present limits."""
+        return replace(self, limits=(min(self.limits),) * num_stages)
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations ``stage`` holds at its peak."""

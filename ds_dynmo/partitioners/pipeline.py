@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -82,6 +82,11 @@ class PipelineModel:
                 f"the pipeline model is for {len(self.forward_seconds)} layers and {len(self.speeds)} stages, "
                 f"not for {num_layers} and {num_stages}"
             )
+
+    def on(self, num_stages: int) -> PipelineModel:
+        """The same layers on so many stages, all equally fast; links as slow as the slowest is."""
+        slowest = max(self.link_seconds, default=0.0) if isinstance(self.link_seconds, tuple) else self.link_seconds
+        return replace(self, speeds=(1.0,) * num_stages, link_seconds=slowest)
 
     def iteration_seconds(self, partition: Sequence[int]) -> float:
         """Of one partition."""

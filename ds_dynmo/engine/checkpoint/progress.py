@@ -32,6 +32,7 @@ def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool
         engine._experience.load_state_dict(saved["experience"])
     else:
         engine._experience.model_changed()
+        engine._experience.first_seconds = saved["experience"].get("first_seconds")
 
 
 def random_states() -> dict[str, Any]:

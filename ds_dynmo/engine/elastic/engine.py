@@ -1,0 +1,227 @@
+"""What users call to go on with fewer ranks, or with more: wiring of planning, re-packing and parking."""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ds_dynmo import partitioners
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine import costs
+from ds_dynmo.engine.controller import memory_model
+from ds_dynmo.engine.elastic import parking
+from ds_dynmo.engine.elastic.planning import Planner
+from ds_dynmo.engine.elastic.repacking import Done, Repacker
+from ds_dynmo.engine.for_models import EngineForModels
+from ds_dynmo.errors import ConfigError, PartitionError, ReleasedError
+from ds_dynmo.plan import Profile, RepackReport, check_partition
+
+
+class Stateful(Protocol):
+    """Anything that a rank which comes back has to be told about."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class ElasticEngine(EngineForModels):
+    """An engine whose ranks can be given back and taken again.
+
+    Attributes:
+        released: True on a rank whose accelerator was handed back.
+    """
+
+    _profile: Profile | None
+    _experience: Any
+    _reporter: Any
+
+    def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
+        super().__init__(*args, dynmo=dynmo, **kwargs)
+        self.released = False
+        self._repacker = Repacker(self) if dynmo is not None else None
+
+    def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
+        """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.
+
+        Layers, optimizer state and master weights move as in a rebalance. All replicas give up the same stages; the
+        first and the last stage keep their ranks as long as there are two. Ranks that go are released as
+        ``dynmo.repack.release`` says; afterwards ``released`` is True on them.
+
+        Args:
+            num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
+            partition: exactly the boundaries to go to. Without, and before the first profile, layers are spread by
+                parameters.
+
+        Raises:
+            PartitionError: more stages than there are or than layers, fewer than 1, or no partition fits in memory.
+                Nothing has changed.
+            MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
+            ConfigError: the configuration has no "dynmo" block, or one that is switched off.
+            ReleasedError: this rank was released.
+        """
+        self._require_enabled("repack")
+        began = time.perf_counter()
+        self._comm.enter("repack")
+        new, verdict = self._new_partition(num_stages, partition)
+        return self._repack(new, "by hand", verdict, time.perf_counter() - began)
+
+    @property
+    def repacks(self) -> list[RepackReport]:
+        """Every re-packing so far, also those that found nothing better."""
+        return [] if self.dynmo is None else self._reporter.repacks
+
+    def wait_for_recall(self) -> bool:
+        """On a released rank: wait until it is taken back, True, or until the job has ended, False.
+
+        True at once on a rank that was not released, False at once where released ranks are not parked.
+        """
+        if not self.released:
+            return True
+        assert self._repacker is not None
+        if self.dynmo.repack.release != "park":
+            return False
+        call = parking.await_call(self._repacker.world.store, self._repacker.world.home)
+        if call is None:
+            return False
+        self._repacker.answer(call)
+        return True
+
+    def dismiss_parked(self) -> None:
+        """Tell parked ranks that the job has ended: their ``wait_for_recall`` gives False.
+
+        Rank 0 does so too when its process ends.
+        """
+        if self._repacker is not None and not self.released and self.global_rank == 0:
+            parking.dismiss(self._repacker.world.store, self._repacker.world.homes(self._repacker.parked))
+            self._repacker.parked = ()
+
+    def share_state(self, name: str, holder: Stateful) -> None:
+        """A rank that comes back loads into its ``holder`` what rank 0's says then. Every rank calls this alike."""
+        self._require_block("share_state")
+        assert self._repacker is not None
+        self._repacker.states[name] = holder
+
+    # -- wiring ---------------------------------------------------------------------------------------
+
+    def _new_partition(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
+        assert self._repacker is not None
+        num_layers = self._layers.num_layers
+        if partition is not None:
+            count = len(partition) - 1 if num_stages is None else num_stages
+            if not 1 <= count <= self._repacker.most_stages:
+                raise PartitionError(
+                    f"repack: {count} stages, there are 1 to {self._repacker.most_stages} to go on with"
+                )
+            return check_partition(partition, num_layers, count), "explicit"
+        if self._profile is None and num_stages is not None:
+            if not 1 <= num_stages <= min(self._repacker.most_stages, num_layers):
+                most = min(self._repacker.most_stages, num_layers)
+                raise PartitionError(f"repack: num_stages = {num_stages}, there are 1 to {most} to go on with")
+            counts = self._comm.max_over_world(costs.per_layer(self._layers, costs.trainable_parameters))
+            return tuple(partitioners.balanced(counts.tolist(), num_stages)), "by parameters: there is no profile yet"
+        if self._profile is None:
+            self._train_until_profiled()
+        planner = self._planner()
+        if num_stages is not None:
+            return planner.onto(num_stages).partition, "explicit"
+        return planner.best().partition, f"best by planner {self.dynmo.repack.planner}"
+
+    def _repack_if_better(self, reason: str) -> bool:
+        """At a decision: re-pack if the planner finds another number of stages better; False if it does not."""
+        began = time.perf_counter()
+        self._comm.enter("repack")
+        new = self._planner().best().partition
+        if len(new) == len(self.partition):
+            return False
+        self._repack(new, reason, f"best by planner {self.dynmo.repack.planner}", time.perf_counter() - began)
+        return True
+
+    def _planner(self) -> Planner:
+        assert self._profile is not None and self._repacker is not None
+        current = tuple(self.partition)
+        limit = self._memory_limit_bytes()
+        return Planner(
+            outlook=self._experience.outlook(self._profile, current, smoothed=False),
+            config=self.dynmo,
+            memory=memory_model(self._profile, limit, self.module.activation_checkpoint_interval),
+            most=self._repacker.most_stages,
+            first_seconds=self._experience.first_seconds,
+        )
+
+    def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
+        assert self._repacker is not None
+        old = tuple(self.partition)
+        parks = self.dynmo.repack.release == "park"
+        before, after = self._predicted(old), self._predicted(new)
+        if len(new) < len(old):
+            done = self._repacker.shrink(new, park=parks)
+            if parks and self.global_rank == 0 and not self.released:
+                _dismiss_at_exit(self)
+        elif len(new) > len(old):
+            done = self._repacker.grow(new)
+        else:
+            done = Done()
+        report = RepackReport(
+            step=self.global_steps,
+            reason=reason,
+            old_partition=old,
+            new_partition=new if len(new) != len(old) else old,
+            released_ranks=done.released_ranks,
+            recalled_ranks=done.recalled_ranks,
+            iteration_seconds_before=before,
+            iteration_seconds_after=after,
+            layers_moved=done.layers_moved,
+            bytes_moved=done.bytes_moved,
+            decide_seconds=decide_seconds,
+            migrate_seconds=done.migrate_seconds,
+            world_seconds=done.world_seconds,
+            verdict=verdict,
+        )
+        self._reporter.repacked(report, self.global_samples)
+        return report
+
+    def _predicted(self, partition: tuple[int, ...]) -> float | None:
+        if self._profile is None:
+            return None
+        pipeline = self._experience.outlook(self._profile, tuple(self.partition), smoothed=False).pipeline
+        return float(pipeline.on(len(partition) - 1).iteration_seconds(partition))
+
+    def _require_enabled(self, what: str) -> None:
+        self._require_block(what)
+        if not self.dynmo.enabled:
+            raise ConfigError(f"dynmo.enabled = false: engine.{what} would move layers; set it to true")
+
+    def _require_block(self, what: str) -> None:
+        super()._require_block(what)
+        if self.released:
+            raise ReleasedError(
+                f"engine.{what}: this rank was released after step {self.global_steps}. Leave the training loop where "
+                "engine.released is True, or wait to be taken back by engine.wait_for_recall()"
+            )
+
+    @property
+    @abstractmethod
+    def partition(self) -> list[int]: ...
+
+    @abstractmethod
+    def _memory_limit_bytes(self) -> int | None: ...
+
+    @abstractmethod
+    def _train_until_profiled(self) -> None: ...
+
+
+def _dismiss_at_exit(engine: ElasticEngine) -> None:
+    """Parked ranks would otherwise wait until they lose the store."""
+    reference = weakref.ref(engine)
+
+    def dismiss() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.dismiss_parked()
+
+    atexit.register(dismiss)

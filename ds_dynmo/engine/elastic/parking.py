@@ -1,0 +1,93 @@
+"""How a parked rank is called back, through the store of the launch.
+
+A call says which stages the next world has. Every rank that is called answers; only if all do is the call confirmed,
+so that a parked process that has died is found out before the present world is given up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_PATIENCE = timedelta(seconds=60)  # of one look into the store; a parked rank looks again
+_END = "end"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a parked rank is called to: the world of this number, of these stages of the launch."""
+
+    generation: int
+    stages: tuple[int, ...]
+
+
+def post(store: Any, homes: Sequence[int], call: Call, *, timeout_seconds: float) -> list[int]:
+    """Call the parked ranks ``homes`` and confirm, if all answer, or call it off. Rank 0 does this.
+
+    Returns:
+        Those that did not answer: the call is off if there are any.
+    """
+    text = json.dumps({"generation": call.generation, "stages": call.stages})
+    for home in homes:
+        store.set(_key("call", home, _count(store, home)), text)
+    with suppress(RuntimeError):  # who is missing is found next
+        store.wait([_key("answer", home, _count(store, home)) for home in homes], timedelta(seconds=timeout_seconds))
+    silent = [home for home in homes if not store.check([_key("answer", home, _count(store, home))])]
+    for home in homes:
+        number = _count(store, home)
+        store.add(_counter(home), 1)
+        store.set(_key("verdict", home, number), "off" if silent else "on")
+    return silent
+
+
+def dismiss(store: Any, homes: Sequence[int]) -> None:
+    """Tell parked ranks that nobody will call any more."""
+    for home in homes:
+        store.set(_key("call", home, _count(store, home)), _END)
+
+
+def await_call(store: Any, home: int) -> Call | None:
+    """Wait until this parked rank is called and the call is confirmed; None: the job has ended."""
+    try:
+        while True:
+            number = _count(store, home)
+            text = _get(store, _key("call", home, number))
+            if text == _END:
+                return None
+            store.set(_key("answer", home, number), "")
+            if _get(store, _key("verdict", home, number)) == "on":
+                message = json.loads(text)
+                return Call(message["generation"], tuple(message["stages"]))
+    except dist.DistNetworkError:
+        return None  # the store went with rank 0's process
+
+
+def _get(store: Any, key: str) -> str:
+    while True:
+        try:
+            store.wait([key], _PATIENCE)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # nothing yet
+            continue
+        text: str = store.get(key).decode()
+        return text
+
+
+def _count(store: Any, home: int) -> int:
+    """How many calls this rank has had."""
+    return int(store.add(_counter(home), 0))
+
+
+def _counter(home: int) -> str:
+    return f"ds_dynmo/calls/{home}"
+
+
+def _key(what: str, home: int, number: int) -> str:
+    return f"ds_dynmo/{what}/{home}/{number}"

@@ -1,0 +1,95 @@
+"""Which partition a re-packing goes to: the same on every rank, from the profile that all have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_dynmo import partitioners
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine.decision import Outlook
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import MemoryModel, Packing
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What is known when a re-packing is decided.
+
+    Attributes:
+        most: stages that there can be: those at work and those that are parked.
+        memory: of the present stages; None without a limit.
+        first_seconds: of an iteration at the start of the run; None before the first profile.
+    """
+
+    outlook: Outlook
+    config: DynMoConfig
+    memory: MemoryModel | None
+    most: int
+    first_seconds: float | None
+
+    def onto(self, num_stages: int) -> Packing:
+        """Just so many stages.
+
+        Raises:
+            PartitionError: fewer than 1, more than there are or than layers, or no partition fits in memory (says how
+                many stages would).
+        """
+        if not 1 <= num_stages <= self.most:
+            raise PartitionError(f"repack: num_stages = {num_stages}, there are 1 to {self.most} to go on with")
+        try:
+            return partitioners.pack_onto(self._balance, self.outlook.pipeline, num_stages)
+        except PartitionError as error:
+            fitting = [count for count in range(num_stages + 1, self.most + 1) if self._fits(count)]
+            hint = f"; {fitting[0]} stages would do" if fitting else ""
+            raise PartitionError(f"repack onto {num_stages} stages: {error}{hint}") from error
+
+    def best(self) -> Packing:
+        """As the configuration's planner says; the present partition where nothing better is found."""
+        now = self.outlook.current
+        repack = self.config.repack
+        least = min(max(repack.min_stages, 1), len(now) - 1)
+        if repack.planner == "first_fit":
+            if self.memory is None:
+                raise PartitionError('repack: planner "first_fit" packs by memory, and there is no memory_limit')
+            packed = partitioners.first_fit(now, partitioners.fits_on(self.memory), target=least)
+            return self._present() if packed == now else self.onto(len(packed) - 1)
+        if self.first_seconds is None:
+            return self._present()
+        within = self.first_seconds / (1.0 - repack.max_slowdown)
+        found = partitioners.fewest_stages(
+            self._balance, self.outlook.pipeline, self.most, least=least, within_seconds=within
+        )
+        present = self._present()
+        if found is None:  # too slow on any number of stages: on as many as there are, if that helps
+            found = self.onto(self.most)
+        if found.num_stages > present.num_stages:
+            gain = present.iteration_seconds - found.iteration_seconds
+            worth = present.iteration_seconds > within and gain >= self.config.min_improvement * within
+            return found if worth else present
+        return found if found.num_stages < present.num_stages else present
+
+    def _present(self) -> Packing:
+        return Packing(self.outlook.current, self.outlook.pipeline.iteration_seconds(self.outlook.current))
+
+    def _fits(self, count: int) -> bool:
+        try:
+            partitioners.pack_onto(self._balance, self.outlook.pipeline, count)
+        except PartitionError:
+            return False
+        return True
+
+    def _balance(self, count: int) -> Sequence[int]:
+        config, profile = self.config, self.outlook.profile
+        by_time = config.balance_by == "time"
+        pipeline = self.outlook.pipeline.on(count)
+        seconds = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+        return partitioners.propose(
+            config.balancer,
+            seconds if by_time else profile.costs("parameters"),
+            count,
+            start=partitioners.uniform(len(profile.layers), count),
+            memory=self.memory.on(count) if self.memory is not None else None,
+            pipeline=pipeline if by_time else None,
+            speeds=None,
+        )

@@ -1,0 +1,150 @@
+"""The processes that take part: end the present world and go on in a smaller or a larger one, in the same processes.
+
+A torch world cannot be resized. So its groups are destroyed, and those who go on meet in a new one by the store of the
+launch, which rank 0's process holds; rank 0 therefore always goes on. All that DeepSpeed 0.19.8 keeps of a world, and
+builds once, is made right here: its grid, its module's and its engine's attributes, and two of its globals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.utils import groups
+
+from ds_dynmo.errors import MigrationError
+
+
+class World:
+    """Which stages of the launch take part, the same on every rank that does.
+
+    A process keeps the rank that it had at the launch for life, its *home*: its rank in the present world changes.
+
+    Attributes:
+        stages: of the launch, those that take part, in order: ``stages[s]`` is the home of stage ``s``.
+        home: this process's rank at the launch.
+        store: of the launch.
+    """
+
+    def __init__(self, launch: ProcessTopology) -> None:
+        self._launch = launch
+        self.home = dist.get_rank()
+        self.stages: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
+        self.store = default_store()
+        self._backend = dist.get_backend_config()
+        self._timeout = _timeout()
+        self._generation = 0
+
+    @property
+    def home_stage(self) -> int:
+        """The stage that this process was at the launch."""
+        return int(self._launch.get_coord(self.home).pipe)
+
+    @property
+    def generation(self) -> int:
+        """How many worlds there were before this one."""
+        return self._generation
+
+    def homes(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The ranks at the launch of all replicas and slices of these stages."""
+        return tuple(sorted(rank for stage in stages for rank in self._launch.get_axis_list(axis="pipe", idx=stage)))
+
+    def topology(self, stages: Sequence[int]) -> ProcessTopology:
+        """The axes of the launch, over so many stages."""
+        axes = self._launch.get_axis_names()
+        return ProcessTopology(axes, [len(stages) if axis == "pipe" else self._launch.get_dim(axis) for axis in axes])
+
+    def end(self) -> None:
+        """Leave the present world; every rank of it does. Nothing can be sent until :meth:`begin`."""
+        get_accelerator().synchronize()
+        deepspeed.comm.destroy_process_group()
+
+    def begin(self, stages: Sequence[int], generation: int, *, timeout_seconds: float) -> ProcessTopology:
+        """Meet the ranks of ``stages``, every one of which calls this, in the world of this number.
+
+        Returns:
+            Its topology.
+
+        Raises:
+            MigrationError: names the ranks that did not come.
+        """
+        self._meet(self.homes(stages), generation, timeout_seconds)
+        self.stages, self._generation = tuple(stages), generation
+        topology = self.topology(stages)
+        place = self._launch.get_coord(self.home)._replace(pipe=self.stages.index(self.home_stage))
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(f"ds_dynmo/world/{generation}", self.store),
+            rank=topology.get_rank(**place._asdict()),
+            world_size=topology.world_size(),
+            timeout=self._timeout,
+        )
+        return topology
+
+    def _meet(self, homes: Sequence[int], generation: int, timeout_seconds: float) -> None:
+        """Wait until every one of ``homes`` is here: torch would wait for half an hour and not say for whom."""
+        here = dist.PrefixStore(f"ds_dynmo/here/{generation}", self.store)
+        here.set(str(self.home), "")
+        try:
+            here.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            missing = [home for home in homes if not here.check([str(home)])]
+            raise MigrationError(
+                f"ranks {missing} (as numbered at the launch) did not come to the new world within "
+                f"{timeout_seconds:g} s. Resume the job from its last checkpoint, with as many stages as are left"
+            ) from error
+
+
+def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
+    """All that DeepSpeed 0.19.8 built from the old world, built from this one. Collective.
+
+    Read in runtime/pipe/{module,topology,engine,p2p}.py, runtime/engine.py and utils/groups.py. The grid is made anew
+    in place: the engine, its optimizer, activation checkpointing and users hold it.
+    """
+    module, grid = engine.module, engine.grid
+    module.world_group = deepspeed.comm.new_group(ranks=range(dist.get_world_size()))
+    module.global_rank, module.world_size = dist.get_rank(), dist.get_world_size()
+    module._topo, module.num_stages = topology, topology.get_dim("pipe")
+    vars(grid).clear()
+    type(grid).__init__(grid, topology=topology, process_group=module.world_group)
+    module.stage_id = grid.get_stage_id()
+
+    groups.mpu = grid  # which destroying a world resets
+    engine.world_size, engine.global_rank = module.world_size, module.global_rank
+    engine.data_parallel_group = groups._get_data_parallel_group()
+    engine.dp_world_size = groups._get_data_parallel_world_size()
+    engine.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
+    engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
+    engine.mp_world_size = groups._get_model_parallel_world_size()
+    engine.checkpoint_mp_rank = grid.get_model_parallel_rank() if engine.mp_world_size > 1 else 0
+    engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
+    engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
+    engine.is_pipe_parallel = grid.pipe_parallel_size > 1
+
+
+def forget_batch(engine: Any) -> None:
+    """Let go of all buffers of the last batch and of what neighbours were told about them."""
+    engine.reset_activation_shape()
+    engine.first_gradient_send = True
+    engine.num_pipe_buffers = 0
+    for buffers in engine.pipe_buffers.values():
+        buffers.clear()
+
+
+def default_store() -> Any:
+    """The default group's store. Private in torch; read in 2.13.0."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _timeout() -> timedelta:
+    """How long collectives of the default group wait. Private in torch; read in 2.13.0."""
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device(get_accelerator().device_name() if dist.get_backend() == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
