@@ -98,13 +98,16 @@ def train(run: Run, engine: Any) -> History:
     caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
     if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
         progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
-    for step in range(engine.global_steps, run.stop):
+    for case in cases if engine.dynmo is not None else ():
+        engine.share_state(case.name, case)
+    while engine.global_steps < run.stop:
         for case in cases:
-            case.before_batch(step)
+            case.before_batch(engine.global_steps)
         began = time.perf_counter()
-        engine.train_batch(training.iterate(step * engine.micro_batches))
-        if engine.released:
+        engine.train_batch(training.iterate(engine.global_steps * engine.micro_batches))
+        if engine.released and not engine.wait_for_recall():
             break
+        step = engine.global_steps - 1  # a rank that was away goes on where the others are
         losses = engine.get_additional_losses()
         history.losses.append(float(losses[LANGUAGE_MODEL_LOSS]))
         history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
@@ -206,6 +209,7 @@ def main(arguments: list[str]) -> int:
         closing = [*closing_table(run, engine, history), *case_lines(history), closing_line(history, numbers)]
         print("\n".join(["", *closing]), flush=True)
     if not engine.released:
+        engine.dismiss_parked()
         deepspeed.comm.destroy_process_group()
     return 0
 

@@ -183,10 +183,21 @@ class Communicator:
         if without:
             raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
         assert plan is not None
-        other = [rank for rank, (theirs, _) in enumerate(digests) if theirs != digest]
+        self._same(digest, [theirs for theirs, _ in digests], plan.old, plan.new)
+
+    def agree_on(self, new: Sequence[int], old: Sequence[int]) -> None:
+        """All ranks are about to go to the same partition, of whatever number of stages.
+
+        Raises:
+            MigrationError: on every rank, if partitions differ. Nothing has moved.
+        """
+        self._same(tuple(new), self.gather_objects(tuple(new)), old, new)
+
+    def _same(self, mine: Any, every: Sequence[Any], old: Sequence[int], new: Sequence[int]) -> None:
+        other = [rank for rank, theirs in enumerate(every) if theirs != mine]
         if other:
             raise MigrationError(
-                f"rank {dist.get_rank()} is to go from {list(plan.old)} to {list(plan.new)}, ranks {other} elsewhere: "
+                f"rank {dist.get_rank()} is to go from {list(old)} to {list(new)}, ranks {other} elsewhere: "
                 "every rank has to ask for the same partition. No layer has moved",
                 harmless=True,
             )

@@ -137,7 +137,7 @@ class DynMoPipelineEngine(ElasticEngine):
         if self.dynmo is None:
             return super().train_batch(data_iter)
         self._require_block("train_batch")
-        self._repacker.catch_up(data_iter)
+        self._catch_up(data_iter)
         if self._tracer is not None and self._tracer.wants(self.global_steps + 1):
             with self._tracer.batch(self):
                 return self._train_batch(data_iter)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from ds_dynmo.errors import ReleasedError
-from tests.distributed.workloads import Case, batches, build, state
+from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
+from tests.distributed.workloads import Case, batches, build, sleeping_engine, state
 
 Sizes = Mapping[int, int]  # after which step, to how many stages
 
@@ -76,3 +76,119 @@ def train_through_checkpoint(case: Case, folder: str, first: int, last: int) -> 
     losses = {step + 1: engine.train_batch(data).item() for step in range(first, last)}
     engine.save_checkpoint(folder)
     return {"losses": losses, "state": state(engine), "attributes": attributes(engine), "partition": engine.partition}
+
+
+def refusals(case: Case) -> list[str]:
+    """What cannot be asked for; afterwards the engine trains as before."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    found = []
+    for wanted in (0, 3, -1):
+        try:
+            engine.repack(wanted)
+        except PartitionError as error:
+            found.append(str(error))
+    for partition in ([0, 0, 8], [0, 9], [0, 2, 4, 6, 8], []):
+        try:
+            engine.repack(partition=partition)
+        except PartitionError as error:
+            found.append(str(error))
+    try:
+        engine.repack(dist.get_rank() + 1)  # the ranks ask for different numbers
+    except MigrationError as error:
+        found.append(str(error))
+    return [*found, str(engine.train_batch(data).item() > 0), str(engine.num_stages)]
+
+
+def off(case: Case) -> list[str]:
+    engine = build(case)
+    try:
+        engine.repack(1)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def with_little_memory(case: Case, factor: float) -> str:
+    """Ask for one stage where a device has ``factor`` of what the whole model takes on one."""
+    engine = build(case)
+    data = batches(engine)
+    while engine.profile is None:
+        engine.train_batch(data)
+    whole = sum(cost.static_bytes + 2 * cost.activation_bytes for cost in engine.profile.layers)
+    engine.__dict__["dynmo"] = engine.dynmo.model_copy(update={"memory_limit": int(factor * whole)})
+    try:
+        engine.repack(1)
+    except PartitionError as error:
+        engine.train_batch(data)
+        return str(error)
+    return ""
+
+
+def repack_by_itself(
+    block: dict[str, Any], milliseconds: Sequence[float], later: Mapping[int, float], steps: int
+) -> Any:
+    """Sleeping layers that take another share of their time after the steps of ``later``."""
+    stages = dist.get_world_size()
+    engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], stages)
+    sizes = {}
+    while engine.global_steps < steps:
+        if engine.global_steps in later:
+            share = later[engine.global_steps]
+            for module in engine._layers.modules().values():
+                module.seconds *= share
+            engine.model_changed("pruned")
+        engine.train_batch(data)
+        if engine.released and not engine.wait_for_recall():
+            return None
+        sizes[engine.global_steps] = engine.num_stages
+    engine.dismiss_parked()
+    return sizes, [(r.step, r.reason, r.old_stages, r.new_stages, r.verdict) for r in engine.repacks]
+
+
+def rebalance_after(case: Case) -> Any:
+    """Everything else goes on after a re-packing: profiles, decisions, explicit moves, checkpoints."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    engine.repack(2)
+    if engine.released:
+        return None
+    for partition in ([0, 1, 8], [0, 7, 8]):
+        engine.rebalance(partition)
+        engine.train_batch(data)
+    report = engine.rebalance()
+    return len(report.new_partition) - 1, engine.profile.partition, engine.grid.pipe_parallel_size
+
+
+def _leave(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def killed(case: Case, who: str) -> str:
+    """A rank dies: a parked one before it is called, or one at work in the middle of a re-packing."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    home = dist.get_rank()
+    if who == "parked":
+        engine.repack(1)
+        if engine.released:
+            return "parked" if home == 1 else (engine.wait_for_recall() and "came back") or "dismissed"
+        try:
+            engine.repack(3)
+        except MigrationError as error:
+            losses, parked = [engine.train_batch(data).item()], engine._repacker.parked
+            engine.dismiss_parked()
+            return f"{error} {len(losses)} {parked}"
+        return "went on"
+    if home == 2:
+        engine._repacker.world.begin = _leave
+    try:
+        engine.repack(2, partition=[0, 1, 8])
+    except MigrationError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        return "gone"
+    return "went on"

@@ -54,9 +54,113 @@ def test_fewer_and_fewer_ranks_train_as_if_restarted_from_checkpoints(
     assert merged(repacked) == merged(end)
 
 
-def test_parked_ranks_come_back() -> None:
-    case = Case(stages=4, dynmo=PARK, groups="two", scheduler=True)
-    came_back = run(4, repack_workloads.train, case, {2: 1, 4: 2, 6: 4}, 8)
-    stayed = run(4, repack_workloads.train_alone, case, 8)
+COME_AND_GO = {2: 1, 4: 2, 6: 4}
+
+
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        ("fp32", 1),
+        ("bf16 zero1", 2),
+        pytest.param("fp32", 2, marks=pytest.mark.fuzz),
+        pytest.param("bf16 zero1", 1, marks=pytest.mark.fuzz),
+        pytest.param("bf16", 1, marks=pytest.mark.fuzz),
+    ],
+)
+def test_parked_ranks_come_back(precision: str, replicas: int) -> None:
+    """1 -> 2 -> 4 stages: bitwise as if nobody had been away, the learning rates, the data and the draws too."""
+    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, of which there are fewer
+    case = Case(
+        stages=4,
+        replicas=replicas,
+        precision=precision,
+        tied=True,
+        dynmo=PARK,
+        groups="two",
+        scheduler=True,
+        dropout=True,
+        clip=clip,
+    )
+    came_back = run(case.ranks, repack_workloads.train, case, COME_AND_GO, 8)
+    stayed = run(case.ranks, repack_workloads.train_alone, case, 8)
     assert losses(came_back) == losses(stayed)
     assert merged(came_back) == merged(stayed)
+    assert [r["evaluation"] for r in came_back] == [r["evaluation"] for r in stayed]
+    middle = came_back[replicas]
+    assert middle["released"] == [2] and len(middle["partition"]) == 5
+    assert "was released after step 2" in middle["refused"]
+    reports = came_back[0]["reports"]
+    assert [(r.old_stages, r.new_stages) for r in reports] == [(4, 1), (1, 2), (2, 4)]
+    last_stage = tuple(range(3 * replicas, 4 * replicas))
+    assert reports[1].recalled_ranks == last_stage and reports[1].released_ranks == ()
+    assert reports[0].released_ranks == tuple(range(replicas, 4 * replicas))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
+def test_everything_built_once_is_right_afterwards(precision: str) -> None:
+    """All plain attributes of engine, module, grid and optimizer are those of an engine built at that size."""
+    case = Case(stages=4, precision=precision, dynmo=PARK)
+    for sizes, stages in [({1: 2}, 2), ({1: 1}, 1), ({1: 2, 2: 3}, 3)]:
+        repacked = run(4, repack_workloads.train, case, sizes, 3)
+        built = run(stages, repack_workloads.train_alone, Case(stages=stages, precision=precision, dynmo=PARK), 3)
+        remaining = [result["attributes"] for result in repacked if result["attributes"]]
+        for found, expected in zip(remaining, [result["attributes"] for result in built], strict=True):
+            assert {k: v for k, v in found.items() if k not in DIFFER} == {
+                k: v for k, v in expected.items() if k not in DIFFER
+            }
+
+
+DIFFER = {"engine.local_rank", "module.local_rank"}  # devices stay
+DIFFER |= {"engine._last_move_step", "engine._profile", "module.parts", "module._local_start", "module._local_stop"}
+
+
+def test_other_things_go_on_after_a_repacking() -> None:
+    found = [result for result in run(4, repack_workloads.rebalance_after, Case(stages=4)) if result is not None]
+    assert len(found) == 2
+    assert all(stages == 2 and len(profiled) == 3 and size == 2 for stages, profiled, size in found)
+
+
+def test_what_cannot_be_asked_for() -> None:
+    for found in run(2, repack_workloads.refusals, Case(stages=2)):
+        assert all("there are 1 to 2 to go on with" in text for text in found[:3])
+        assert "not strictly increasing" in found[3] and "runs from 0 to 9" in found[4]
+        assert all("there are 1 to 2 to go on with" in text for text in found[5:7])
+        assert "every rank has to ask for the same partition" in found[7]
+        assert found[8:] == ["True", "2"]
+
+
+def test_switched_off() -> None:
+    (found, *_) = run(2, repack_workloads.off, Case(stages=2, dynmo={"enabled": False}))
+    assert "dynmo.enabled = false: engine.repack would move layers" in found[0]
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    for text in run(3, repack_workloads.with_little_memory, Case(stages=3), 0.8):
+        assert text.startswith("repack onto 1 stages:") and text.endswith("; 2 stages would do")
+
+
+def test_it_packs_and_spreads_by_itself() -> None:
+    """Layers that take a quarter need a quarter of the stages; when they take as long as before, all come back."""
+    block = {
+        "interval": 0,
+        "repack": {"enabled": True, "release": "park", "max_slowdown": 0.1},
+    }
+    results = run(4, repack_workloads.repack_by_itself, block, [8.0] * 8, {3: 0.2, 8: 5.0}, 12)
+    sizes, reports = results[0]
+    assert (sizes[3], sizes[5], sizes[12]) == (4, 1, 4)
+    assert [(reason, old, new) for _, reason, old, new, _ in reports] == [("pruned", 4, 1), ("pruned", 1, 4)]
+
+
+def test_a_parked_rank_that_died_is_given_up_and_training_goes_on() -> None:
+    case = Case(stages=3, dynmo={**PARK, "timeout_seconds": 4.0})
+    at_work, died, parked = run(3, repack_workloads.killed, case, "parked")
+    assert died == "parked" and parked == "dismissed"
+    assert "ranks [1] (as numbered at the launch) are parked but do not answer" in at_work
+    assert at_work.endswith("1 (2,)")
+
+
+def test_a_rank_that_dies_in_between_is_named() -> None:
+    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
+    left, _, died = run(3, repack_workloads.killed, case, "at work")
+    assert died == "gone"
+    assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left

@@ -48,9 +48,12 @@ def test_the_engine_knows_no_model() -> None:
     assert not forbidden("engine", "ds_dynmo.models")
 
 
+FORMS_WORLDS = PACKAGE / "engine" / "elastic" / "world.py"  # and sends nothing in them
+
+
 def test_one_module_of_the_engine_communicates() -> None:
     for path in (PACKAGE / "engine").rglob("*.py"):
-        if path.name != "comm.py":
+        if path.name != "comm.py" and path != FORMS_WORLDS:
             names = imports(path)
             assert not {n for n in names if n.startswith(("torch.distributed", "deepspeed.comm"))}, path
             assert not any(
@@ -60,6 +63,17 @@ def test_one_module_of_the_engine_communicates() -> None:
                 and node.value.id in ("torch", "deepspeed")
                 for node in ast.walk(ast.parse(path.read_text()))
             ), path
+
+
+def test_the_module_that_forms_worlds_sends_nothing() -> None:
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(FORMS_WORLDS.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "deepspeed.comm")
+    }
+    groups = {"init_process_group", "destroy_process_group", "new_group"}
+    facts = {"get_rank", "get_world_size", "get_backend", "get_backend_config", "distributed_c10d", "DistNetworkError"}
+    assert used <= groups | facts
 
 
 def test_one_module_imports_transformers_and_only_when_it_is_used() -> None:

@@ -108,6 +108,10 @@ class ElasticEngine(EngineForModels):
 
     # -- wiring ---------------------------------------------------------------------------------------
 
+    def _catch_up(self, data_iter: Any) -> None:
+        assert self._repacker is not None
+        self._repacker.catch_up(data_iter)
+
     def _new_partition(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
         assert self._repacker is not None
         num_layers = self._layers.num_layers
@@ -156,6 +160,7 @@ class ElasticEngine(EngineForModels):
     def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
         assert self._repacker is not None
         old = tuple(self.partition)
+        self._comm.agree_on(new, old)
         parks = self.dynmo.repack.release == "park"
         before, after = self._predicted(old), self._predicted(new)
         if len(new) < len(old):

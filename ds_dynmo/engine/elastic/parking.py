@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from ds_dynmo.engine.elastic.world import STORE_LOST
 
 _PATIENCE = timedelta(seconds=60)  # of one look into the store; a parked rank looks again
 _END = "end"
@@ -64,7 +64,7 @@ def await_call(store: Any, home: int) -> Call | None:
             if _get(store, _key("verdict", home, number)) == "on":
                 message = json.loads(text)
                 return Call(message["generation"], tuple(message["stages"]))
-    except dist.DistNetworkError:
+    except STORE_LOST:
         return None  # the store went with rank 0's process
 
 
@@ -72,7 +72,7 @@ def _get(store: Any, key: str) -> str:
     while True:
         try:
             store.wait([key], _PATIENCE)
-        except dist.DistNetworkError:
+        except STORE_LOST:
             raise
         except RuntimeError:  # nothing yet
             continue

@@ -221,9 +221,10 @@ class Repacker:
 
     def _learn(self, job: dict[str, Any]) -> None:
         engine = self._engine
-        missed = job["attributes"]["global_steps"] - engine.global_steps
+        missed = (job["attributes"]["global_steps"] - engine.global_steps) * engine.micro_batches
         if engine.data_iterator is not None:
-            self._behind = (engine.data_iterator, missed * engine.micro_batches)
+            before = self._behind[1] if self._behind is not None and self._behind[0] is engine.data_iterator else 0
+            self._behind = (engine.data_iterator, before + missed)
         for name, value in job["attributes"].items():
             setattr(engine, name, value)
         restore_counters(engine, job["counters"], same_partition=True)

@@ -2,7 +2,7 @@
 
 A torch world cannot be resized. So its groups are destroyed, and those who go on meet in a new one by the store of the
 launch, which rank 0's process holds; rank 0 therefore always goes on. All that DeepSpeed 0.19.8 keeps of a world, and
-builds once, is made right here: its grid, its module's and its engine's attributes, and two of its globals.
+builds once, is made right here: its grid, its module's and its engine's attributes, and its globals.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 
 from ds_dynmo.errors import MigrationError
+
+STORE_LOST = dist.DistNetworkError  # what a store raises whose server, rank 0's process, is gone
 
 
 class World:
@@ -39,6 +42,7 @@ class World:
         self.store = default_store()
         self._backend = dist.get_backend_config()
         self._timeout = _timeout()
+        self._device = dist.distributed_c10d._get_default_group().bound_device_id  # private; read in torch 2.13.0
         self._generation = 0
 
     @property
@@ -80,16 +84,17 @@ class World:
         place = self._launch.get_coord(self.home)._replace(pipe=self.stages.index(self.home_stage))
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(f"ds_dynmo/world/{generation}", self.store),
+            store=_part(self.store, f"world/{generation}"),
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
             timeout=self._timeout,
+            device_id=self._device,
         )
         return topology
 
     def _meet(self, homes: Sequence[int], generation: int, timeout_seconds: float) -> None:
         """Wait until every one of ``homes`` is here: torch would wait for half an hour and not say for whom."""
-        here = dist.PrefixStore(f"ds_dynmo/here/{generation}", self.store)
+        here = _part(self.store, f"here/{generation}")
         here.set(str(self.home), "")
         try:
             here.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
@@ -116,6 +121,8 @@ def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
     module.stage_id = grid.get_stage_id()
 
     groups.mpu = grid  # which destroying a world resets
+    ds_checkpointing.mp_rank = None  # makes it ask for the tensor-parallel group anew
+    ds_checkpointing.mp_rank = None  # makes it ask for the tensor-parallel group anew
     engine.world_size, engine.global_rank = module.world_size, module.global_rank
     engine.data_parallel_group = groups._get_data_parallel_group()
     engine.dp_world_size = groups._get_data_parallel_world_size()
@@ -135,6 +142,11 @@ def forget_batch(engine: Any) -> None:
     engine.num_pipe_buffers = 0
     for buffers in engine.pipe_buffers.values():
         buffers.clear()
+
+
+def _part(store: Any, name: str) -> Any:
+    """A part of a store with keys of its own."""
+    return dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store)
 
 
 def default_store() -> Any:
