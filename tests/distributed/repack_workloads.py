@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
 from tests.distributed.workloads import Case, batches, build, sleeping_engine, state
 
-Sizes = Mapping[int, int]  # after which step, to how many stages
+Sizes = Mapping[int, int | list[int]]  # after which step, to how many stages, or to which partition
 
 
 def train(case: Case, sizes: Sizes, steps: int) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def train(case: Case, sizes: Sizes, steps: int) -> dict[str, Any]:
         found["losses"][engine.global_steps] = loss
         wanted = sizes.get(engine.global_steps)
         if wanted is not None:
-            engine.repack(wanted)
+            engine.repack(partition=wanted) if isinstance(wanted, list) else engine.repack(wanted)
         if engine.released:
             found["released"].append(engine.global_steps)
             try:
