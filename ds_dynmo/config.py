@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ds_dynmo.errors import ConfigError
 
@@ -92,10 +92,32 @@ class RepackConfig(_Block):
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
-    release: Literal["exit", "park"] = Field(
+    release: Literal["exit", "park", "command"] = Field(
         default="exit",
-        description='what a released rank does: "exit": its process ends; "park": it waits and can be taken back',
+        description='what becomes of a released rank: "exit": its process ends; "park": it waits and can be taken '
+        'back; "command": its process ends and a program of yours is told',
     )
+    command: tuple[str, ...] | None = Field(
+        default=None, description='for release "command": the program and its arguments; it gets JSON on standard input'
+    )
+    release_attempts: int = Field(
+        default=5, ge=1, description="how often a release is tried that is refused, with longer and longer pauses"
+    )
+    release_timeout_seconds: float = Field(default=60.0, gt=0, description="how long one attempt may take")
+
+    @field_validator("command", mode="plain")
+    @classmethod
+    def _program(cls, command: Any, info: ValidationInfo) -> tuple[str, ...] | None:
+        words = command if isinstance(command, list | tuple) else ()
+        if command is not None and (not words or not all(isinstance(word, str) and word for word in words)):
+            raise ValueError("should be null or a list of one string or more")
+        return tuple(words) or None
+
+    @model_validator(mode="after")
+    def _command_to_run(self) -> RepackConfig:
+        if (self.release == "command") != (self.command is not None):
+            raise ValueError('release "command" needs command, a list of strings, and no other release takes one')
+        return self
 
 
 class DynMoConfig(_Block):

@@ -15,6 +15,8 @@ from ds_dynmo.engine import costs
 from ds_dynmo.engine.controller import memory_model
 from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.planning import Planner
+from ds_dynmo.engine.elastic.release import policy_for
+from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.engine.elastic.repacking import Done, Repacker
 from ds_dynmo.engine.for_models import EngineForModels
 from ds_dynmo.errors import ConfigError, PartitionError, ReleasedError
@@ -43,7 +45,12 @@ class ElasticEngine(EngineForModels):
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         super().__init__(*args, dynmo=dynmo, **kwargs)
         self.released = False
-        self._repacker = Repacker(self) if dynmo is not None else None
+        self._repacker: Repacker | None = None
+        if dynmo is not None:
+            self._comm.enter("initialize")
+            self._repacker = Repacker(self)
+            self._policy = policy_for(dynmo.repack)
+            self._messenger = Messenger(self._policy, self._warn, attempts=dynmo.repack.release_attempts)
 
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
         """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.
@@ -83,7 +90,7 @@ class ElasticEngine(EngineForModels):
         if not self.released:
             return True
         assert self._repacker is not None
-        if self.dynmo.repack.release != "park":
+        if not self._policy.parks:
             return False
         call = parking.await_call(self._repacker.world.store, self._repacker.world.home)
         if call is None:
@@ -161,12 +168,13 @@ class ElasticEngine(EngineForModels):
         assert self._repacker is not None
         old = tuple(self.partition)
         self._comm.agree_on(new, old)
-        parks = self.dynmo.repack.release == "park"
         before, after = self._predicted(old), self._predicted(new)
         if len(new) < len(old):
-            done = self._repacker.shrink(new, park=parks)
-            if parks and self.global_rank == 0 and not self.released:
-                _dismiss_at_exit(self)
+            done = self._repacker.shrink(new, park=self._policy.parks)
+            if self._repacker.world.home == 0:
+                self._messenger.release(*self._repacker.idle_and_busy())
+                if not self._reporter.repacks:
+                    _tidy_up_at_exit(self)
         elif len(new) > len(old):
             done = self._repacker.grow(new)
         else:
@@ -196,6 +204,9 @@ class ElasticEngine(EngineForModels):
         pipeline = self._experience.outlook(self._profile, tuple(self.partition), smoothed=False).pipeline
         return float(pipeline.on(len(partition) - 1).iteration_seconds(partition))
 
+    def _warn(self, message: str) -> None:
+        self._reporter.warn(message)
+
     def _require_enabled(self, what: str) -> None:
         self._require_block(what)
         if not self.dynmo.enabled:
@@ -220,13 +231,14 @@ class ElasticEngine(EngineForModels):
     def _train_until_profiled(self) -> None: ...
 
 
-def _dismiss_at_exit(engine: ElasticEngine) -> None:
-    """Parked ranks would otherwise wait until they lose the store."""
+def _tidy_up_at_exit(engine: ElasticEngine) -> None:
+    """Parked ranks would otherwise wait until they lose the store; and a release that was begun is finished."""
     reference = weakref.ref(engine)
 
-    def dismiss() -> None:
+    def tidy_up() -> None:
         alive = reference()
         if alive is not None:
             alive.dismiss_parked()
+            alive._messenger.finish()
 
-    atexit.register(dismiss)
+    atexit.register(tidy_up)

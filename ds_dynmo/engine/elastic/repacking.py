@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.checkpoint.progress import counters_of, restore_counters
 from ds_dynmo.engine.elastic import parking
+from ds_dynmo.engine.elastic.release import Place
 from ds_dynmo.engine.elastic.world import World, forget_batch, refit_deepspeed
 from ds_dynmo.engine.migration import migrate
 from ds_dynmo.engine.parameter_groups import options_of
@@ -68,6 +69,8 @@ class Repacker:
         self._engine = engine
         self.world = World(engine.module.topology())
         self.parked: tuple[int, ...] = ()  # stages of the launch, those that can be called back
+        place = Place.here(self.world.home, str(engine.device))
+        self.places: list[Place] = engine._comm.gather_objects(place)  # by rank at the launch
         self.states: dict[str, Any] = {}  # what a rank that comes back has to know of the job, by name
         self._behind: tuple[Any, int] | None = None  # an iterator, and the micro-batches that others took meanwhile
 
@@ -75,6 +78,12 @@ class Repacker:
     def most_stages(self) -> int:
         """How many stages there can be: those at work, and those that are parked."""
         return len(self.world.stages) + len(self.parked)
+
+    def idle_and_busy(self) -> tuple[list[Place], list[Place]]:
+        """Where the ranks run that take no part now, and those that do."""
+        at_work = set(self.world.homes(self.world.stages))
+        idle = [place for place in self.places if place.rank not in at_work]
+        return idle, [place for place in self.places if place.rank in at_work]
 
     def catch_up(self, data_iter: Any) -> None:
         """Before a batch: what the others took from the data while this rank was away is skipped here.
