@@ -85,8 +85,10 @@ def dynmo_block(arm: str, interval: int) -> dict[str, Any]:
     return {"interval": interval, "balancer": balancer, "balance_by": balance_by, "profile": profile, **quiet}
 
 
-def make_engine(arm: str, *, layers: int, micro_batches: int, interval: int) -> Any:
-    """An engine over emulated blocks, one stage per rank."""
+def make_engine(
+    arm: str, *, layers: int, micro_batches: int, interval: int, block: dict[str, Any] | None = None
+) -> Any:
+    """An engine over emulated blocks, one stage per rank; ``block`` adds to the arm's "dynmo" block."""
     module = PipelineModule(
         layers=[LayerSpec(EmulatedBlock) for _ in range(layers)],
         num_stages=torch.distributed.get_world_size(),
@@ -99,7 +101,7 @@ def make_engine(arm: str, *, layers: int, micro_batches: int, interval: int) -> 
         "steps_per_print": None,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "dynmo": dynmo_block(arm, interval),
+        "dynmo": {**dynmo_block(arm, interval), **(block or {})},
     }
     return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
 
