@@ -1,118 +1,180 @@
 #!/usr/bin/env python3
 """Each dynamic case on real text, three ways in turns: DynMo on, switched off, and the dense model of the same size.
 
-    OMP_NUM_THREADS=1 python scripts/benchmark_cases.py freezing --steps 200
-    OMP_NUM_THREADS=1 python scripts/benchmark_cases.py moe mod --steps 100 --json cases.json
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmark_cases.py freezing --steps 200
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmark_cases.py moe mod --steps 100 --json cases.json
 
 "Off" is the same dynamic model under the partition it starts at: the baseline. Its losses have to be those of "on", to
-the bit in fp32, and a difference is an error. The table shows tokens per second, losses, and what profiling, deciding
-and moving cost of the run. The runs go through scripts/train.py, one after the other; medians over ``--repeat``.
+the bit in fp32, and a difference is an error. The three engines live in the same processes and take turns after every
+batch, so that what the machine does meanwhile hits all of them alike. The table shows tokens per second, losses, and
+what profiling, deciding and moving cost of the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "ds_configs"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
+
+import deepspeed
+import torch
+
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import AUXILIARY_LOSS, LANGUAGE_MODEL_LOSS, dynamic_cases
+from scripts.benchmark_arms import Arm, engines_end_here, quietly, say, timed, turns
+from scripts.train import VALIDATIONS, batches, build_engine, validate
+from scripts.train_options import Run, prepare
+
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 SIZES = ("layers", "hidden_size", "heads", "sequence_length", "mlp_ratio", "tied_embedding", "seed", "vocab_size")
 WAYS = ("on", "off", "dense")
+SAID = 10  # lines of progress a case
+LAST_STEPS = 10  # the training loss that is shown is their mean
+
+
+@dataclass
+class Trained:
+    """An engine with its model's dynamic cases and its text, and what came of its batches."""
+
+    arm: Arm
+    run: Run
+    cases: Any
+    text: Any
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    auxiliary_losses: list[float] = field(default_factory=list)
+    validation_losses: list[tuple[int, float]] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, name: str, settings: dict[str, Any], steps: int) -> Trained:
+        """From a configuration."""
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder) / "config.json"
+            config.write_text(json.dumps(settings))
+            run = prepare(["--deepspeed_config", str(config), "--steps", str(steps)])
+        engine = quietly(partial(build_engine, run))
+        cases = dynamic_cases(run.model, engine, total_steps=run.steps)
+        return cls(Arm(name, engine), run, cases, batches(run, engine, "train"))
+
+    @property
+    def tokens(self) -> int:
+        """In a batch."""
+        return int(self.arm.engine.train_batch_size()) * self.run.model.sequence_length
+
+    def batch(self, step: int) -> None:
+        """Batch ``step`` of the run, with what the model changes before and after it."""
+        for case in self.cases:
+            case.before_batch(step)
+        self.arm.engine.train_batch(self.text.iterate(step * self.arm.engine.micro_batches))
+        for case in self.cases:
+            case.after_batch(step + 1)
+
+    def timed_batch(self, step: int) -> None:
+        """One more batch of the record."""
+        self.seconds.append(timed(partial(self.batch, step)))
+        losses = self.arm.engine.get_additional_losses()
+        self.losses.append(float(losses[LANGUAGE_MODEL_LOSS]))
+        self.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
+        if (step + 1) * VALIDATIONS // self.run.steps > step * VALIDATIONS // self.run.steps:
+            self.validation_losses.append((step + 1, validate(self.run, self.arm.engine)))
 
 
 def settings_for(case: str, way: str) -> dict[str, Any]:
     """The case's configuration; "off" is the same model without moves, "dense" one of its size that never changes."""
     settings: dict[str, Any] = json.loads((CONFIGS / f"{case}.json").read_text())
-    if way != "on":
-        settings["dynmo"] = {**settings["dynmo"], "enabled": False}
+    settings["dynmo"] = {**settings["dynmo"], "log": False, **({} if way == "on" else {"enabled": False})}
     if way == "dense":
         settings["model"] = {key: value for key, value in settings["model"].items() if key in SIZES}
     return settings
 
 
-def train(arguments: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One run of scripts/train.py: its last record, and what it reported of every decision."""
-    config, report = folder / "config.json", folder / "report.jsonl"
-    config.write_text(json.dumps(settings))
-    launch = ["deepspeed", "--num_gpus", str(arguments.stages), "--master_port", str(free_port())]
-    command = [*launch, str(ROOT / "scripts" / "train.py")]
-    command += ["--deepspeed_config", str(config), "--steps", str(arguments.steps), "--report", str(report)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    records = [json.loads(line) for line in report.read_text().splitlines()]
-    decisions = [record for record in records if record["kind"] == "rebalance"]
-    end: dict[str, Any] = records[-1]
-    parts = {
-        part: sum(record[f"{part}_seconds"] for record in decisions) / end["train_seconds"]
-        for part in ("profile", "decide", "migrate")
+def measure(case: str, steps: int) -> list[dict[str, Any]]:
+    """The case's rows. Collective.
+
+    Raises:
+        ConfigError: losses are not the same with DynMo on as with it off.
+    """
+    trained = {way: Trained.build(way, settings_for(case, way), steps) for way in WAYS}
+    for step in range(steps):
+        for way in turns(WAYS, step):
+            trained[way].timed_batch(step)
+        if (step + 1) * SAID // steps > step * SAID // steps:
+            ratio = statistics.median(b / a for a, b in zip(trained["on"].seconds, trained["off"].seconds))
+            say(f"{case}: step {step + 1} of {steps}, a batch off over one with DynMo on: {ratio:.3f}")
+    on, off = trained["on"], trained["off"]
+    if (on.losses, on.validation_losses) != (off.losses, off.validation_losses):
+        raise ConfigError(f"{case}: losses differ: {on.validation_losses} and {off.validation_losses}")
+    return [row(case, one, off) for one in trained.values()]
+
+
+def row(case: str, one: Trained, off: Trained) -> dict[str, Any]:
+    """Collective."""
+    seconds, engine = sum(one.seconds), one.arm.engine
+    shares = dict(zip(("profile", "decide", "migrate"), (part / seconds for part in one.arm.new_costs())))
+    fifth = max(1, len(one.seconds) // 5)
+    return {
+        "case": case,
+        "dynmo": one.arm.name,
+        "tokens_per_second": one.tokens * len(one.seconds) / seconds,
+        "over_off": sum(off.seconds) / seconds,
+        "over_off_at_the_end": sum(off.seconds[-fifth:]) / sum(one.seconds[-fifth:]),
+        "median_seconds": statistics.median(one.seconds),
+        "share_of_run": sum(shares.values()),
+        "shares": shares,
+        "partition": engine.partition,
+        "decisions": len(engine.reports),
+        "moves": sum(report.moved for report in engine.reports),
+        "validation_losses": one.validation_losses,
+        "losses": one.losses,
+        "auxiliary_losses": one.auxiliary_losses,
+        "seconds": one.seconds,
     }
-    moved = sum(record["layers_moved"] > 0 for record in decisions)
-    return {**end, "decisions": len(decisions), "moves": moved, "shares": parts, "share": sum(parts.values())}
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def measure(arguments: argparse.Namespace, case: str) -> list[dict[str, Any]]:
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for _ in range(arguments.repeat):
-        for way in WAYS:
-            with tempfile.TemporaryDirectory() as folder:
-                runs[way].append(train(arguments, settings_for(case, way), Path(folder)))
-            print(f"{case}, {way}: {runs[way][-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr, flush=True)
-    on, off = runs["on"][0], runs["off"][0]
-    if on["validation_losses"] != off["validation_losses"]:
-        losses = {way: runs[way][0]["validation_losses"] for way in ("on", "off")}
-        raise SystemExit(f"{case}: validation losses differ: {losses}")
-    return [
-        {
-            "case": case,
-            "dynmo": way,
-            "tokens_per_second": statistics.median(run["tokens_per_second"] for run in runs[way]),
-            "over_off": statistics.median(
-                run["tokens_per_second"] / base["tokens_per_second"] for run, base in zip(runs[way], runs["off"])
-            ),
-            "share_of_run": statistics.median(run["share"] for run in runs[way]),
-            **{key: runs[way][0][key] for key in ("validation_losses", "partition", "decisions", "moves", "shares")},
-        }
-        for way in WAYS
-    ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem != "gpt")
-    parser.add_argument("cases", nargs="+", choices=found)
-    parser.add_argument("--steps", type=int, default=200, help="of each run, default %(default)s")
-    parser.add_argument("--stages", type=int, default=2, help="of the pipeline, default %(default)s")
-    parser.add_argument("--repeat", type=int, default=1, help="how often each run is made, default %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for case in arguments.cases:
-        rows += measure(arguments, case)
-        if arguments.json:  # after each case: later ones may fail
-            arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
-    head = ("case", "dynmo", "tokens/s", "over off", "valid. loss", "moves", "share", "partition")
-    print("{:<18}{:<7}{:>10}{:>10}{:>13}{:>7}{:>8}  {}".format(*head))
-    for row in rows:
+def show(rows: list[dict[str, Any]]) -> None:
+    head = ("case", "dynmo", "tokens/s", "over off", "at the end", "train loss", "valid. loss", "moves", "share")
+    print("{:<18}{:<7}{:>10}{:>10}{:>12}{:>12}{:>13}{:>7}{:>8}  partition".format(*head))
+    for one in rows:
         print(
-            f"{row['case']:<18}{row['dynmo']:<7}{row['tokens_per_second']:>10,.0f}{row['over_off']:>10.2f}"
-            f"{row['validation_losses'][-1][1]:>13.3f}{row['moves']:>7}{row['share_of_run']:>8.2%}  {row['partition']}"
+            f"{one['case']:<18}{one['dynmo']:<7}{one['tokens_per_second']:>10,.0f}{one['over_off']:>10.3f}"
+            f"{one['over_off_at_the_end']:>12.3f}{statistics.fmean(one['losses'][-LAST_STEPS:]):>12.3f}"
+            f"{one['validation_losses'][-1][1]:>13.3f}{one['moves']:>7}{one['share_of_run']:>8.2%}  {one['partition']}",
+            flush=True,
         )
 
 
+def main(given: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem not in ("gpt", "repack"))
+    parser.add_argument("cases", nargs="+", choices=found)
+    parser.add_argument("--steps", type=int, default=200, help="of each run, default %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each batch here too")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(given)
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/benchmark_cases.py ...")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    deepspeed.init_distributed()
+    rows: list[dict[str, Any]] = []
+    for case in arguments.cases:
+        with engines_end_here():
+            new = measure(case, arguments.steps)
+        rows += new
+        if torch.distributed.get_rank() == 0:
+            show(new)
+            if arguments.json:  # after each case: later ones may fail
+                arguments.json.write_text(json.dumps(rows) + "\n")
+    torch.distributed.barrier()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -7,48 +7,23 @@ Training is bitwise the same under every balancer, so that the layers' seconds t
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import dynamic_cases
 from ds_dynmo.plan import Profile
-from scripts.benchmark_arms import Arm, profiling_seconds, quietly, say, timed, turns
-from scripts.benchmark_cases import settings_for
+from scripts.benchmark_arms import Arm, profiling_seconds, say, timed, turns
+from scripts.benchmark_cases import Trained, settings_for
 from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
 from scripts.emulation import BALANCERS
 from scripts.loads import Case
 from scripts.simulation import ARMS, STATICS
-from scripts.train import batches, build_engine
-from scripts.train_options import Run, prepare
 
 REFERENCE = "partition_time"
 NOT_KNOWN_YET: Passes = ((), ())
-
-
-@dataclass
-class Trained:
-    """A balancer's engine with its model's dynamic cases and its text."""
-
-    arm: Arm
-    run: Run
-    cases: Any
-    text: Any
-
-    def batch(self, step: int) -> None:
-        """Batch ``step`` of the run, with what the model changes before and after it."""
-        for case in self.cases:
-            case.before_batch(step)
-        self.arm.engine.train_batch(self.text.iterate(step * self.arm.engine.micro_batches))
-        for case in self.cases:
-            case.after_batch(step + 1)
 
 
 def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -96,13 +71,7 @@ def train(case: str, arm: str, arguments: argparse.Namespace) -> Trained:
         block = {"interval": 0, "min_improvement": 0.99, "log": False, "profile": {"warmup_batches": 1_000_000}}
     else:
         block["balancer"], block["balance_by"] = BALANCERS[arm]
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps({**settings, "dynmo": block}))
-        run = prepare(["--deepspeed_config", str(config), "--steps", str(arguments.steps)])
-    engine = quietly(partial(build_engine, run))
-    cases = dynamic_cases(run.model, engine, total_steps=run.steps)
-    return Trained(Arm(arm, engine), run, cases, batches(run, engine, "train"))
+    return Trained.build(arm, {**settings, "dynmo": block}, arguments.steps)
 
 
 def costs_of(arm: Arm, size: int, profiling: float) -> Costs:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.harness import run
 from tests.distributed.workloads import Case, train
 
@@ -50,3 +52,29 @@ def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
     for rank in range(2):
         assert first[rank] == [still[rank]["losses"][:4], [0, 3, 8]]
         assert second[rank] == [still[rank]["losses"][4:], [0, 7, 8]]
+
+
+@pytest.mark.parametrize("policy", ["exit", "park"])
+def test_released_ranks_end_and_the_launcher_ends_well(policy: str, tmp_path: Path) -> None:
+    """A rank that is not taken back ends when the job does, though nobody tells it but rank 0's end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "3", "--master_port", str(port)]
+    done = subprocess.run(
+        [*launcher, str(SCRIPT.with_name("repack_script.py")), str(tmp_path), policy],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / f"{policy}-{rank}.json").read_text()) for rank in range(3)]
+    straight = run(3, train, Case(stages=3), [], 6, 1)[0]["losses"]
+    assert found[0] == {"losses": straight, "steps": 6, "released": False}
+    assert found[1] == {"losses": straight[:2], "steps": 2, "released": True}
+    if policy == "park":
+        assert found[2] == {"losses": [*straight[:2], *straight[4:]], "steps": 6, "released": False}
+    else:
+        assert found[2] == found[1]

@@ -1,0 +1,35 @@
+"""Launched by the deepspeed command: 3 stages, then 1, then 2 where the released ranks are parked."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import deepspeed
+
+from tests.distributed.workloads import Case, batches, build
+
+
+def main(folder: str, policy: str) -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
+    deepspeed.init_distributed("gloo")
+    engine = build(Case(stages=3, dynmo={"interval": 0, "repack": {"release": policy}}))
+    data, losses = batches(engine), []
+    while engine.global_steps < 6:
+        losses.append(engine.train_batch(data).item())
+        if engine.global_steps == 2:
+            engine.repack(1)
+        if engine.global_steps == 4 and policy == "park":
+            engine.repack(2)
+        if engine.released and not engine.wait_for_recall():
+            break
+    found = {"losses": losses, "steps": engine.global_steps, "released": engine.released}
+    (Path(folder) / f"{policy}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*[argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")])
