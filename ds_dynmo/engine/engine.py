@@ -50,7 +50,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._experience = Experience()
         self._move_seconds = 0.0
         clock = EventClock(get_accelerator()) if _has_events() else CpuClock()
-        self._profiler = Profiler(clock)
+        self._profiler = Profiler(clock, size_every_pass=dynmo.memory_limit is not None)
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
         self._last_move_step: int | None = None

@@ -215,15 +215,18 @@ def test_activation_bytes_under_checkpointing_leave_the_checkpoint_working() -> 
     assert profiler.samples.activation_bytes[4] == 2 * 3 * 4 * 2
 
 
-def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most() -> None:
-    funcs = [lambda x: (x[: rows.pop(0)] ** 2).sum()]
+@pytest.mark.parametrize(("every", "rows_counted"), [(True, 4), (False, 1)])
+def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the_first(
+    every: bool, rows_counted: int
+) -> None:
+    funcs = [lambda x: (x[: rows.pop(0)].clone() ** 2).sum()]
     module, rows = SimpleNamespace(forward_funcs=list(funcs)), [1, 4, 2]
-    profiler = Profiler(Clock())
+    profiler = Profiler(Clock(), size_every_pass=every)
     with profiler.batch(module, 0, has_loss=True):
         for _ in range(3):
             with profiler.one_pass(backward=False):
                 module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
-    assert profiler.samples.activation_bytes == {0: 4 * 2 * 4}
+    assert profiler.samples.activation_bytes == {0: rows_counted * 2 * 4}
 
 
 @pytest.mark.parametrize(
