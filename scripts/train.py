@@ -43,6 +43,7 @@ from scripts.train_report import (
     case_lines,
     closing_line,
     closing_table,
+    repack_lines,
     step_record,
     summary,
     write_record,
@@ -103,6 +104,7 @@ def train(run: Run, engine: Any) -> History:
     while engine.global_steps < run.stop:
         for case in cases:
             case.before_batch(engine.global_steps)
+        history.ranks.append(torch.distributed.get_world_size())
         began = time.perf_counter()
         engine.train_batch(training.iterate(engine.global_steps * engine.micro_batches))
         if engine.released and not engine.wait_for_recall():
@@ -206,7 +208,12 @@ def main(arguments: list[str]) -> int:
     if first_rank:
         numbers = summary(run, engine, history)
         write_record(run.report, numbers, "a")
-        closing = [*closing_table(run, engine, history), *case_lines(history), closing_line(history, numbers)]
+        closing = [
+            *closing_table(run, engine, history),
+            *repack_lines(engine),
+            *case_lines(history),
+            closing_line(history, numbers),
+        ]
         print("\n".join(["", *closing]), flush=True)
     if not engine.released:
         engine.dismiss_parked()

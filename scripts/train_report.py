@@ -25,12 +25,14 @@ class History:
     Attributes:
         losses: the language model's in training, to be compared with other models'.
         auxiliary_losses: what was added to them to be trained; 0 where there is nothing.
+        ranks: how many were at work in each step.
         cases: what each dynamic case has to say at the end.
     """
 
     losses: list[float] = field(default_factory=list)
     auxiliary_losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
     cases: dict[str, dict[str, float]] = field(default_factory=dict)
     profiles: list[Profile | None] = field(default_factory=list)  # for each report, what it was decided on
@@ -106,6 +108,16 @@ def closing_table(run: Run, engine: Any, history: History) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
+def repack_lines(engine: Any) -> list[str]:
+    """One line per re-packing that changed something."""
+    return [
+        f"step {report.step} ({report.reason}): {report.old_stages} -> {report.new_stages} stages, "
+        f"{list(report.new_partition)}, in {report.migrate_seconds + report.world_seconds:.2f} s"
+        for report in engine.repacks
+        if report.old_stages != report.new_stages
+    ]
+
+
 def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int) -> tuple[str, str, str]:
     """Tokens per second, bubble ratio and imbalance when ``report`` was decided."""
     if profile is None or report.imbalance_before is None:
@@ -145,6 +157,7 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
         "partition": engine.partition,
         "tokens_per_second": tokens_per_step(run, engine) * len(history.losses) / seconds,
         "train_seconds": seconds,
+        "average_ranks": statistics.fmean(history.ranks),
         "median_step_seconds": statistics.median(history.step_seconds),
         "train_loss": statistics.fmean(history.losses[-LAST_STEPS:]),
         "auxiliary_loss": statistics.fmean(history.auxiliary_losses[-LAST_STEPS:]),
@@ -158,8 +171,10 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
 def closing_line(history: History, numbers: dict[str, Any]) -> str:
     """The end of what is shown; ``numbers``: what :func:`summary` gave."""
     losses = _losses(numbers["train_loss"], numbers["auxiliary_loss"])
+    fewer = len(set(history.ranks)) > 1
+    ranks = f" on {numbers['average_ranks']:.1f} of {max(history.ranks)} ranks on average" if fewer else ""
     return (
-        f"{numbers['tokens_per_second']:,.0f} tokens/s, train loss {losses} "
+        f"{numbers['tokens_per_second']:,.0f} tokens/s{ranks}, train loss {losses} "
         f"(last {len(history.losses[-LAST_STEPS:])} steps), validation loss {numbers['validation_loss']:.3f}"
     )
 
