@@ -14,7 +14,8 @@ setup(
     ],
     extras_require={
         "huggingface": ["transformers>=5.23", "safetensors"],  # what was tested; before 5, experts were modules
+        "kubernetes": ["kubernetes>=36"],  # the official client: release policy "kubernetes", nothing else
         "plots": ["matplotlib>=3.8"],  # pictures of a run: scripts/plot.py, nothing else
-        "test": ["pytest", "ruff>=0.17,<0.18", "mypy"],
+        "test": ["pytest", "ruff>=0.17,<0.18", "mypy", "kubernetes>=36"],
     },
 )

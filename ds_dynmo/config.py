@@ -22,6 +22,7 @@ from ds_dynmo.errors import ConfigError
 
 __all__ = [
     "DynMoConfig",
+    "KubernetesConfig",
     "ProfileConfig",
     "RandomnessConfig",
     "RepackConfig",
@@ -79,6 +80,32 @@ class TraceConfig(_Block):
         raise ValueError("should be [first, last], two ints with 1 <= first <= last")
 
 
+class KubernetesConfig(_Block):
+    """How released ranks are given back to Kubernetes: the "kubernetes" object in the "repack" object.
+
+    Credentials are those that Kubernetes gives the pod; none is configured.
+    """
+
+    action: Literal["delete_pod", "resize"] = Field(
+        default="delete_pod",
+        description='"delete_pod": the pod of a released rank is deleted; "resize": its container is given resources',
+    )
+    dry_run: bool = Field(default=True, description="true: the API server checks requests and carries out none")
+    namespace: str | None = Field(default=None, min_length=1, description="of the pods; null: this pod's own")
+    container: str | None = Field(
+        default=None, min_length=1, description='for "resize": the name of the container; null: the pod\'s first one'
+    )
+    resources: dict[str, str] = Field(
+        default={}, description='for "resize": requests and limits, such as {"cpu": "100m", "memory": "256Mi"}'
+    )
+
+    @model_validator(mode="after")
+    def _something_to_resize(self) -> KubernetesConfig:
+        if (self.action == "resize") != bool(self.resources):
+            raise ValueError('action "resize" needs resources, and no other action takes them')
+        return self
+
+
 class RepackConfig(_Block):
     """Fewer ranks for a model whose work has shrunk: the "repack" object in the "dynmo" block."""
 
@@ -92,13 +119,16 @@ class RepackConfig(_Block):
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
-    release: Literal["exit", "park", "command"] = Field(
+    release: Literal["exit", "park", "command", "kubernetes"] = Field(
         default="exit",
         description='what becomes of a released rank: "exit": its process ends; "park": it waits and can be taken '
-        'back; "command": its process ends and a program of yours is told',
+        'back; "command": its process ends and a program of yours is told; "kubernetes": likewise, its pod is released',
     )
     command: tuple[str, ...] | None = Field(
         default=None, description='for release "command": the program and its arguments; it gets JSON on standard input'
+    )
+    kubernetes: KubernetesConfig = Field(
+        default=KubernetesConfig(), description='for release "kubernetes": what becomes of pods'
     )
     release_attempts: int = Field(
         default=5, ge=1, description="how often a release is tried that is refused, with longer and longer pauses"

@@ -12,6 +12,7 @@ import deepspeed
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import checks, costs
+from ds_dynmo.engine.elastic.release import check_policy
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 
 
@@ -54,6 +55,7 @@ def initialize(
         checks.check_features(settings)
         checks.check_partitioned_activations(settings, model)
         checks.check_initial_partition(dynmo, model)
+        check_policy(dynmo.repack)
     with _engine_class(dynmo):
         results = deepspeed.initialize(
             args=args,

@@ -91,6 +91,11 @@ class Reporter:
         if self._is_first_rank:
             logger.warning(message)
 
+    def inform(self, message: str) -> None:
+        """Log what was done."""
+        if self._log:
+            logger.info(message)
+
     def _write(self, record: dict[str, Any]) -> None:
         if self._path is not None:
             with self._path.open("a") as lines:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,33 +16,52 @@ from ds_dynmo.config import RepackConfig, parse_block
 from ds_dynmo.engine.elastic.release import Place, ReleasePolicy, ReleaseRefused, policy_for
 from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.errors import ConfigError
+from tests.local.kubernetes_server import TOKEN, Server
 
 GONE = [Place(1, "host-a", "cuda:1"), Place(2, "host-b", "cuda:0")]
 STAYING = [Place(0, "host-a", "cuda:0")]
 RECORDER = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 
-def policies(folder: Path) -> dict[str, ReleasePolicy]:
-    blocks = {
-        "exit": {},
-        "park": {"release": "park"},
-        "command": {"release": "command", "command": [sys.executable, "-c", RECORDER, str(folder / "told")]},
-    }
-    return {name: policy_for(parse_block(RepackConfig, block, "repack")) for name, block in blocks.items()}
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    pytest.importorskip("kubernetes", reason="the official client is an optional extra")
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the command openssl, to make a certificate")
+    started = Server(tmp_path, ["host-a", "host-b", "host-c"])
+    for name, value in started.environment.items():
+        monkeypatch.setenv(name, value)
+    yield started
+    started.close()
 
 
-@pytest.mark.parametrize("name", ["exit", "park", "command"])
-def test_every_policy(name: str, tmp_path: Path) -> None:
+def policy(block: dict[str, Any], secrets: Path = Path("/nowhere")) -> ReleasePolicy:
+    return policy_for(parse_block(RepackConfig, block, "repack"), secrets)
+
+
+def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
+    return policy({"release": "kubernetes", "kubernetes": {"dry_run": False, **settings}}, server.secrets)
+
+
+@pytest.fixture(params=["exit", "park", "command", "kubernetes"])
+def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
+    if request.param == "kubernetes":
+        return kubernetes(request.getfixturevalue("server"))
+    program = {"command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]}
+    return policy({"release": request.param, **(program if request.param == "command" else {})})
+
+
+def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
     """It may be called again with the same ranks, and with more of them, and says whether its ranks can come back."""
-    policy = policies(tmp_path)[name]
-    policy.release(GONE[:1], [*STAYING, GONE[1]])
-    policy.release(GONE, STAYING)
-    policy.release(GONE, STAYING)
-    assert policy.parks == (name == "park")
+    any_policy.release(GONE[:1], [*STAYING, GONE[1]])
+    any_policy.release(GONE, STAYING)
+    assert isinstance(any_policy.release(GONE, STAYING), str)
+    assert any_policy.parks == request.node.name.endswith("[park]")
 
 
 def test_a_command_is_told_who_is_free(tmp_path: Path) -> None:
-    policies(tmp_path)["command"].release(GONE, STAYING)
+    program = [sys.executable, "-c", RECORDER, str(tmp_path / "told")]
+    policy({"release": "command", "command": program}).release(GONE, STAYING)
     told = json.loads((tmp_path / "told").read_text())
     assert told["released"] == [
         {"rank": 1, "host": "host-a", "device": "cuda:1"},
@@ -59,13 +80,13 @@ def test_a_command_is_told_who_is_free(tmp_path: Path) -> None:
 def test_a_command_that_fails_is_a_refusal(program: list[str], says: str) -> None:
     block = {"release": "command", "command": [sys.executable, *program], "release_timeout_seconds": 0.5}
     with pytest.raises(ReleaseRefused, match=says):
-        policy_for(parse_block(RepackConfig, block, "repack")).release(GONE, STAYING)
+        policy(block).release(GONE, STAYING)
 
 
 def test_a_command_that_does_not_exist_is_a_refusal() -> None:
     block = {"release": "command", "command": ["/no/such/program"]}
     with pytest.raises(ReleaseRefused, match="/no/such/program"):
-        policy_for(parse_block(RepackConfig, block, "repack")).release(GONE, STAYING)
+        policy(block).release(GONE, STAYING)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +97,9 @@ def test_a_command_that_does_not_exist_is_a_refusal() -> None:
         ({"release": "command", "command": []}, "a list of one string or more"),
         ({"release": "command", "command": "rm -r x"}, "a list of one string or more"),
         ({"release": "kubernete"}, "repack.release"),
+        ({"kubernetes": {"action": "resize"}}, 'action "resize" needs resources'),
+        ({"kubernetes": {"resources": {"cpu": "1"}}}, "no other action takes them"),
+        ({"kubernetes": {"token": "secret"}}, "kubernetes.token"),
         ({"max_slowdown": 1.0}, "repack.max_slowdown"),
         ({"min_stages": 0}, "repack.min_stages"),
     ],
@@ -94,13 +118,14 @@ class Stubborn:
         self.refusals = refusals
         self.calls: list[list[int]] = []
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> None:
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
         self.calls.append([place.rank for place in gone])
         if len(self.calls) <= self.refusals:
             raise ReleaseRefused("not now")
+        return "done"
 
 
-def deliver(policy: Stubborn, attempts: int) -> tuple[list[str], list[float]]:
+def deliver(stubborn: Stubborn, attempts: int) -> tuple[list[str], list[float]]:
     said: list[str] = []
     pauses: list[float] = []
 
@@ -108,31 +133,31 @@ def deliver(policy: Stubborn, attempts: int) -> tuple[list[str], list[float]]:
         pauses.append(seconds)
         return replaced.is_set()
 
-    messenger = Messenger(policy, said.append, attempts=attempts, pause=pause)
+    messenger = Messenger(stubborn, said.append, said.append, attempts=attempts, pause=pause)
     messenger.release(GONE, STAYING)
     messenger.finish()
     return said, pauses
 
 
 def test_a_refusal_is_reported_once_and_tried_again() -> None:
-    policy = Stubborn(3)
-    said, pauses = deliver(policy, 5)
-    assert policy.calls == [[1, 2]] * 4
+    stubborn = Stubborn(3)
+    said, pauses = deliver(stubborn, 5)
+    assert stubborn.calls == [[1, 2]] * 4
     assert pauses == [1.0, 2.0, 4.0]
     assert len(said) == 2
     assert "ranks [1, 2] are idle but could not be given back: not now" in said[0]
-    assert "given back at attempt 4" in said[1]
+    assert said[1] == "DynMo: ranks [1, 2]: done (attempt 4)"
 
 
 def test_it_gives_up_in_the_end() -> None:
-    policy = Stubborn(99)
-    said, pauses = deliver(policy, 3)
-    assert len(policy.calls) == 3 and pauses == [1.0, 2.0]
+    stubborn = Stubborn(99)
+    said, pauses = deliver(stubborn, 3)
+    assert len(stubborn.calls) == 3 and pauses == [1.0, 2.0]
     assert "not given back in 3 attempts" in said[-1]
 
 
 def test_a_later_release_takes_the_place_of_one_that_is_refused() -> None:
-    policy = Stubborn(99)
+    stubborn = Stubborn(99)
     paused = threading.Event()
 
     def pause(replaced: threading.Event, seconds: float) -> bool:
@@ -140,11 +165,73 @@ def test_a_later_release_takes_the_place_of_one_that_is_refused() -> None:
         return replaced.wait(30.0)
 
     said: list[str] = []
-    messenger = Messenger(policy, said.append, attempts=2, pause=pause)
+    messenger = Messenger(stubborn, said.append, said.append, attempts=2, pause=pause)
     messenger.release(GONE[:1], STAYING)
     paused.wait(30.0)
-    policy.refusals = 0
+    stubborn.refusals = 0
     messenger.release(GONE, STAYING)
     messenger.finish()
-    assert policy.calls == [[1], [1, 2]]
-    assert len(said) == 1
+    assert stubborn.calls == [[1], [1, 2]]
+    assert len(said) == 2 and said[1] == "DynMo: ranks [1, 2]: done"
+
+
+# -- Kubernetes ---------------------------------------------------------------------------------------
+
+
+def test_the_pod_of_a_released_rank_is_deleted_and_one_that_is_shared_stays(server: Server) -> None:
+    text = kubernetes(server).release(GONE, STAYING)
+    assert set(server.pods) == {"host-a", "host-c"}
+    assert text == "pods ['host-b'] of namespace training were deleted; ['host-a'] have ranks at work and stay"
+
+
+def test_nothing_is_deleted_until_it_is_told_so(server: Server) -> None:
+    text = policy({"release": "kubernetes"}, server.secrets).release(GONE, STAYING)
+    assert set(server.pods) == {"host-a", "host-b", "host-c"}
+    assert server.requests[0][1].endswith("/pods/host-b?dryRun=All") and "would be deleted" in text
+
+
+def test_cpu_and_memory_are_resized_by_the_subresource(server: Server) -> None:
+    resources = {"cpu": "100m", "memory": "256Mi"}
+    kubernetes(server, action="resize", resources=resources).release(GONE[1:], STAYING)
+    found = server.pods["host-b"]["spec"]["containers"][0]["resources"]
+    assert found["requests"] == found["limits"] == {**resources, "nvidia.com/gpu": "1"}
+    assert [(method, path.split("?")[0].rsplit("/", 1)[1]) for method, path, _ in server.requests] == [
+        ("GET", "host-b"),
+        ("PATCH", "resize"),
+    ]
+
+
+def test_accelerators_cannot_be_taken_from_a_running_pod(server: Server) -> None:
+    """The paper's PATCH: stock Kubernetes refuses it, and says so."""
+    asked = kubernetes(server, action="resize", resources={"nvidia.com/gpu": "0"}, container="trainer")
+    with pytest.raises(ReleaseRefused, match="pod host-b: 422 spec: Forbidden: only cpu and memory"):
+        asked.release(GONE, STAYING)
+
+
+def test_a_server_that_is_down_is_asked_again(server: Server) -> None:
+    server.broken = 2
+    said: list[str] = []
+    messenger = Messenger(kubernetes(server), said.append, said.append, attempts=4, pause=lambda *_: False)
+    messenger.release(GONE, STAYING)
+    messenger.finish()
+    assert "pod host-b: 503 the server is currently unable to handle the request" in said[0]
+    assert len(said) == 2 and "host-b" not in server.pods
+
+
+def test_wrong_credentials_are_a_refusal_that_does_not_show_them(server: Server) -> None:
+    (server.secrets / "token").write_text("another-token")
+    with pytest.raises(ReleaseRefused, match="401 Unauthorized") as refusal:
+        kubernetes(server).release(GONE, STAYING)
+    assert TOKEN not in str(refusal.value) and "another-token" not in str(refusal.value)
+
+
+def test_a_server_that_cannot_be_reached(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
+    with pytest.raises(ReleaseRefused, match="pod host-b: the API server cannot be reached"):
+        kubernetes(server).release(GONE, STAYING)
+
+
+def test_outside_kubernetes(server: Server, tmp_path: Path) -> None:
+    outside = policy({"release": "kubernetes"}, tmp_path / "no secrets")
+    with pytest.raises(ReleaseRefused, match="does not run in a pod of Kubernetes"):
+        outside.release(GONE, STAYING)

@@ -50,7 +50,7 @@ class ElasticEngine(EngineForModels):
             self._comm.enter("initialize")
             self._repacker = Repacker(self)
             self._policy = policy_for(dynmo.repack)
-            self._messenger = Messenger(self._policy, self._warn, attempts=dynmo.repack.release_attempts)
+            self._messenger = Messenger(self._policy, self._warn, self._inform, attempts=dynmo.repack.release_attempts)
 
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
         """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.
@@ -206,6 +206,9 @@ class ElasticEngine(EngineForModels):
 
     def _warn(self, message: str) -> None:
         self._reporter.warn(message)
+
+    def _inform(self, message: str) -> None:
+        self._reporter.inform(message)
 
     def _require_enabled(self, what: str) -> None:
         self._require_block(what)

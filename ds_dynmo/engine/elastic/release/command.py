@@ -27,7 +27,7 @@ class Command:
         self._program = list(program)
         self._timeout_seconds = timeout_seconds
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> None:
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
         """Run it; an exit code other than 0 is a refusal."""
         places = {"released": gone, "staying": staying}
         message = json.dumps({name: [place.as_record() for place in found] for name, found in places.items()})
@@ -45,3 +45,4 @@ class Command:
         if done.returncode:
             said = (done.stderr or done.stdout).strip()[-_SHOWN:]
             raise ReleaseRefused(f"{self._program[0]} ended with exit code {done.returncode}: {said}")
+        return f"{self._program[0]} was told"

@@ -14,7 +14,7 @@ class Messenger:
     """One per job, on rank 0. A later release takes the place of one that is still being tried.
 
     Args:
-        warn: reports a line.
+        warn, inform: report a line, of a refusal and of what was done.
         attempts: how often a release is tried.
         pause: waits so many seconds, or less where the event is set; for tests.
     """
@@ -23,11 +23,13 @@ class Messenger:
         self,
         policy: ReleasePolicy,
         warn: Callable[[str], None],
+        inform: Callable[[str], None],
         *,
         attempts: int,
         pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ) -> None:
-        self._policy, self._warn, self._attempts, self._pause = policy, warn, attempts, pause
+        self._policy, self._attempts, self._pause = policy, attempts, pause
+        self._warn, self._inform = warn, inform
         self._thread: threading.Thread | None = None
         self._replaced = threading.Event()
 
@@ -54,13 +56,13 @@ class Messenger:
         pause_seconds = _FIRST_PAUSE_SECONDS
         for attempt in range(1, self._attempts + 1):
             try:
-                self._policy.release(gone, staying)
+                done = self._policy.release(gone, staying)
             except ReleaseRefused as error:
                 if attempt == 1:
                     self._warn(f"DynMo: ranks {ranks} are idle but could not be given back: {error}")
             else:
-                if attempt > 1:
-                    self._warn(f"DynMo: ranks {ranks} were given back at attempt {attempt}")
+                if done:
+                    self._inform(f"DynMo: ranks {ranks}: {done}" + (f" (attempt {attempt})" if attempt > 1 else ""))
                 return
             if attempt == self._attempts or self._pause(replaced, pause_seconds):
                 break

@@ -49,8 +49,11 @@ class ReleasePolicy(Protocol):
         """Do released ranks wait to be taken back?"""
         ...
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> None:
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
         """Give back the accelerators of ``gone``, all that are free by now; ``staying`` are at work.
+
+        Returns:
+            What was done, for the log; empty if there was nothing to do.
 
         Raises:
             ReleaseRefused: not done; says why.

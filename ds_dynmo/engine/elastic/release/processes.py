@@ -12,8 +12,9 @@ class Exit:
 
     parks = False
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> None:
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
         """Nobody else has to be told."""
+        return ""
 
 
 class Park:
@@ -21,5 +22,6 @@ class Park:
 
     parks = True
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> None:
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
         """Nobody else has to be told."""
+        return ""

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ds_dynmo.config import RepackConfig
 from ds_dynmo.engine.elastic.release.command import Command
+from ds_dynmo.engine.elastic.release.kubernetes import SECRETS, Kubernetes, check_client
 from ds_dynmo.engine.elastic.release.policy import ReleasePolicy
 from ds_dynmo.engine.elastic.release.processes import Exit, Park
 
 
-def policy_for(config: RepackConfig) -> ReleasePolicy:
-    """What ``dynmo.repack.release`` names."""
+def check_policy(config: RepackConfig) -> None:
+    """Refuse a policy that cannot work here.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    if config.release == "kubernetes":
+        check_client()
+
+
+def policy_for(config: RepackConfig, secrets: Path = SECRETS) -> ReleasePolicy:
+    """What ``dynmo.repack.release`` names; ``secrets``: where the platform puts credentials."""
     if config.release == "park":
         return Park()
     if config.release == "command":
         assert config.command is not None
         return Command(config.command, config.release_timeout_seconds)
+    if config.release == "kubernetes":
+        return Kubernetes(config.kubernetes, config.release_timeout_seconds, secrets)
     return Exit()

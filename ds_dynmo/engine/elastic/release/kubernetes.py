@@ -1,0 +1,116 @@
+"""Give accelerators back to Kubernetes (paper, section 3.4.2).
+
+The paper sends a PATCH of ``resources.requests`` and ``resources.limits``. Stock Kubernetes resizes CPU and memory of a
+running pod, by the pod's ``resize`` subresource, and refuses that for accelerators. What works is one accelerator per
+pod, and a pod that is deleted when its rank has left. Both are here; a pod is touched only if no rank of it is at work.
+
+The official client is an optional extra; it is imported when the policy is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ds_dynmo.config import KubernetesConfig
+from ds_dynmo.engine.elastic.release.policy import Place, ReleaseRefused
+from ds_dynmo.errors import ConfigError
+
+SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where Kubernetes puts a pod's own credentials
+
+
+def check_client() -> None:
+    """Refuse the policy where the client is missing.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    if find_spec("kubernetes") is None:
+        raise ConfigError(
+            'dynmo.repack.release = "kubernetes" needs the package kubernetes: install ds_dynmo[kubernetes]'
+        )
+
+
+class Kubernetes:
+    """Deletes the pods of released ranks, or resizes them. Released ranks' processes end.
+
+    Args:
+        timeout_seconds: of one request.
+        secrets: the folder of the service account: token, ca.crt and namespace. The token is read anew each time, as
+            it is renewed; it appears in no message.
+    """
+
+    parks = False
+
+    def __init__(self, config: KubernetesConfig, timeout_seconds: float, secrets: Path = SECRETS) -> None:
+        self._config, self._timeout_seconds, self._secrets = config, timeout_seconds, secrets
+
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
+        """One request per pod; a pod that is gone already counts as done."""
+        pods = sorted({place.host for place in gone} - {place.host for place in staying})
+        shared = sorted({place.host for place in gone} & {place.host for place in staying})
+        api, namespace = self._connect()
+        act = self._delete if self._config.action == "delete_pod" else self._resize
+        for pod in pods:
+            self._ask(pod, lambda pod=pod: act(api, namespace, pod))  # type: ignore[misc]
+        tense = "would be" if self._config.dry_run else "were"
+        done = "deleted" if self._config.action == "delete_pod" else "resized"
+        text = f"pods {pods} of namespace {namespace} {tense} {done}"
+        return text + (f"; {shared} have ranks at work and stay" if shared else "")
+
+    def _connect(self) -> tuple[Any, str]:
+        from kubernetes import client
+        from kubernetes.config import ConfigException
+        from kubernetes.config.incluster_config import InClusterConfigLoader
+
+        configuration = client.Configuration()
+        loader = InClusterConfigLoader(
+            token_filename=str(self._secrets / "token"), cert_filename=str(self._secrets / "ca.crt")
+        )
+        try:
+            loader.load_and_set(configuration)
+            namespace = self._config.namespace or (self._secrets / "namespace").read_text().strip()
+        except (ConfigException, OSError) as error:
+            raise ReleaseRefused(f"this process does not run in a pod of Kubernetes: {error}") from error
+        configuration.retries = 0  # the caller tries again, with pauses
+        return client.CoreV1Api(client.ApiClient(configuration)), namespace
+
+    def _ask(self, pod: str, request: Callable[[], Any]) -> None:
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            request()
+        except ApiException as error:
+            if error.status != 404:  # somebody was faster
+                raise ReleaseRefused(f"pod {pod}: {error.status} {_message(error)}") from error
+        except (HTTPError, OSError) as error:
+            raise ReleaseRefused(f"pod {pod}: the API server cannot be reached: {error}") from error
+
+    def _delete(self, api: Any, namespace: str, pod: str) -> None:
+        api.delete_namespaced_pod(pod, namespace, **self._options())
+
+    def _resize(self, api: Any, namespace: str, pod: str) -> None:
+        name = (
+            self._config.container
+            or api.read_namespaced_pod(pod, namespace, _request_timeout=self._timeout_seconds).spec.containers[0].name
+        )
+        resources: Mapping[str, str] = self._config.resources
+        container = {"name": name, "resources": {"requests": dict(resources), "limits": dict(resources)}}
+        body = {"spec": {"containers": [container]}}
+        api.patch_namespaced_pod_resize(pod, namespace, body, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        dry_run = {"dry_run": "All"} if self._config.dry_run else {}
+        return {"_request_timeout": self._timeout_seconds, **dry_run}
+
+
+def _message(error: Any) -> str:
+    """What the API server said; its answers are Status objects."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
