@@ -119,10 +119,14 @@ class RepackConfig(_Block):
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
-    release: Literal["exit", "park", "command", "kubernetes"] = Field(
+    release: Literal["exit", "park", "checkpoint", "command", "kubernetes"] = Field(
         default="exit",
         description='what becomes of a released rank: "exit": its process ends; "park": it waits and can be taken '
-        'back; "command": its process ends and a program of yours is told; "kubernetes": likewise, its pod is released',
+        'back; "checkpoint": all ranks stop after a checkpoint, to be launched anew; "command": its process ends and '
+        'a program of yours is told; "kubernetes": likewise, its pod is released',
+    )
+    checkpoint: str | None = Field(
+        default=None, min_length=1, description='for release "checkpoint": the folder that it goes to'
     )
     command: tuple[str, ...] | None = Field(
         default=None, description='for release "command": the program and its arguments; it gets JSON on standard input'
@@ -144,7 +148,9 @@ class RepackConfig(_Block):
         return tuple(words) or None
 
     @model_validator(mode="after")
-    def _command_to_run(self) -> RepackConfig:
+    def _what_it_needs(self) -> RepackConfig:
+        if (self.release == "checkpoint") != (self.checkpoint is not None):
+            raise ValueError('release "checkpoint" needs checkpoint, a folder, and no other release takes one')
         if (self.release == "command") != (self.command is not None):
             raise ValueError('release "command" needs command, a list of strings, and no other release takes one')
         return self

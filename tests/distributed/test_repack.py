@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,16 @@ def test_a_rank_that_dies_in_between_is_named() -> None:
     left, _, died = run(3, repack_workloads.killed, case, "at work")
     assert died == "gone"
     assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left
+
+
+def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> None:
+    block = {"interval": 0, "repack": {"release": "checkpoint", "checkpoint": str(tmp_path)}}
+    case = Case(stages=3, replicas=2, dynmo=block)
+    stopped = run(6, repack_workloads.train, case, {2: [0, 3, 8]}, 4)
+    assert all(result["released"] == [2] for result in stopped)
+    launch = json.loads((tmp_path / "launch.json").read_text())
+    assert launch == {"num_stages": 2, "ranks": 4, "tag": "global_step2", "partition": [0, 3, 8]}
+    smaller = Case(stages=2, replicas=2)
+    resumed = run(4, repack_workloads.train_through_checkpoint, smaller, str(tmp_path), 2, 4)
+    straight = run(6, repack_workloads.train_alone, Case(stages=3, replicas=2), 4)
+    assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 2}

@@ -43,12 +43,15 @@ def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
     return policy({"release": "kubernetes", "kubernetes": {"dry_run": False, **settings}}, server.secrets)
 
 
-@pytest.fixture(params=["exit", "park", "command", "kubernetes"])
+@pytest.fixture(params=["exit", "park", "checkpoint", "command", "kubernetes"])
 def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
     if request.param == "kubernetes":
         return kubernetes(request.getfixturevalue("server"))
-    program = {"command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]}
-    return policy({"release": request.param, **(program if request.param == "command" else {})})
+    needs = {
+        "command": {"command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]},
+        "checkpoint": {"checkpoint": str(tmp_path)},
+    }
+    return policy({"release": request.param, **needs.get(request.param, {})})
 
 
 def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
@@ -57,6 +60,7 @@ def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest)
     any_policy.release(GONE, STAYING)
     assert isinstance(any_policy.release(GONE, STAYING), str)
     assert any_policy.parks == request.node.name.endswith("[park]")
+    assert any_policy.restarts == request.node.name.endswith("[checkpoint]")
 
 
 def test_a_command_is_told_who_is_free(tmp_path: Path) -> None:
@@ -93,6 +97,8 @@ def test_a_command_that_does_not_exist_is_a_refusal() -> None:
     ("block", "says"),
     [
         ({"release": "command"}, 'release "command" needs command'),
+        ({"release": "checkpoint"}, 'release "checkpoint" needs checkpoint'),
+        ({"checkpoint": "folder"}, "no other release takes one"),
         ({"command": ["x"]}, "no other release takes one"),
         ({"release": "command", "command": []}, "a list of one string or more"),
         ({"release": "command", "command": "rm -r x"}, "a list of one string or more"),
@@ -112,7 +118,7 @@ def test_wrong_blocks(block: dict[str, object], says: str) -> None:
 class Stubborn:
     """Refuses so many times."""
 
-    parks = False
+    parks, restarts = False, False
 
     def __init__(self, refusals: int) -> None:
         self.refusals = refusals

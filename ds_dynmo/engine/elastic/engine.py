@@ -16,6 +16,7 @@ from ds_dynmo.engine.controller import memory_model
 from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.engine.elastic.release import policy_for
+from ds_dynmo.engine.elastic.release.launch import Launch, write_launch
 from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.engine.elastic.repacking import Done, Repacker
 from ds_dynmo.engine.for_models import EngineForModels
@@ -168,6 +169,8 @@ class ElasticEngine(EngineForModels):
         assert self._repacker is not None
         old = tuple(self.partition)
         self._comm.agree_on(new, old)
+        if self._policy.restarts and len(new) != len(old):
+            return self._stop_for_restart(new, reason, verdict, decide_seconds)
         before, after = self._predicted(old), self._predicted(new)
         if len(new) < len(old):
             done = self._repacker.shrink(new, park=self._policy.parks)
@@ -195,6 +198,36 @@ class ElasticEngine(EngineForModels):
             world_seconds=done.world_seconds,
             verdict=verdict,
         )
+        self._reporter.repacked(report, self.global_samples)
+        return report
+
+    def _stop_for_restart(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
+        """Save, say how to go on, and release every rank."""
+        assert self._repacker is not None
+        began = time.perf_counter()
+        folder, tag = str(self.dynmo.repack.checkpoint), f"global_step{self.global_steps}"
+        self.save_checkpoint(folder, tag=tag)
+        ranks = self.world_size * (len(new) - 1) // self.num_stages
+        if self.global_rank == 0:
+            write_launch(folder, Launch(len(new) - 1, ranks, tag, new))
+        report = RepackReport(
+            step=self.global_steps,
+            reason=reason,
+            old_partition=tuple(self.partition),
+            new_partition=new,
+            released_ranks=tuple(place.rank for place in self._repacker.places),
+            recalled_ranks=(),
+            iteration_seconds_before=self._predicted(tuple(self.partition)),
+            iteration_seconds_after=self._predicted(new),
+            layers_moved=0,
+            bytes_moved=0,
+            decide_seconds=decide_seconds,
+            migrate_seconds=time.perf_counter() - began,
+            world_seconds=0.0,
+            verdict=f"{verdict}; saved as {tag}, launch {ranks} ranks in {len(new) - 1} stages",
+        )
+        self._comm.all_done()  # nobody ends before the file is written
+        self.released = True
         self._reporter.repacked(report, self.global_samples)
         return report
 

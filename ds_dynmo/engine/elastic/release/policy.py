@@ -45,6 +45,11 @@ class ReleasePolicy(Protocol):
     """
 
     @property
+    def restarts(self) -> bool:
+        """Does the whole job stop, to be launched anew at the smaller size?"""
+        ...
+
+    @property
     def parks(self) -> bool:
         """Do released ranks wait to be taken back?"""
         ...

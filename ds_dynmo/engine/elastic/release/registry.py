@@ -8,7 +8,7 @@ from ds_dynmo.config import RepackConfig
 from ds_dynmo.engine.elastic.release.command import Command
 from ds_dynmo.engine.elastic.release.kubernetes import SECRETS, Kubernetes, check_client
 from ds_dynmo.engine.elastic.release.policy import ReleasePolicy
-from ds_dynmo.engine.elastic.release.processes import Exit, Park
+from ds_dynmo.engine.elastic.release.processes import Checkpoint, Exit, Park
 
 
 def check_policy(config: RepackConfig) -> None:
@@ -25,6 +25,8 @@ def policy_for(config: RepackConfig, secrets: Path = SECRETS) -> ReleasePolicy:
     """What ``dynmo.repack.release`` names; ``secrets``: where the platform puts credentials."""
     if config.release == "park":
         return Park()
+    if config.release == "checkpoint":
+        return Checkpoint()
     if config.release == "command":
         assert config.command is not None
         return Command(config.command, config.release_timeout_seconds)
