@@ -106,7 +106,7 @@ class Profile:
 
     Attributes:
         step: ``global_steps`` after the last profiled batch.
-        partition: the partition under which it was measured.
+        partition: the partition under which it was measured; after a re-packing, the one in force then.
         layers: one :class:`LayerCost` per layer of the model.
         micro_batches: micro-batches per batch.
         batch_seconds: wall-clock seconds of a batch, median of the latest since layers moved or changed, slowest rank.

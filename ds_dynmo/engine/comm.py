@@ -185,13 +185,18 @@ class Communicator:
         assert plan is not None
         self._same(digest, [theirs for theirs, _ in digests], plan.old, plan.new)
 
-    def agree_on(self, new: Sequence[int], old: Sequence[int]) -> None:
-        """All ranks are about to go to the same partition, of whatever number of stages.
+    def agree_on(self, new: Sequence[int] | None, old: Sequence[int]) -> None:
+        """All ranks are about to go to the same partition, of whatever number of stages; None: this rank has none.
 
         Raises:
-            MigrationError: on every rank, if partitions differ. Nothing has moved.
+            MigrationError: on every rank, if partitions differ or a rank has none. Nothing has moved.
         """
-        self._same(tuple(new), self.gather_objects(tuple(new)), old, new)
+        every = self.gather_objects(None if new is None else tuple(new))
+        without = [rank for rank, theirs in enumerate(every) if theirs is None]
+        if without:
+            raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
+        assert new is not None
+        self._same(tuple(new), every, old, new)
 
     def _same(self, mine: Any, every: Sequence[Any], old: Sequence[int], new: Sequence[int]) -> None:
         other = [rank for rank, theirs in enumerate(every) if theirs != mine]

@@ -55,6 +55,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._profile: Profile | None = None
         self._last_move_step: int | None = None
         self._failure: Exception | None = None
+        self._waits_for_profile = False
         self._prefix = 0
         self._trainable: list[bool] = []
         if self._reentrant_checkpointing():
@@ -122,6 +123,7 @@ class DynMoPipelineEngine(ElasticEngine):
         """
         if self.dynmo is None:
             return
+        self._require_block("model_changed")
         self._agree_on_trainable("model_changed")
         self._profiler.forget(batches_too=True)
         self._experience.model_changed()
@@ -263,7 +265,8 @@ class DynMoPipelineEngine(ElasticEngine):
             self._controller.outcome_recorded()
         if decision:
             reason = self._controller.reason or "interval"
-            if not (self.dynmo.repack.enabled and self._repacked(reason)):
+            repacks = self.dynmo.repack.enabled and not self._waits_for_profile
+            if not (repacks and self._repacked(reason)):
                 self._rebalance_or_stay(reason, profile_seconds)
 
     def _repacked(self, reason: str) -> bool:
@@ -310,11 +313,14 @@ class DynMoPipelineEngine(ElasticEngine):
                 "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
             )
         self._controller.request("by hand")
-        self._failure = None
-        while self._profile is None:
-            self.train_batch()
-            if self._failure is not None:
-                raise self._failure
+        self._failure, self._waits_for_profile = None, True
+        try:
+            while self._profile is None:
+                self.train_batch()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            self._waits_for_profile = False
 
     # -- decide and migrate ---------------------------------------------------------------------------
 

@@ -150,6 +150,7 @@ class Profiler:
         finally:
             module.forward_funcs = bare
         seconds = time.perf_counter() - began
+        self._entered = {}
         self._read()
         self.samples.batches += 1
         self._recent_seconds.append(seconds)

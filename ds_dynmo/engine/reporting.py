@@ -24,7 +24,7 @@ class Reporter:
         self.rebalances: list[RebalanceReport] = []
         self.repacks: list[RepackReport] = []
         self.measurements: list[MeasuredReport] = []
-        self._profile: Profile | None = None
+        self._profiled_step: int | None = None
         self._is_first_rank = is_first_rank
         self._log = config.log and is_first_rank
         self._path = Path(config.report) if config.report is not None and is_first_rank else None
@@ -67,10 +67,10 @@ class Reporter:
         )
 
     def profiled(self, profile: Profile | None) -> None:
-        """Write ``profile``, the latest one, once."""
-        if profile is not None and profile is not self._profile:
+        """Write ``profile``, the latest one, once, as it was measured."""
+        if profile is not None and profile.step != self._profiled_step:
             self._write(profile.as_record())
-        self._profile = profile
+            self._profiled_step = profile.step
 
     def measured(self, report: MeasuredReport, samples: int) -> None:
         """Record what was measured under the present partition."""

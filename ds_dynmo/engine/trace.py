@@ -60,12 +60,7 @@ class Tracer:
     def __init__(self, config: TraceConfig, engine: Any, clock: Any, warn: Callable[[str], None]) -> None:
         self._config, self._clock, self._warn = config, clock, warn
         self._comm: Communicator = engine._comm
-        self._place = {
-            "rank": engine.global_rank,
-            "stage": engine.stage_id,
-            "replica": engine.grid.get_data_parallel_id(),
-            "slice": engine.grid.get_slice_parallel_rank(),
-        }
+        self._place: dict[str, int] = {}
         self._marks: list[tuple[str, str, int | None]] = []
         self._times: list[Any] = []
         self._counts: Counter[str] = Counter()
@@ -91,6 +86,13 @@ class Tracer:
     def batch(self, engine: Any) -> Iterator[None]:
         """Record the batch that runs inside, and what follows it; then write it. Collective."""
         step, partition = engine.global_steps + 1, engine.partition
+        self._place = {
+            "rank": engine.global_rank,
+            "stage": engine.stage_id,
+            "replica": engine.grid.get_data_parallel_id(),
+            "slice": engine.grid.get_slice_parallel_rank(),
+        }
+        generation = engine._repacker.world.generation
         get_accelerator().synchronize()
         base_seconds = time.perf_counter()
         self._marks, self._times, self._counts = [], [self._clock.now()], Counter()
@@ -99,6 +101,9 @@ class Tracer:
                 recording.enter_context(_replaced(engine, name, self._recorded(getattr(engine, name), category, what)))
             recording.enter_context(_replaced(engine, "_exec_schedule", self._recorded_schedule(engine)))
             yield
+        if engine._repacker.world.generation != generation:  # those who recorded it are not together any more
+            self._warn(f"DynMo step {step}: was re-packed, its trace is not written")
+            return
         elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
         self._write(step, partition, [base_seconds + seconds for seconds in elapsed[1:]])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import time
-import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ds_dynmo import partitioners
@@ -20,8 +20,21 @@ from ds_dynmo.engine.elastic.release.launch import Launch, write_launch
 from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.engine.elastic.repacking import Done, Repacker
 from ds_dynmo.engine.for_models import EngineForModels
-from ds_dynmo.errors import ConfigError, PartitionError, ReleasedError
-from ds_dynmo.plan import Profile, RepackReport, check_partition
+from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
+from ds_dynmo.plan import Profile, RebalanceReport, RepackReport, check_partition
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ranks tell each other for a decision.
+
+    Attributes:
+        memory_limit: bytes, the least of all ranks'.
+        parameters: trainable ones of each layer, where there is no profile yet.
+    """
+
+    memory_limit: int | None
+    parameters: Sequence[float]
 
 
 class Stateful(Protocol):
@@ -47,6 +60,7 @@ class ElasticEngine(EngineForModels):
         super().__init__(*args, dynmo=dynmo, **kwargs)
         self.released = False
         self._repacker: Repacker | None = None
+        self._tidies_up = False
         if dynmo is not None:
             self._comm.enter("initialize")
             self._repacker = Repacker(self)
@@ -73,14 +87,17 @@ class ElasticEngine(EngineForModels):
             ReleasedError: this rank was released.
         """
         self._require_enabled("repack")
+        if self._profile is None and num_stages is None and partition is None:
+            self._train_until_profiled()
         began = time.perf_counter()
         self._comm.enter("repack")
-        new, verdict = self._new_partition(num_stages, partition)
+        facts = self._gather_facts(profiled=self._profile is not None)
+        new, verdict = self._agreed(lambda: self._new_partition(num_stages, partition, facts))
         return self._repack(new, "by hand", verdict, time.perf_counter() - began)
 
     @property
     def repacks(self) -> list[RepackReport]:
-        """Every re-packing so far, also those that found nothing better."""
+        """Every re-packing so far; of those by hand also the ones that found nothing better."""
         return [] if self.dynmo is None else self._reporter.repacks
 
     def wait_for_recall(self) -> bool:
@@ -104,12 +121,14 @@ class ElasticEngine(EngineForModels):
 
         Rank 0 does so too when its process ends.
         """
-        if self._repacker is not None and not self.released and self.global_rank == 0:
-            parking.dismiss(self._repacker.world.store, self._repacker.world.homes(self._repacker.parked))
-            self._repacker.parked = ()
+        if self._repacker is not None and not self.released:
+            self._repacker.dismiss()
 
     def share_state(self, name: str, holder: Stateful) -> None:
-        """A rank that comes back loads into its ``holder`` what rank 0's says then. Every rank calls this alike."""
+        """Let re-packings carry on ``holder``, whose ``state_dict()`` is the same on every rank; it may be collective.
+
+        After each, all ranks load it, those that came back too, as when a job is resumed. Every rank calls this alike.
+        """
         self._require_block("share_state")
         assert self._repacker is not None
         self._repacker.states[name] = holder
@@ -120,47 +139,72 @@ class ElasticEngine(EngineForModels):
         assert self._repacker is not None
         self._repacker.catch_up(data_iter)
 
-    def _new_partition(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
+    def _gather_facts(self, *, profiled: bool) -> Facts:
+        """All that has to be gathered for a decision. Collective."""
+        if profiled:
+            return Facts(self._memory_limit_bytes(), ())
+        return Facts(
+            None, self._comm.max_over_world(costs.per_layer(self._layers, costs.trainable_parameters)).tolist()
+        )
+
+    def _new_partition(
+        self, num_stages: int | None, partition: Sequence[int] | None, facts: Facts
+    ) -> tuple[tuple[int, ...], str]:
         assert self._repacker is not None
-        num_layers = self._layers.num_layers
+        num_layers, most = self._layers.num_layers, self._repacker.most_stages
+        count = num_stages if partition is None or num_stages is not None else len(partition) - 1
+        if count is not None and not 1 <= count <= min(most, num_layers):
+            raise PartitionError(f"repack: {count} stages, there are 1 to {min(most, num_layers)} to go on with")
         if partition is not None:
-            count = len(partition) - 1 if num_stages is None else num_stages
-            if not 1 <= count <= self._repacker.most_stages:
-                raise PartitionError(
-                    f"repack: {count} stages, there are 1 to {self._repacker.most_stages} to go on with"
-                )
+            assert count is not None
             return check_partition(partition, num_layers, count), "explicit"
-        if self._profile is None and num_stages is not None:
-            if not 1 <= num_stages <= min(self._repacker.most_stages, num_layers):
-                most = min(self._repacker.most_stages, num_layers)
-                raise PartitionError(f"repack: num_stages = {num_stages}, there are 1 to {most} to go on with")
-            counts = self._comm.max_over_world(costs.per_layer(self._layers, costs.trainable_parameters))
-            return tuple(partitioners.balanced(counts.tolist(), num_stages)), "by parameters: there is no profile yet"
-        if self._profile is None:
-            self._train_until_profiled()
-        planner = self._planner()
-        if num_stages is not None:
-            return planner.onto(num_stages).partition, "explicit"
+        if facts.parameters:
+            assert count is not None
+            return tuple(partitioners.balanced(facts.parameters, count)), "by parameters: there is no profile yet"
+        planner = self._planner(facts.memory_limit, smoothed=False)
+        if count is not None:
+            return planner.onto(count).partition, "explicit"
         return planner.best().partition, f"best by planner {self.dynmo.repack.planner}"
+
+    def _agreed(self, decide: Callable[[], tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:
+        """What ``decide`` gives, the same partition on every rank. Collective.
+
+        Raises:
+            PartitionError: where ``decide`` does.
+            MigrationError: elsewhere, if it fails on one rank or ranks differ. Nothing has moved.
+        """
+        failure: Exception | None = None
+        new, verdict = None, ""
+        try:
+            new, verdict = decide()
+        except Exception as error:  # whatever a balancer of the user's raises: the others have to hear of it
+            failure = error
+        try:
+            self._comm.agree_on(new, self.partition)
+        except MigrationError as error:
+            if isinstance(failure, PartitionError):
+                raise failure from None
+            raise error from failure
+        assert new is not None
+        return new, verdict
 
     def _repack_if_better(self, reason: str) -> bool:
         """At a decision: re-pack if the planner finds another number of stages better; False if it does not."""
         began = time.perf_counter()
         self._comm.enter("repack")
-        new = self._planner().best().partition
+        limit = self._memory_limit_bytes()
+        new, _ = self._agreed(lambda: (self._planner(limit, smoothed=True).best().partition, ""))
         if len(new) == len(self.partition):
             return False
         self._repack(new, reason, f"best by planner {self.dynmo.repack.planner}", time.perf_counter() - began)
         return True
 
-    def _planner(self) -> Planner:
+    def _planner(self, memory_limit: int | None, *, smoothed: bool) -> Planner:
         assert self._profile is not None and self._repacker is not None
-        current = tuple(self.partition)
-        limit = self._memory_limit_bytes()
         return Planner(
-            outlook=self._experience.outlook(self._profile, current, smoothed=False),
+            outlook=self._experience.outlook(self._profile, tuple(self.partition), smoothed=smoothed),
             config=self.dynmo,
-            memory=memory_model(self._profile, limit, self.module.activation_checkpoint_interval),
+            memory=memory_model(self._profile, memory_limit, self.module.activation_checkpoint_interval),
             most=self._repacker.most_stages,
             first_seconds=self._experience.first_seconds,
         )
@@ -168,25 +212,25 @@ class ElasticEngine(EngineForModels):
     def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
         assert self._repacker is not None
         old = tuple(self.partition)
-        self._comm.agree_on(new, old)
         if self._policy.restarts and len(new) != len(old):
             return self._stop_for_restart(new, reason, verdict, decide_seconds)
         before, after = self._predicted(old), self._predicted(new)
+        self._reporter.profiled(self._profile)  # afterwards it is of other stages
         if len(new) < len(old):
             done = self._repacker.shrink(new, park=self._policy.parks)
             if self._repacker.world.home == 0:
+                self._tidy_up_at_exit()
                 self._messenger.release(*self._repacker.idle_and_busy())
-                if not self._reporter.repacks:
-                    _tidy_up_at_exit(self)
         elif len(new) > len(old):
             done = self._repacker.grow(new)
         else:
-            done = Done()
+            moved = self._go_to(new, reason="explicit")
+            done = Done((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         report = RepackReport(
             step=self.global_steps,
             reason=reason,
             old_partition=old,
-            new_partition=new if len(new) != len(old) else old,
+            new_partition=new,
             released_ranks=done.released_ranks,
             recalled_ranks=done.recalled_ranks,
             iteration_seconds_before=before,
@@ -208,8 +252,8 @@ class ElasticEngine(EngineForModels):
         folder, tag = str(self.dynmo.repack.checkpoint), f"global_step{self.global_steps}"
         self.save_checkpoint(folder, tag=tag)
         ranks = self.world_size * (len(new) - 1) // self.num_stages
-        if self.global_rank == 0:
-            write_launch(folder, Launch(len(new) - 1, ranks, tag, new))
+        launch = Launch(len(new) - 1, ranks, tag, new)
+        self._comm.gather_or_fail("writing how to go on", lambda: self.global_rank or write_launch(folder, launch))
         report = RepackReport(
             step=self.global_steps,
             reason=reason,
@@ -226,10 +270,14 @@ class ElasticEngine(EngineForModels):
             world_seconds=0.0,
             verdict=f"{verdict}; saved as {tag}, launch {ranks} ranks in {len(new) - 1} stages",
         )
-        self._comm.all_done()  # nobody ends before the file is written
         self.released = True
         self._reporter.repacked(report, self.global_samples)
         return report
+
+    def _tidy_up_at_exit(self) -> None:
+        if not self._tidies_up:
+            self._tidies_up = True
+            atexit.register(_tidy_up, self._repacker, self._messenger)
 
     def _predicted(self, partition: tuple[int, ...]) -> float | None:
         if self._profile is None:
@@ -261,20 +309,18 @@ class ElasticEngine(EngineForModels):
     def partition(self) -> list[int]: ...
 
     @abstractmethod
+    def _go_to(self, new: tuple[int, ...], *, reason: str) -> RebalanceReport: ...
+
+    @abstractmethod
     def _memory_limit_bytes(self) -> int | None: ...
 
     @abstractmethod
     def _train_until_profiled(self) -> None: ...
 
 
-def _tidy_up_at_exit(engine: ElasticEngine) -> None:
+def _tidy_up(repacker: Repacker, messenger: Messenger) -> None:
     """Parked ranks would otherwise wait until they lose the store; and a release that was begun is finished."""
-    reference = weakref.ref(engine)
-
-    def tidy_up() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.dismiss_parked()
-            alive._messenger.finish()
-
-    atexit.register(tidy_up)
+    try:
+        repacker.dismiss()
+    finally:
+        messenger.finish()

@@ -56,18 +56,21 @@ class Planner:
             return self._present() if packed == now else self.onto(len(packed) - 1)
         if self.first_seconds is None:
             return self._present()
-        within = self.first_seconds / (1.0 - repack.max_slowdown)
-        found = partitioners.fewest_stages(
-            self._balance, self.outlook.pipeline, self.most, least=least, within_seconds=within
+        within, present = self.first_seconds / (1.0 - repack.max_slowdown), self._present()
+        margin = self.config.min_improvement  # so that jitter does not release stages and call them back in turns
+        fewer = self._fewest(least, present.num_stages - 1, within * (1.0 - margin))
+        if fewer is not None:
+            return fewer
+        if present.iteration_seconds <= within or self.most == present.num_stages:
+            return present
+        more = self._fewest(present.num_stages + 1, self.most, within) or self.onto(self.most)
+        gain = present.iteration_seconds - more.iteration_seconds
+        return more if gain >= margin * within else present
+
+    def _fewest(self, least: int, most: int, within_seconds: float) -> Packing | None:
+        return partitioners.fewest_stages(
+            self._balance, self.outlook.pipeline, most, least=least, within_seconds=within_seconds
         )
-        present = self._present()
-        if found is None:  # too slow on any number of stages: on as many as there are, if that helps
-            found = self.onto(self.most)
-        if found.num_stages > present.num_stages:
-            gain = present.iteration_seconds - found.iteration_seconds
-            worth = present.iteration_seconds > within and gain >= self.config.min_improvement * within
-            return found if worth else present
-        return found if found.num_stages < present.num_stages else present
 
     def _present(self) -> Packing:
         return Packing(self.outlook.current, self.outlook.pipeline.iteration_seconds(self.outlook.current))

@@ -7,11 +7,14 @@ has changed and any failure leaves training as it was; from then on a failure is
 from __future__ import annotations
 
 import gc
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.checkpoint.progress import counters_of, restore_counters
@@ -43,12 +46,14 @@ class Standing:
 
     Attributes:
         old: boundaries, with those stages empty; ``new``: as they are to be.
-        job: all that the ranks count alike.
+        parked: stages of the launch that stay parked.
+        job: pickled, all that the ranks count alike.
     """
 
     old: tuple[int, ...]
     new: tuple[int, ...]
-    job: dict[str, Any]
+    parked: tuple[int, ...]
+    job: bytes
 
 
 _COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
@@ -76,14 +81,24 @@ class Repacker:
 
     @property
     def most_stages(self) -> int:
-        """How many stages there can be: those at work, and those that are parked."""
-        return len(self.world.stages) + len(self.parked)
+        """How many stages there can be: those at work, and those that are parked.
+
+        Only the launch's last stage can be the last of several: it has read the data from the start.
+        """
+        has_last = self.world.last_stage in (*self.world.stages, *self.parked)
+        return len(self.world.stages) + (len(self.parked) if has_last else 0)
 
     def idle_and_busy(self) -> tuple[list[Place], list[Place]]:
         """Where the ranks run that take no part now, and those that do."""
         at_work = set(self.world.homes(self.world.stages))
         idle = [place for place in self.places if place.rank not in at_work]
         return idle, [place for place in self.places if place.rank in at_work]
+
+    def dismiss(self) -> None:
+        """On rank 0: tell all ranks that take no part that nobody will call them any more."""
+        if self.world.home == 0:
+            parking.dismiss(self.world.store, [place.rank for place in self.idle_and_busy()[0]])
+            self.parked = ()
 
     def catch_up(self, data_iter: Any) -> None:
         """Before a batch: what the others took from the data while this rank was away is skipped here.
@@ -112,20 +127,23 @@ class Repacker:
         leaving = [stage for stage in range(present) if stage not in places]
         plan = MigrationPlan.between(engine.partition, with_empty(new, places, present), leaving=leaving)
         began = time.perf_counter()
+        job = self._gather_job()
         moved_bytes = migrate(plan, engine._site())
         moved = time.perf_counter()
         gone = tuple(world.stages[stage] for stage in leaving)
         stays = engine.stage_id in places
-        self._end()
-        if park:
-            self.parked = tuple(sorted((*self.parked, *gone)))
-        if stays:
-            self._begin([world.stages[place] for place in places], world.generation + 1)
-            engine._layers.renumber(new, engine.stage_id)
-            engine._layers.tie(engine.grid, engine._comm.tied_group)
-            self._stages_changed(new)
-        else:
-            self._let_go()
+        with _no_way_back():
+            self._end()
+            if park:
+                self.parked = tuple(sorted((*self.parked, *gone)))
+            if stays:
+                self._begin([world.stages[place] for place in places], world.generation + 1)
+                engine._layers.renumber(new, engine.stage_id)
+                engine._layers.tie(engine.grid, engine._comm.tied_group)
+                self._stages_changed(new)
+                self._load_states(pickle.loads(job))
+            else:
+                self._let_go()
         return Done(
             released_ranks=world.homes(gone),
             layers_moved=len(plan.moves),
@@ -154,30 +172,31 @@ class Repacker:
         back = tuple(stage for stage in stages if stage not in world.stages)
         old = with_empty(engine.partition, [stages.index(stage) for stage in world.stages], len(stages))
         began = time.perf_counter()
+        job = self._gather_job()
         call = parking.Call(world.generation + 1, tuple(stages))
         self._call(back, call)
-        self._end()
-        self.parked = tuple(stage for stage in self.parked if stage not in back)
-        done = self._enlarge(call, Standing(old=old, new=new, job=self._job()))
+        with _no_way_back():
+            self._end()
+            self.parked = tuple(stage for stage in self.parked if stage not in back)
+            done = self._enlarge(call, Standing(old, new, self.parked, job))
         whole_seconds = time.perf_counter() - began
         return replace(done, recalled_ranks=world.homes(back), world_seconds=whole_seconds - done.migrate_seconds)
 
     def answer(self, call: parking.Call) -> None:
         """The part in :meth:`grow` of a rank that was called back."""
         self._engine.released = False
-        self._enlarge(call, None)
+        with _no_way_back():
+            self._enlarge(call, None)
 
     def _with_parked(self, wanted: int) -> list[int]:
         """The stages of the launch to go on with: those at work, and of the parked ones the launch's last stage first.
 
         The last stage reads the data, and has read it before.
         """
+        if wanted > self.most_stages:
+            raise PartitionError(f"repack: {wanted} stages, there are 1 to {self.most_stages} to go on with")
         missing = wanted - len(self.world.stages)
-        if missing > len(self.parked):
-            raise PartitionError(
-                f"{wanted} stages are asked for: {len(self.world.stages)} are at work and {len(self.parked)} parked"
-            )
-        last = [stage for stage in self.parked if stage > max(self.world.stages)][-1:]
+        last = [stage for stage in self.parked if stage == self.world.last_stage]
         others = [stage for stage in self.parked if stage not in last]
         return sorted([*self.world.stages, *(last + others)[:missing]])
 
@@ -204,8 +223,10 @@ class Repacker:
         self._begin(call.stages, call.generation)
         standing = engine._comm.gather_objects(standing)[0]
         assert standing is not None
+        job = pickle.loads(standing.job)
         if away:
-            self._learn(standing.job)
+            self._learn(job)
+            self.parked = standing.parked
         engine._layers.renumber(standing.old, engine.stage_id)
         joining = [stage for stage in range(engine.num_stages) if standing.old[stage] == standing.old[stage + 1]]
         plan = MigrationPlan.between(standing.old, standing.new, joining=joining)
@@ -213,24 +234,35 @@ class Repacker:
         moved_bytes = migrate(plan, engine._site())
         migrate_seconds = time.perf_counter() - began
         self._stages_changed(standing.new)
+        self._load_states(job)
         return Done(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
 
+    def _gather_job(self) -> bytes:
+        """:meth:`_job` of rank 0, pickled: while all that takes part is still together, and a failure is harmless."""
+        every = self._engine._comm.gather_or_fail("telling how the job stands", lambda: pickle.dumps(self._job()))
+        job: bytes = every[0]
+        return job
+
     def _job(self) -> dict[str, Any]:
-        """What a rank that comes back cannot know: all that the ranks count alike."""
+        """What a rank that comes back cannot know: all that the ranks count alike. States may be gathered for it."""
         engine = self._engine
         optimizer, scheduler = engine.basic_optimizer, engine.lr_scheduler
+        counted = {name: getattr(engine, name) for name in _COUNTED}
         return {
-            "attributes": {name: getattr(engine, name) for name in _COUNTED},
+            "attributes": {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in counted.items()},
+            "batch_size": engine.train_batch_size(),
             "counters": counters_of(engine),
             "options": [options_of(group) for group in optimizer.param_groups] if optimizer else [],
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "parked": self.parked,
             "states": {name: holder.state_dict() for name, holder in self.states.items()},
         }
 
     def _learn(self, job: dict[str, Any]) -> None:
         engine = self._engine
-        missed = (job["attributes"]["global_steps"] - engine.global_steps) * engine.micro_batches
+        per_micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        missed = max(0, job["attributes"]["global_samples"] - engine.global_samples) // per_micro_batch
+        if engine.train_batch_size() != job["batch_size"]:
+            engine.set_train_batch_size(job["batch_size"])
         if engine.data_iterator is not None:
             before = self._behind[1] if self._behind is not None and self._behind[0] is engine.data_iterator else 0
             self._behind = (engine.data_iterator, before + missed)
@@ -241,7 +273,9 @@ class Repacker:
             group.update(options)
         if job["scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(job["scheduler"])
-        self.parked = job["parked"]
+
+    def _load_states(self, job: dict[str, Any]) -> None:
+        """On every rank, as when a job is resumed: what a rank kept of them for itself went with it."""
         for name, holder in self.states.items():
             holder.load_state_dict(job["states"][name])
 
@@ -264,7 +298,20 @@ class Repacker:
         """What was learnt of the stages is of others now; what was learnt of the layers holds."""
         engine = self._engine
         engine._experience.stages_changed()
+        engine._move_seconds = 0.0
         if engine._profile is not None:
             engine._profile = replace(engine._profile, partition=partition)
         engine._layers_moved()
         engine._controller.decided(moved=True)
+
+
+@contextmanager
+def _no_way_back() -> Iterator[None]:
+    """From here on an error is fatal, whatever it says itself."""
+    try:
+        yield
+    except Exception as error:
+        raise MigrationError(
+            f"the re-packing failed after layers had begun to move or the ranks had parted: {error}. Resume the job "
+            "from its last checkpoint, with as many stages as are left"
+        ) from error

@@ -40,10 +40,16 @@ class World:
         self.home = dist.get_rank()
         self.stages: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
         self.store = default_store()
-        self._backend = dist.get_backend_config()
+        config = dist.get_backend_config()
+        self._backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
         self._timeout = _timeout()
         self._device = dist.distributed_c10d._get_default_group().bound_device_id  # private; read in torch 2.13.0
         self._generation = 0
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage of the launch."""
+        return int(self._launch.get_dim("pipe")) - 1
 
     @property
     def home_stage(self) -> int:
@@ -88,7 +94,7 @@ class World:
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
             timeout=self._timeout,
-            device_id=self._device,
+            device_id=self._device if topology.world_size() > 1 else None,  # as DeepSpeed does
         )
         return topology
 
@@ -98,6 +104,10 @@ class World:
         here.set(str(self.home), "")
         try:
             here.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
+        except STORE_LOST as error:
+            raise MigrationError(
+                "rank 0's process is gone, and with it the store of the launch. Resume the job from its last checkpoint"
+            ) from error
         except RuntimeError as error:
             missing = [home for home in homes if not here.check([str(home)])]
             raise MigrationError(
@@ -121,8 +131,11 @@ def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
     module.stage_id = grid.get_stage_id()
 
     groups.mpu = grid  # which destroying a world resets
-    ds_checkpointing.mp_rank = None  # makes it ask for the tensor-parallel group anew
-    ds_checkpointing.mp_rank = None  # makes it ask for the tensor-parallel group anew
+    if ds_checkpointing.mpu is not None:  # as its configure() does
+        ds_checkpointing.mpu = grid
+        ds_checkpointing.mp_rank = grid.get_model_parallel_rank()
+        ds_checkpointing.mp_size = grid.get_model_parallel_world_size()
+        ds_checkpointing.mp_group = grid.get_model_parallel_group()
     engine.world_size, engine.global_rank = module.world_size, module.global_rank
     engine.data_parallel_group = groups._get_data_parallel_group()
     engine.dp_world_size = groups._get_data_parallel_world_size()

@@ -204,8 +204,10 @@ class Egeria(FreezingCase):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what :meth:`state_dict` gave; the reference is on its block."""
+        self._loaded()
         self._controller.load_state_dict(state)
         under_way = state["under_way"]
+        self._verdict, self._watching = None, None
         if under_way is not None:
             self._verdict = _Verdict(under_way["due"], agreed=(under_way["plasticity"],))
 

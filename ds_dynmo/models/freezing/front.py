@@ -65,6 +65,10 @@ class FreezingCase(DynamicCase):
         if self._cache is not None:
             self._cache.install(num_frozen)
 
+    def _loaded(self) -> None:
+        """On every rank alike: whoever was loaded, or comes back to the job, finds out with the others what is frozen."""
+        self._frozen = None
+
     def after_batch(self, steps_done: int) -> None:
         """Layers are called without the cache."""
         if self._cache is not None:

@@ -287,4 +287,5 @@ class Freezing(FreezingCase):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The controller's."""
+        self._loaded()
         self._controller.load_state_dict(state, first_rank=self.engine.global_rank == 0)

@@ -35,23 +35,27 @@ class Messenger:
 
     def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> None:
         """Begin to give ``gone`` back: all places that are free by now."""
-        self.finish(give_up=True)
+        self._replaced.set()
         self._replaced = threading.Event()
-        self._thread = threading.Thread(
-            target=self._try, args=(tuple(gone), tuple(staying), self._replaced), name="ds_dynmo release", daemon=True
-        )
+        arguments = (tuple(gone), tuple(staying), self._replaced, self._thread)
+        self._thread = threading.Thread(target=self._try, args=arguments, name="ds_dynmo release", daemon=True)
         self._thread.start()
 
-    def finish(self, *, give_up: bool = False) -> None:
-        """Wait for what was begun; ``give_up``: not longer than for the attempt that is being made."""
-        if self._thread is None:
-            return
-        if give_up:
-            self._replaced.set()
-        self._thread.join()
-        self._thread = None
+    def finish(self) -> None:
+        """Wait for what was begun."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
-    def _try(self, gone: Sequence[Place], staying: Sequence[Place], replaced: threading.Event) -> None:
+    def _try(
+        self,
+        gone: Sequence[Place],
+        staying: Sequence[Place],
+        replaced: threading.Event,
+        before: threading.Thread | None,
+    ) -> None:
+        if before is not None:
+            before.join()  # one attempt at a time
         ranks = [place.rank for place in gone]
         pause_seconds = _FIRST_PAUSE_SECONDS
         for attempt in range(1, self._attempts + 1):
