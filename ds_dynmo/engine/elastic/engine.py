@@ -143,9 +143,8 @@ class ElasticEngine(EngineForModels):
         """All that has to be gathered for a decision. Collective."""
         if profiled:
             return Facts(self._memory_limit_bytes(), ())
-        return Facts(
-            None, self._comm.max_over_world(costs.per_layer(self._layers, costs.trainable_parameters)).tolist()
-        )
+        parameters = costs.per_layer(self._layers, costs.trainable_parameters)
+        return Facts(None, self._comm.max_over_world(parameters).tolist())
 
     def _new_partition(
         self, num_stages: int | None, partition: Sequence[int] | None, facts: Facts
@@ -253,7 +252,12 @@ class ElasticEngine(EngineForModels):
         self.save_checkpoint(folder, tag=tag)
         ranks = self.world_size * (len(new) - 1) // self.num_stages
         launch = Launch(len(new) - 1, ranks, tag, new)
-        self._comm.gather_or_fail("writing how to go on", lambda: self.global_rank or write_launch(folder, launch))
+
+        def write() -> None:
+            if self.global_rank == 0:
+                write_launch(folder, launch)
+
+        self._comm.gather_or_fail("writing how to go on", write)
         report = RepackReport(
             step=self.global_steps,
             reason=reason,
@@ -275,7 +279,7 @@ class ElasticEngine(EngineForModels):
         return report
 
     def _tidy_up_at_exit(self) -> None:
-        if not self._tidies_up:
+        if not self._tidies_up and self._repacker is not None:
             self._tidies_up = True
             atexit.register(_tidy_up, self._repacker, self._messenger)
 

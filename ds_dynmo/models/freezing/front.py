@@ -66,7 +66,7 @@ class FreezingCase(DynamicCase):
             self._cache.install(num_frozen)
 
     def _loaded(self) -> None:
-        """On every rank alike: whoever was loaded, or comes back to the job, finds out with the others what is frozen."""
+        """State was loaded, on every rank alike: what is frozen is found out together, before the next batch."""
         self._frozen = None
 
     def after_batch(self, steps_done: int) -> None:
