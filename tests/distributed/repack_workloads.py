@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
+from ds_dynmo import partitioners
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
+from ds_dynmo.models import dynamic_cases
+from tests.distributed import case_workloads
+from tests.distributed.case_workloads import CaseRun
 from tests.distributed.workloads import Case, batches, build, sleeping_engine, state
 
 Sizes = Mapping[int, int | list[int]]  # after which step, to how many stages, or to which partition
@@ -192,3 +197,59 @@ def killed(case: Case, who: str) -> str:
     except KeyboardInterrupt:
         return "gone"
     return "went on"
+
+
+def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
+    """A dynamic case, re-packed as an automatic decision does it: before the case looks at what the batch did."""
+    engine, model = case_workloads.build(case_run)
+    data = case_workloads.batches(engine, model)
+    cases = dynamic_cases(model, engine, total_steps=case_run.steps)
+    for case in cases:
+        engine.share_state(case.name, case)
+    found: dict[str, Any] = {"losses": {}}
+    while engine.global_steps < case_run.steps:
+        for case in cases:
+            case.before_batch(engine.global_steps)
+        engine._controller.decided(moved=False)  # moves are the test's own
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        wanted = sizes.get(engine.global_steps)
+        if wanted is not None:
+            engine.repack(wanted)
+        if engine.released and not engine.wait_for_recall():
+            return {**found, "state": {}}
+        for case in cases:
+            case.after_batch(engine.global_steps)
+    found["state"] = state(engine)
+    found["summaries"] = {case.name: case.summary() for case in cases}
+    engine.dismiss_parked()
+    return found
+
+
+def with_another_balancer(case: Case) -> list[str]:
+    """A balancer that knows of one number of stages only, and fails on one rank alone."""
+
+    @partitioners.register("fails elsewhere")
+    def balancer(costs: Sequence[float], num_stages: int, *, start: Sequence[int], memory: Any) -> Sequence[int]:
+        if num_stages != case.stages and dist.get_rank() == 1:
+            raise RuntimeError("no idea")
+        return start
+
+    engine = build(replace(case, dynmo={"interval": 0, "balancer": "fails elsewhere"}))
+    data = batches(engine)
+    while engine.profile is None:
+        engine.train_batch(data)
+    try:
+        engine.repack(1)
+    except MigrationError as error:
+        return [str(error), str(error.harmless), str(engine.train_batch(data).item() > 0)]
+    return []
+
+
+def same_number(case: Case) -> Any:
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    report = engine.repack(partition=[0, 1, 8])
+    engine.train_batch(data)
+    return engine.partition, report.new_partition, report.layers_moved

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import repack_workloads
+from tests.distributed.case_workloads import CASES, CaseRun
 from tests.distributed.harness import run
 from tests.distributed.workloads import Case
 
@@ -178,3 +179,35 @@ def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> Non
     resumed = run(4, repack_workloads.train_through_checkpoint, smaller, str(tmp_path), 2, 4)
     straight = run(6, repack_workloads.train_alone, Case(stages=3, replicas=2), 4)
     assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 2}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "automatic freezing",
+        "egeria and pruning",
+        pytest.param("freezing and pruning", marks=pytest.mark.fuzz),
+        pytest.param("egeria", marks=pytest.mark.fuzz),
+        pytest.param("moe bias and freezing", marks=pytest.mark.fuzz),
+        pytest.param("halves, automatic freezing, pruning and qk-sparse attention", marks=pytest.mark.fuzz),
+    ],
+)
+def test_what_a_rank_kept_for_itself_is_not_lost(name: str) -> None:
+    """Gradients that a rank has gathered, a verdict that it waits for, how much it knows to be frozen."""
+    case_run = CaseRun(CASES[name], stages=3, dynmo=PARK, steps=6)
+    came_back = run(3, repack_workloads.train_case, case_run, {1: 2, 2: 1, 4: 3})
+    stayed = run(3, repack_workloads.train_case, case_run, {})
+    assert losses(came_back) == losses(stayed)
+    assert merged(came_back) == merged(stayed)
+    assert came_back[0]["summaries"] == stayed[0]["summaries"]
+
+
+def test_a_balancer_that_fails_on_one_rank_is_heard_of_on_all() -> None:
+    for text, harmless, trained in run(2, repack_workloads.with_another_balancer, Case(stages=2)):
+        assert "ranks [1] could not decide where layers go" in text
+        assert (harmless, trained) == ("True", "True")
+
+
+def test_a_partition_of_as_many_stages_is_a_move() -> None:
+    for partition, reported, moved in run(2, repack_workloads.same_number, Case(stages=2)):
+        assert partition == [0, 1, 8] and reported == (0, 1, 8) and moved == 3
