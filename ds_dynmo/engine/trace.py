@@ -101,7 +101,8 @@ class Tracer:
                 recording.enter_context(_replaced(engine, name, self._recorded(getattr(engine, name), category, what)))
             recording.enter_context(_replaced(engine, "_exec_schedule", self._recorded_schedule(engine)))
             yield
-        if engine._repacker.world.generation != generation:  # those who recorded it are not together any more
+        parted = engine.released or engine._repacker.world.generation != generation
+        if parted:  # those who recorded it are not together any more
             self._warn(f"DynMo step {step}: was re-packed, its trace is not written")
             return
         elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]

@@ -141,11 +141,15 @@ def test_what_does_not_fit_says_what_would() -> None:
         assert text.startswith("repack onto 1 stages:") and text.endswith("; 2 stages would do")
 
 
-def test_it_packs_and_spreads_by_itself() -> None:
+def test_it_packs_and_spreads_by_itself(tmp_path: Path) -> None:
     """Layers that take a fifth need one stage of four; when they take twice what they took at first, all come back."""
     block = {
         "interval": 0,
         "repack": {"enabled": True, "release": "park", "max_slowdown": 0.1},
+        "trace": {
+            "path": str(tmp_path / "trace.json"),
+            "steps": [1, 12],
+        },
     }
     results = run(4, repack_workloads.repack_by_itself, block, [8.0] * 8, {3: 0.2, 8: 10.0}, 12)
     sizes, reports = results[0]

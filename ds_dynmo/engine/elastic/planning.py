@@ -48,7 +48,7 @@ class Planner:
         """As the configuration's planner says; the present partition where nothing better is found."""
         now = self.outlook.current
         repack = self.config.repack
-        least = min(max(repack.min_stages, 1), len(now) - 1)
+        least = min(repack.min_stages, len(now) - 1)
         if repack.planner == "first_fit":
             if self.memory is None:
                 raise PartitionError('repack: planner "first_fit" packs by memory, and there is no memory_limit')
