@@ -15,17 +15,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what ZeRO imports in its constructor: torch's compiler, seconds
-    "ds_dynmo.engine",
-    "ds_dynmo.models",
-    "tests.distributed.workloads",
-    "tests.distributed.case_workloads",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "mixtral", "qwen3")),  # where it is installed
-]
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
@@ -44,7 +33,7 @@ def run(num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float
         RankError: a rank raised, died, or was not done in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["tests.distributed.preload"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
@@ -90,10 +79,6 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stands in for a message about memory."""
-
-
 def _rank_main(
     rank: int, num_ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
@@ -103,12 +88,11 @@ def _rank_main(
     os.dup2(output, 2)
     try:
         import deepspeed
-        import deepspeed.runtime.bf16_optimizer
         import torch
 
+        import tests.distributed.preload  # a fork server started in another folder could not  # noqa: F401
+
         torch.set_num_threads(1)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
-        deepspeed.runtime.bf16_optimizer.see_memory_usage = _nothing  # collects garbage: seconds per optimizer
         store = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
         torch.distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT

@@ -1,6 +1,6 @@
-"""One rank of a job that the `deepspeed` command starts: trains, rebalances, saves and resumes.
+"""One rank of a job that the `deepspeed` command starts: trains, rebalances and saves, then a new engine resumes.
 
-node_script.py FOLDER train|resume MOVES
+node_script.py FOLDER MOVES_BEFORE MOVES_AFTER
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -18,24 +19,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.distributed.workloads import Case, batches, build  # noqa: E402
 
-FOLDER, WHAT, MOVES = Path(sys.argv[-3]), sys.argv[-2], json.loads(sys.argv[-1])
+CASE = Case(stages=2, precision="bf16 zero1", dropout=True)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
-    engine = build(Case(stages=2, precision="bf16 zero1", dropout=True))
-    if WHAT == "resume":
-        engine.load_checkpoint(str(FOLDER / "checkpoint"))
+def train(engine: Any, moves: list[list[int]]) -> list[Any]:
     data = islice(batches(engine), engine.global_steps * engine.micro_batches, None)
     losses = []
-    for _ in range(4):
+    for number in range(4):
         losses.append(engine.train_batch(data).item())
-        if MOVES:
-            engine.rebalance(MOVES.pop(0))
-    if WHAT == "train":
-        engine.save_checkpoint(str(FOLDER / "checkpoint"))
-    (FOLDER / f"{WHAT}-{engine.global_rank}.json").write_text(json.dumps([losses, engine.partition]))
+        if number < len(moves):
+            engine.rebalance(moves[number])
+    return [losses, engine.partition]
 
 
-main()
+def main(folder: Path, moves_before: list[list[int]], moves_after: list[list[int]]) -> None:
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    engine = build(CASE)
+    found = [train(engine, moves_before)]
+    engine.save_checkpoint(str(folder / "checkpoint"))
+    resumed = build(CASE)
+    resumed.load_checkpoint(str(folder / "checkpoint"))
+    found.append(train(resumed, moves_after))
+    (folder / f"rank-{engine.global_rank}.json").write_text(json.dumps(found))
+
+
+main(Path(sys.argv[-3]), json.loads(sys.argv[-2]), json.loads(sys.argv[-1]))

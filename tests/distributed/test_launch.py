@@ -18,9 +18,8 @@ from tests.distributed.workloads import Case, train
 SCRIPT = Path(__file__).with_name("node_script.py")
 
 
-def launch(folder: Path, what: str, moves: list[list[int]]) -> list[Any]:
+def launch(folder: Path, *arguments: list[list[int]]) -> list[Any]:
     """One rank on each of two nodes, which meet on the loopback interface."""
-    folder.mkdir(exist_ok=True)
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     with socket.socket() as free:
@@ -32,7 +31,7 @@ def launch(folder: Path, what: str, moves: list[list[int]]) -> list[Any]:
     ]
     nodes = [
         subprocess.Popen(
-            [*command, "--node_rank", str(rank), str(SCRIPT), str(folder), what, json.dumps(moves)],
+            [*command, "--node_rank", str(rank), str(SCRIPT), str(folder), *map(json.dumps, arguments)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -42,16 +41,14 @@ def launch(folder: Path, what: str, moves: list[list[int]]) -> list[Any]:
     ]
     outputs = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    return [json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
-    first = launch(tmp_path, "train", [[0, 2, 8], [0, 6, 8], [0, 3, 8]])
-    second = launch(tmp_path, "resume", [[0, 7, 8]])
+    found = launch(tmp_path, [[0, 2, 8], [0, 6, 8], [0, 3, 8]], [[0, 7, 8]])
     still = run(2, train, Case(stages=2, precision="bf16 zero1", dropout=True), [], 8, 1)
     for rank in range(2):
-        assert first[rank] == [still[rank]["losses"][:4], [0, 3, 8]]
-        assert second[rank] == [still[rank]["losses"][4:], [0, 7, 8]]
+        assert found[rank] == [[still[rank]["losses"][:4], [0, 3, 8]], [still[rank]["losses"][4:], [0, 7, 8]]]
 
 
 @pytest.mark.parametrize("policy", ["exit", "park"])
