@@ -60,6 +60,7 @@ def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest)
     any_policy.release(GONE, STAYING)
     assert isinstance(any_policy.release(GONE, STAYING), str)
     assert any_policy.parks == request.node.name.endswith("[park]")
+    assert any_policy.silent == (request.node.name.split("[")[1][:-1] in ("exit", "park", "checkpoint"))
     assert any_policy.restarts == request.node.name.endswith("[checkpoint]")
 
 
@@ -118,7 +119,7 @@ def test_wrong_blocks(block: dict[str, object], says: str) -> None:
 class Stubborn:
     """Refuses so many times."""
 
-    parks, restarts = False, False
+    silent, parks, restarts = False, False, False
 
     def __init__(self, refusals: int) -> None:
         self.refusals = refusals
@@ -131,7 +132,13 @@ class Stubborn:
         return "done"
 
 
-def deliver(stubborn: Stubborn, attempts: int) -> tuple[list[str], list[float]]:
+def messenger_of(policy: ReleasePolicy, said: list[str], **options: Any) -> Messenger:
+    """Of processes that have ended."""
+    usual = {"ended": lambda _: True, "patience_seconds": 2.0, "delay_seconds": 0.0}
+    return Messenger(policy, said.append, said.append, **{**usual, **options})
+
+
+def deliver(stubborn: Stubborn, attempts: int, **options: Any) -> tuple[list[str], list[float]]:
     said: list[str] = []
     pauses: list[float] = []
 
@@ -139,7 +146,7 @@ def deliver(stubborn: Stubborn, attempts: int) -> tuple[list[str], list[float]]:
         pauses.append(seconds)
         return replaced.is_set()
 
-    messenger = Messenger(stubborn, said.append, said.append, attempts=attempts, pause=pause)
+    messenger = messenger_of(stubborn, said, attempts=attempts, pause=pause, **options)
     messenger.release(GONE, STAYING)
     messenger.finish()
     return said, pauses
@@ -153,6 +160,24 @@ def test_a_refusal_is_reported_once_and_tried_again() -> None:
     assert len(said) == 2
     assert "ranks [1, 2] are idle but could not be given back: not now" in said[0]
     assert said[1] == "DynMo: ranks [1, 2]: done (attempt 4)"
+
+
+def test_nobody_is_told_before_the_processes_end() -> None:
+    stubborn, looks = Stubborn(0), []
+
+    def ended(places: Sequence[Place]) -> bool:
+        assert not stubborn.calls
+        looks.append([place.rank for place in places])
+        return len(looks) == 3
+
+    _, pauses = deliver(stubborn, 5, ended=ended, delay_seconds=7.0)
+    assert looks == [[1, 2]] * 3 and pauses == [0.5, 0.5, 7.0] and len(stubborn.calls) == 1
+
+
+def test_a_process_that_hangs_is_not_waited_for_for_ever() -> None:
+    stubborn = Stubborn(0)
+    _, pauses = deliver(stubborn, 5, ended=lambda _: False, patience_seconds=2.0)
+    assert pauses == [0.5] * 4 and len(stubborn.calls) == 1
 
 
 def test_it_gives_up_in_the_end() -> None:
@@ -171,7 +196,7 @@ def test_a_later_release_takes_the_place_of_one_that_is_refused() -> None:
         return replaced.wait(30.0)
 
     said: list[str] = []
-    messenger = Messenger(stubborn, said.append, said.append, attempts=2, pause=pause)
+    messenger = messenger_of(stubborn, said, attempts=2, pause=pause)
     messenger.release(GONE[:1], STAYING)
     paused.wait(30.0)
     stubborn.refusals = 0
@@ -217,7 +242,7 @@ def test_accelerators_cannot_be_taken_from_a_running_pod(server: Server) -> None
 def test_a_server_that_is_down_is_asked_again(server: Server) -> None:
     server.broken = 2
     said: list[str] = []
-    messenger = Messenger(kubernetes(server), said.append, said.append, attempts=4, pause=lambda *_: False)
+    messenger = messenger_of(kubernetes(server), said, attempts=4, pause=lambda *_: False)
     messenger.release(GONE, STAYING)
     messenger.finish()
     assert "pod host-b: 503 the server is currently unable to handle the request" in said[0]

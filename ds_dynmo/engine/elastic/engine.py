@@ -65,7 +65,15 @@ class ElasticEngine(EngineForModels):
             self._comm.enter("initialize")
             self._repacker = Repacker(self)
             self._policy = policy_for(dynmo.repack)
-            self._messenger = Messenger(self._policy, self._warn, self._inform, attempts=dynmo.repack.release_attempts)
+            self._messenger = Messenger(
+                self._policy,
+                self._warn,
+                self._inform,
+                attempts=dynmo.repack.release_attempts,
+                ended=self._repacker.have_ended,
+                patience_seconds=dynmo.timeout_seconds,
+                delay_seconds=dynmo.repack.release_delay_seconds,
+            )
 
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
         """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.

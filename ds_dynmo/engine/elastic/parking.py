@@ -1,4 +1,4 @@
-"""How a parked rank is called back, through the store of the launch.
+"""How a parked rank is called back, and how one that is not parked says that it ends, through the store of the launch.
 
 A call says which stages the next world has. Every rank that is called answers; only if all do is the call confirmed,
 so that a parked process that has died is found out before the present world is given up.
@@ -68,6 +68,17 @@ def await_call(store: Any, home: int) -> Call | None:
         return None  # the store went with rank 0's process
 
 
+def say_that_it_ends(store: Any, home: int) -> None:
+    """The process of this released rank ends."""
+    with suppress(RuntimeError):  # the store went with rank 0's process
+        store.set(_ending(home), "")
+
+
+def all_end(store: Any, homes: Sequence[int]) -> bool:
+    """Have the processes of all these released ranks said that they end?"""
+    return bool(store.check([_ending(home) for home in homes]))
+
+
 def _get(store: Any, key: str) -> str:
     while True:
         try:
@@ -87,6 +98,10 @@ def _count(store: Any, home: int) -> int:
 
 def _counter(home: int) -> str:
     return f"ds_dynmo/calls/{home}"
+
+
+def _ending(home: int) -> str:
+    return f"ds_dynmo/ends/{home}"
 
 
 def _key(what: str, home: int, number: int) -> str:

@@ -6,6 +6,7 @@ has changed and any failure leaves training as it was; from then on a failure is
 
 from __future__ import annotations
 
+import atexit
 import gc
 import pickle
 import time
@@ -94,6 +95,10 @@ class Repacker:
         idle = [place for place in self.places if place.rank not in at_work]
         return idle, [place for place in self.places if place.rank in at_work]
 
+    def have_ended(self, places: Sequence[Place]) -> bool:
+        """Do the processes of these released ranks end?"""
+        return parking.all_end(self.world.store, [place.rank for place in places])
+
     def dismiss(self) -> None:
         """On rank 0: tell all ranks that take no part that nobody will call them any more."""
         if self.world.home == 0:
@@ -144,6 +149,8 @@ class Repacker:
                 self._load_states(pickle.loads(job))
             else:
                 self._let_go()
+                if not park:
+                    atexit.register(parking.say_that_it_ends, world.store, world.home)
         return Done(
             released_ranks=world.homes(gone),
             layers_moved=len(plan.moves),

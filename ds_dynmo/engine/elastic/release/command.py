@@ -21,7 +21,7 @@ class Command:
         timeout_seconds: after which it is killed, which counts as a failure.
     """
 
-    parks, restarts = False, False
+    silent, parks, restarts = False, False, False
 
     def __init__(self, program: Sequence[str], timeout_seconds: float) -> None:
         self._program = list(program)

@@ -43,7 +43,7 @@ class Kubernetes:
             it is renewed; it appears in no message.
     """
 
-    parks, restarts = False, False
+    silent, parks, restarts = False, False, False
 
     def __init__(self, config: KubernetesConfig, timeout_seconds: float, secrets: Path = SECRETS) -> None:
         self._config, self._timeout_seconds, self._secrets = config, timeout_seconds, secrets

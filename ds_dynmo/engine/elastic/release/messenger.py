@@ -1,4 +1,8 @@
-"""Calls a release policy beside the training, again and again where it is refused, and reports a refusal once."""
+"""Calls a release policy beside the training, again and again where it is refused, and reports a refusal once.
+
+Whoever takes an accelerator back may kill what still runs there, and a killed process can fail the whole job. So the
+policy is called when the released processes have said that they end, and have had time to do so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Callable, Sequence
 from ds_dynmo.engine.elastic.release.policy import Place, ReleasePolicy, ReleaseRefused
 
 _FIRST_PAUSE_SECONDS = 1.0  # doubled after each refusal
+_LOOK_SECONDS = 0.5  # between looks whether processes end
 
 
 class Messenger:
@@ -16,6 +21,9 @@ class Messenger:
     Args:
         warn, inform: report a line, of a refusal and of what was done.
         attempts: how often a release is tried.
+        ended: have the processes of these places said that they end?
+        patience_seconds: how long they are waited for; a process that hangs is given back all the same.
+        delay_seconds: how long they have to end after they said so.
         pause: waits so many seconds, or less where the event is set; for tests.
     """
 
@@ -26,15 +34,21 @@ class Messenger:
         inform: Callable[[str], None],
         *,
         attempts: int,
+        ended: Callable[[Sequence[Place]], bool],
+        patience_seconds: float,
+        delay_seconds: float,
         pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ) -> None:
         self._policy, self._attempts, self._pause = policy, attempts, pause
+        self._ended, self._patience_seconds, self._delay_seconds = ended, patience_seconds, delay_seconds
         self._warn, self._inform = warn, inform
         self._thread: threading.Thread | None = None
         self._replaced = threading.Event()
 
     def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> None:
         """Begin to give ``gone`` back: all places that are free by now."""
+        if self._policy.silent:
+            return
         self._replaced.set()
         self._replaced = threading.Event()
         arguments = (tuple(gone), tuple(staying), self._replaced, self._thread)
@@ -56,6 +70,8 @@ class Messenger:
     ) -> None:
         if before is not None:
             before.join()  # one attempt at a time
+        if self._wait_for_end(gone, replaced):
+            return
         ranks = [place.rank for place in gone]
         pause_seconds = _FIRST_PAUSE_SECONDS
         for attempt in range(1, self._attempts + 1):
@@ -73,3 +89,12 @@ class Messenger:
             pause_seconds *= 2
         if not replaced.is_set():
             self._warn(f"DynMo: ranks {ranks} were not given back in {self._attempts} attempts, they stay idle")
+
+    def _wait_for_end(self, gone: Sequence[Place], replaced: threading.Event) -> bool:
+        """Wait for the processes of ``gone``; True if another release has taken the place of this one meanwhile."""
+        looks = int(self._patience_seconds / _LOOK_SECONDS)
+        while looks > 0 and not self._ended(gone):
+            looks -= 1
+            if self._pause(replaced, _LOOK_SECONDS):
+                return True
+        return bool(self._delay_seconds) and self._pause(replaced, self._delay_seconds)

@@ -45,6 +45,11 @@ class ReleasePolicy(Protocol):
     """
 
     @property
+    def silent(self) -> bool:
+        """Is there nobody to tell, so that ``release`` does nothing?"""
+        ...
+
+    @property
     def restarts(self) -> bool:
         """Does the whole job stop, to be launched anew at the smaller size?"""
         ...

@@ -7,31 +7,27 @@ from collections.abc import Sequence
 from ds_dynmo.engine.elastic.release.policy import Place
 
 
-class Exit:
+class _Silent:
+    silent = True
+
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
+        """Nobody else has to be told."""
+        return ""
+
+
+class Exit(_Silent):
     """A released rank's process ends: its script leaves the training loop where ``engine.released`` is True."""
 
     parks, restarts = False, False
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
-        """Nobody else has to be told."""
-        return ""
 
-
-class Park:
+class Park(_Silent):
     """A released rank's process stays, with nothing on its accelerator, and can be taken back."""
 
     parks, restarts = True, False
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
-        """Nobody else has to be told."""
-        return ""
 
-
-class Checkpoint:
+class Checkpoint(_Silent):
     """All ranks stop after a checkpoint, and the job is launched anew at the smaller size (the paper's alternative)."""
 
     parks, restarts = False, True
-
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
-        """Whoever launches the job reads what was written beside the checkpoint."""
-        return ""

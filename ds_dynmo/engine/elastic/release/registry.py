@@ -9,6 +9,7 @@ from ds_dynmo.engine.elastic.release.command import Command
 from ds_dynmo.engine.elastic.release.kubernetes import SECRETS, Kubernetes, check_client
 from ds_dynmo.engine.elastic.release.policy import ReleasePolicy
 from ds_dynmo.engine.elastic.release.processes import Checkpoint, Exit, Park
+from ds_dynmo.engine.elastic.release.slurm import Slurm, check_scontrol
 
 
 def check_policy(config: RepackConfig) -> None:
@@ -19,6 +20,8 @@ def check_policy(config: RepackConfig) -> None:
     """
     if config.release == "kubernetes":
         check_client()
+    if config.release == "slurm":
+        check_scontrol()
 
 
 def policy_for(config: RepackConfig, secrets: Path = SECRETS) -> ReleasePolicy:
@@ -32,4 +35,6 @@ def policy_for(config: RepackConfig, secrets: Path = SECRETS) -> ReleasePolicy:
         return Command(config.command, config.release_timeout_seconds)
     if config.release == "kubernetes":
         return Kubernetes(config.kubernetes, config.release_timeout_seconds, secrets)
+    if config.release == "slurm":
+        return Slurm(config.release_timeout_seconds)
     return Exit()

@@ -1,0 +1,23 @@
+"""The "dynmo" block of the DeepSpeed JSON, as frozen pydantic models that refuse unknown keys and loose types.
+
+Nothing here imports torch or DeepSpeed, so a configuration can be checked before anything is started.
+:func:`parse_block` turns any object into any such model with errors that name the full key path.
+"""
+
+from ds_dynmo.config.dynmo import DynMoConfig, ProfileConfig, RandomnessConfig, TraceConfig
+from ds_dynmo.config.reading import load_json, parse_block, read_dynmo_config
+from ds_dynmo.config.repack import KubernetesConfig, RepackConfig
+from ds_dynmo.config.type_partition import parse_type_partition
+
+__all__ = [
+    "DynMoConfig",
+    "KubernetesConfig",
+    "ProfileConfig",
+    "RandomnessConfig",
+    "RepackConfig",
+    "TraceConfig",
+    "load_json",
+    "parse_block",
+    "parse_type_partition",
+    "read_dynmo_config",
+]

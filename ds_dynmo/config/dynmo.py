@@ -1,0 +1,164 @@
+"""The "dynmo" block itself, and its smaller objects."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from ds_dynmo.config.block import Block
+from ds_dynmo.config.explain import suggest
+from ds_dynmo.config.repack import RepackConfig
+from ds_dynmo.config.type_partition import TYPE_PREFIX, parse_type_partition
+
+NAMED_PARTITIONS = ("uniform", "parameters", "profile")
+
+
+class ProfileConfig(Block):
+    """How per-layer costs are measured: the "profile" object in the "dynmo" block."""
+
+    batches: int = Field(default=1, ge=1, description="how many batches a profile takes")
+    warmup_batches: int = Field(
+        default=1, ge=0, description="how many batches are skipped before a profile, after the start and after a move"
+    )
+
+
+class RandomnessConfig(Block):
+    """What random draws in a layer, such as dropout, depend on: the "randomness" object in the "dynmo" block."""
+
+    per_layer: bool = Field(
+        default=True,
+        description="true: on seed, step, micro-batch, layer number and data-parallel index, wherever the layer is; "
+        "false: on the rank's own generators",
+    )
+    seed: int | None = Field(default=None, ge=0, lt=2**64, description="null: the PipelineModule's base_seed")
+
+
+class TraceConfig(Block):
+    """The measured timeline of some batches, for Perfetto: the "trace" object in the "dynmo" block."""
+
+    path: str = Field(min_length=1, description="file that rank 0 writes, in Chrome's trace format")
+    steps: tuple[int, int] = Field(description="[first, last] batch that is traced, counted from 1")
+
+    @field_validator("steps", mode="plain")
+    @classmethod
+    def _first_and_last(cls, steps: Any) -> tuple[int, int]:
+        if isinstance(steps, list | tuple) and len(steps) == 2 and all(type(step) is int for step in steps):
+            first, last = steps
+            if 1 <= first <= last:
+                return first, last
+        raise ValueError("should be [first, last], two ints with 1 <= first <= last")
+
+
+class DynMoConfig(Block):
+    """The "dynmo" block. Every key has a default; each field's ``description`` says what it means.
+
+    Build it with :func:`read_dynmo_config` or :func:`parse_block`, which raise :class:`ConfigError`;
+    the constructor itself raises pydantic's ``ValidationError`` (a ``ValueError`` too).
+    """
+
+    enabled: bool = Field(default=True, description="false: never profiles, never moves a layer")
+    interval: int = Field(default=100, ge=0, description="steps between automatic rebalances; 0: by hand only")
+    start_step: int = Field(default=0, ge=0, description="first step at which an automatic rebalance may happen")
+    stop_step: int | None = Field(
+        default=None, ge=0, description="last such step, at least start_step; null: no last one"
+    )
+    balancer: str = Field(
+        default="partition", description="partition, diffusion, schedule, or the name of a registered balancer"
+    )
+    balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
+    decentralized: bool = Field(
+        default=False,
+        description='neighbours exchange point to point, nothing is gathered; only with balancer "diffusion"',
+    )
+    profile: ProfileConfig = Field(default=ProfileConfig(), description="how per-layer costs are measured")
+    min_improvement: float = Field(
+        default=0.03,
+        ge=0,
+        lt=1,
+        description="least predicted fall of the bottleneck, as a fraction, that is worth a move; "
+        'with balancer "schedule" of an iteration\'s seconds',
+    )
+    memory_limit: int | float | None = Field(
+        default=None, description="per device: an int is bytes, a float in (0, 1] a fraction of the device's memory"
+    )
+    repack: RepackConfig = Field(
+        default=RepackConfig(), validate_default=True, description="fewer ranks for a model whose work has shrunk"
+    )
+    initial_partition: tuple[int, ...] | str | None = Field(
+        default=None,
+        description='boundaries such as [0, 3, 8], "uniform", "parameters", "profile" or '
+        '"type:<regex>[:weight][|<regex>[:weight]...]"; null: the partition that the model was built with',
+    )
+    randomness: RandomnessConfig = Field(
+        default=RandomnessConfig(), description="what random draws in a layer depend on"
+    )
+    timeout_seconds: float = Field(default=300.0, gt=0, description="how long a rebalance waits for the other ranks")
+    report: str | None = Field(default=None, min_length=1, description="path of the JSON lines that rank 0 writes")
+    log: bool = Field(default=True, description="one line per rebalance on rank 0")
+    monitor: bool = Field(default=True, description="numbers to DeepSpeed's monitor under DynMo/")
+    trace: TraceConfig | None = Field(default=None, description="the measured timeline of some batches; null: none")
+
+    @field_validator("stop_step")
+    @classmethod
+    def _not_before_start(cls, stop_step: int | None, info: ValidationInfo) -> int | None:
+        start_step = info.data.get("start_step", 0)
+        if stop_step is not None and stop_step < start_step:
+            raise ValueError(f"should be at least start_step, {start_step}")
+        return stop_step
+
+    @field_validator("balancer")
+    @classmethod
+    def _registered(cls, balancer: str) -> str:
+        from ds_dynmo.partitioners.registry import names  # here, so that reading a block needs no numpy
+
+        known = sorted(names())
+        if balancer not in known:
+            raise ValueError(f"is no registered balancer; {suggest(balancer, known)}")
+        return balancer
+
+    @field_validator("balance_by")
+    @classmethod
+    def _time_for_a_schedule(cls, balance_by: str, info: ValidationInfo) -> str:
+        if balance_by != "time" and info.data.get("balancer") == "schedule":
+            raise ValueError('should be "time": balancer "schedule" minimises the time of an iteration')
+        return balance_by
+
+    @field_validator("decentralized")
+    @classmethod
+    def _only_diffusion(cls, decentralized: bool, info: ValidationInfo) -> bool:
+        balancer = info.data.get("balancer", "diffusion")  # absent if it is wrong itself
+        if decentralized and balancer != "diffusion":
+            raise ValueError(f'needs balancer "diffusion", not "{balancer}"')
+        return decentralized
+
+    @field_validator("memory_limit", mode="plain")
+    @classmethod
+    def _bytes_or_fraction(cls, limit: Any) -> int | float | None:
+        if limit is None or (type(limit) is int and limit > 0) or (type(limit) is float and 0 < limit <= 1):
+            return limit
+        raise ValueError("should be null, an int of bytes > 0 or a float in (0, 1]")
+
+    @field_validator("repack")
+    @classmethod
+    def _memory_for_first_fit(cls, repack: RepackConfig, info: ValidationInfo) -> RepackConfig:
+        if repack.enabled and repack.planner == "first_fit" and info.data.get("memory_limit") is None:
+            raise ValueError('planner "first_fit" packs by memory: it needs memory_limit')
+        return repack
+
+    @field_validator("initial_partition", mode="plain")
+    @classmethod
+    def _boundaries_or_method(cls, partition: Any) -> tuple[int, ...] | str | None:
+        if partition is None:
+            return None
+        if isinstance(partition, str):
+            if partition.startswith(TYPE_PREFIX):
+                parse_type_partition(partition)
+            elif partition not in NAMED_PARTITIONS:
+                raise ValueError(f"is no way to partition; {suggest(partition, (*NAMED_PARTITIONS, TYPE_PREFIX))}")
+            return partition
+        if not isinstance(partition, list | tuple) or any(type(bound) is not int for bound in partition):
+            raise ValueError("should be null, a string or a list of ints")
+        if len(partition) < 2 or partition[0] != 0 or any(b <= a for a, b in zip(partition, partition[1:])):
+            raise ValueError("should be two or more boundaries, strictly increasing from 0")
+        return tuple(partition)

@@ -1,0 +1,84 @@
+"""What is wrong with an object, one line per key, in the words of whoever wrote the JSON."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+def explain(error: ValidationError, model_class: type[BaseModel], data: Any, name: str) -> Iterator[str]:
+    """One line per key that is wrong; the branches of a union, each with a complaint of its own, share one."""
+    complaints: dict[tuple[int | str, ...], list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        complaints.setdefault(_key_path(detail["loc"], data, detail["type"]), []).append(detail)
+    for path, details in complaints.items():
+        dotted = name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+        owners = _models_at(model_class, path[:-1])
+        fields = {key: field for owner in owners for key, field in owner.model_fields.items()}
+        description = fields[str(path[-1])].description if path and path[-1] in fields else None
+        own_words = details[0]["type"] == "value_error"  # a validator of the model says itself what is allowed
+        suffix = f" ({description})" if description and not own_words else ""
+        if details[0]["type"] == "missing":
+            yield f"{dotted}: is required{suffix}"
+        elif details[0]["type"] == "extra_forbidden":
+            yield f"{dotted} = {show(details[0]['input'])}: unknown key; {suggest(str(path[-1]), fields)}"
+        else:
+            problem = " or ".join(dict.fromkeys(_problem(detail) for detail in details))
+            yield f"{dotted} = {show(details[0]['input'])}: {problem}{suffix}"
+
+
+def _problem(detail: Mapping[str, Any]) -> str:
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])  # without pydantic's "Value error, "
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return "should be an object"
+    return str(detail["msg"]).removeprefix("Input ")
+
+
+def _key_path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | str, ...]:
+    """``loc`` without what pydantic puts in to tell the branches of a union apart: those are not keys of ``data``."""
+    path: list[int | str] = []
+    for part in loc:
+        in_list = isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        known = in_list or (isinstance(data, dict) and part in data)
+        if known:
+            data = data[part]
+        if known or (kind == "missing" and part == loc[-1]):
+            path.append(part)
+    return tuple(path)
+
+
+def _models_at(model_class: type[BaseModel], path: Iterable[int | str]) -> list[type[BaseModel]]:
+    """The models that the object at ``path`` may be."""
+    models = [model_class]
+    for key in path:
+        if isinstance(key, str):
+            fields = [field for model in models for name, field in model.model_fields.items() if key == name]
+            models = [model for field in fields for model in _models_in(field.annotation)]
+    return models
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The nearest of the ``known`` words, or all of them, for the end of a complaint."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    nearest = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    if nearest:
+        return f'did you mean "{by_lower[nearest[0]]}"?'
+    return f"should be one of {', '.join(by_lower.values())}"
+
+
+def show(value: Any) -> str:
+    """``value`` as the JSON has it, shortened."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."

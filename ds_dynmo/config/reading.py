@@ -1,0 +1,109 @@
+"""From a DeepSpeed configuration, or any object, to a model, with errors that name the full key path."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+import re
+from collections import Counter
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ds_dynmo.config.dynmo import DynMoConfig
+from ds_dynmo.config.explain import explain, show
+from ds_dynmo.errors import ConfigError
+
+BLOCK = "dynmo"
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_dynmo_config(config: str | os.PathLike[str] | dict[str, Any]) -> DynMoConfig | None:
+    """The "dynmo" block of a DeepSpeed configuration, None if there is none.
+
+    Args:
+        config: what ``deepspeed.initialize`` takes, a path to a JSON file, a dict or the JSON in URL-safe
+            base64; or a ``pathlib.Path``.
+
+    Raises:
+        ConfigError: a configuration that cannot be read, a wrong block, or a top-level key that looks like a
+            misspelt "dynmo". All that is wrong with the block is in the one message, a line each.
+    """
+    settings = _load_deepspeed_config(config)
+    for key in settings:
+        if key != BLOCK and isinstance(key, str) and _is_misspelt(key):
+            raise ConfigError(f'{key}: unknown top-level key; did you mean "{BLOCK}"?')
+    if BLOCK not in settings:
+        return None
+    return parse_block(DynMoConfig, settings[BLOCK], BLOCK)
+
+
+def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in the file at ``path``.
+
+    Raises:
+        ConfigError: no such file, no JSON (comments and trailing commas, which DeepSpeed itself lets pass,
+            are none), no object, or a key given twice in one object.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {error}") from error
+    return _parse_object(text, os.fspath(path))
+
+
+def parse_block(model_class: type[Model], data: Any, name: str) -> Model:
+    """``data`` as a ``model_class``; ``name`` is its key in the configuration, the head of every key path.
+
+    Raises:
+        ConfigError: one line for each thing that is wrong: its full key path, its value, what is allowed.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name} = {show(data)}: should be an object, such as {{}} for all defaults")
+    try:
+        return model_class.model_validate(data)
+    except ValidationError as error:
+        lines = explain(error, model_class, data, name)
+    raise ConfigError("\n".join(lines))
+
+
+def _load_deepspeed_config(config: Any) -> dict[str, Any]:
+    if isinstance(config, dict):
+        return config
+    if isinstance(config, os.PathLike) or (isinstance(config, str) and os.path.exists(config)):
+        return load_json(config)
+    if isinstance(config, str):
+        try:
+            text = base64.urlsafe_b64decode(config).decode("utf-8")
+        except ValueError:
+            text = ""
+        if text.lstrip().startswith("{"):
+            return _parse_object(text, "the base64 DeepSpeed config")
+        raise ConfigError(f"{show(config)}: no such file, and no JSON object in base64 either")
+    raise ConfigError(f"a DeepSpeed config should be a path, a dict or a base64 string, got {type(config).__name__}")
+
+
+def _parse_object(text: str, source: str) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if duplicates:
+            raise ConfigError(f"{source}: keys given more than once in one object: {', '.join(duplicates)}")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=without_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: should be plain JSON (no comments, no trailing commas): {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source}: should hold a JSON object, got {show(value)}")
+    return value
+
+
+def _is_misspelt(key: str) -> bool:
+    """Is ``key`` "dynmo" but for case, punctuation or a letter? No key of DeepSpeed's is."""
+    letters = re.sub(r"[\W_]", "", key.lower())
+    return difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8

@@ -1,0 +1,91 @@
+"""The "repack" object in the "dynmo" block."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from ds_dynmo.config.block import Block
+
+
+class KubernetesConfig(Block):
+    """How released ranks are given back to Kubernetes: the "kubernetes" object in the "repack" object.
+
+    Credentials are those that Kubernetes gives the pod; none is configured.
+    """
+
+    action: Literal["delete_pod", "resize"] = Field(
+        default="delete_pod",
+        description='"delete_pod": the pod of a released rank is deleted; "resize": its container is given resources',
+    )
+    dry_run: bool = Field(default=True, description="true: the API server checks requests and carries out none")
+    namespace: str | None = Field(default=None, min_length=1, description="of the pods; null: this pod's own")
+    container: str | None = Field(
+        default=None, min_length=1, description='for "resize": the name of the container; null: the pod\'s first one'
+    )
+    resources: dict[str, str] = Field(
+        default={}, description='for "resize": requests and limits, such as {"cpu": "100m", "memory": "256Mi"}'
+    )
+
+    @model_validator(mode="after")
+    def _something_to_resize(self) -> KubernetesConfig:
+        if (self.action == "resize") != bool(self.resources):
+            raise ValueError('action "resize" needs resources, and no other action takes them')
+        return self
+
+
+class RepackConfig(Block):
+    """Fewer ranks for a model whose work has shrunk: the "repack" object in the "dynmo" block."""
+
+    enabled: bool = Field(default=False, description="true: re-pack at decisions; false: by engine.repack alone")
+    planner: Literal["throughput", "first_fit"] = Field(
+        default="throughput",
+        description='"throughput": the fewest stages that are as fast as the run was at its start, less max_slowdown; '
+        '"first_fit": the paper\'s algorithm 2, by memory alone',
+    )
+    min_stages: int = Field(default=1, ge=1, description="never go on with fewer stages")
+    max_slowdown: float = Field(
+        default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
+    )
+    release: Literal["exit", "park", "checkpoint", "command", "kubernetes", "slurm"] = Field(
+        default="exit",
+        description='what becomes of a released rank: "exit": its process ends; "park": it waits and can be taken '
+        'back; "checkpoint": all ranks stop after a checkpoint, to be launched anew; "command": its process ends and '
+        'a program of yours is told; "kubernetes": likewise, its pod is released; "slurm": likewise, nodes without '
+        "ranks at work leave the job",
+    )
+    checkpoint: str | None = Field(
+        default=None, min_length=1, description='for release "checkpoint": the folder that it goes to'
+    )
+    command: tuple[str, ...] | None = Field(
+        default=None, description='for release "command": the program and its arguments; it gets JSON on standard input'
+    )
+    kubernetes: KubernetesConfig = Field(
+        default=KubernetesConfig(), description='for release "kubernetes": what becomes of pods'
+    )
+    release_delay_seconds: float = Field(
+        default=5.0,
+        ge=0,
+        description="how long the process of a released rank has to end, after its script has, before anybody is told",
+    )
+    release_attempts: int = Field(
+        default=5, ge=1, description="how often a release is tried that is refused, with longer and longer pauses"
+    )
+    release_timeout_seconds: float = Field(default=60.0, gt=0, description="how long one attempt may take")
+
+    @field_validator("command", mode="plain")
+    @classmethod
+    def _program(cls, command: Any, info: ValidationInfo) -> tuple[str, ...] | None:
+        words = command if isinstance(command, list | tuple) else ()
+        if command is not None and (not words or not all(isinstance(word, str) and word for word in words)):
+            raise ValueError("should be null or a list of one string or more")
+        return tuple(words) or None
+
+    @model_validator(mode="after")
+    def _what_it_needs(self) -> RepackConfig:
+        if (self.release == "checkpoint") != (self.checkpoint is not None):
+            raise ValueError('release "checkpoint" needs checkpoint, a folder, and no other release takes one')
+        if (self.release == "command") != (self.command is not None):
+            raise ValueError('release "command" needs command, a list of strings, and no other release takes one')
+        return self

@@ -1,0 +1,83 @@
+"""Give nodes back to Slurm: the running job is shrunk to the nodes that have ranks at work.
+
+``scontrol update`` takes whole nodes from a running job, which its owner may do, and kills what still runs on them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from ds_dynmo.engine.elastic.release.policy import Place, ReleaseRefused
+from ds_dynmo.errors import ConfigError
+
+JOB = "SLURM_JOB_ID"  # where Slurm tells a process its job
+
+
+def check_scontrol() -> None:
+    """Refuse the policy where Slurm's command is missing.
+
+    Raises:
+        ConfigError: says what is missing.
+    """
+    if shutil.which("scontrol") is None:
+        raise ConfigError('dynmo.repack.release = "slurm" needs Slurm\'s command scontrol, which is not on the PATH')
+
+
+class Slurm:
+    """Takes nodes out of the job that this process runs in. Released ranks' processes end.
+
+    The node of the batch script stays, whatever runs there: the job would end with it.
+
+    Args:
+        timeout_seconds: of one command.
+    """
+
+    silent, parks, restarts = False, False, False
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+
+    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
+        """One update for all nodes; those that have left the job already count as done."""
+        job = os.environ.get(JOB)
+        if not job:
+            raise ReleaseRefused(f"this process does not run in a job of Slurm: {JOB} is not set")
+        described = self._scontrol("show", "job", "--oneliner", job)
+        nodes = self._scontrol("show", "hostnames", _field("NodeList", described)).split()
+        needed = {place.host for place in staying} | {_field("BatchHost", described)}
+        hosts = {place.host for place in gone}
+        leaving = [node for node in nodes if node in hosts - needed]
+        if leaving:
+            kept = ",".join(node for node in nodes if node not in leaving)
+            self._scontrol("update", f"JobId={job}", f"NodeList={kept}")
+        left = sorted(hosts - needed)
+        shared = sorted(hosts & needed)
+        text = f"nodes {left} have left job {job}" if left else ""
+        return text + ("; " if text and shared else "") + (f"nodes {shared} are needed and stay" if shared else "")
+
+    def _scontrol(self, *arguments: str) -> str:
+        """What the command said. It leaves files in its working directory, for shells: not in the user's."""
+        command = ["scontrol", *arguments]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, capture_output=True, text=True, timeout=self._timeout_seconds, check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                raise ReleaseRefused(f"{' '.join(command)}: no answer in {self._timeout_seconds:g} s") from error
+            except OSError as error:
+                raise ReleaseRefused(f"{' '.join(command)}: {error}") from error
+        if done.returncode:
+            raise ReleaseRefused(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+        return done.stdout
+
+
+def _field(name: str, described: str) -> str:
+    """Of a job; empty if it has none, as the batch host of an interactive one."""
+    found = re.search(rf"(?<!\S){name}=(\S*)", described)
+    return found[1] if found else ""

@@ -1,0 +1,38 @@
+"""A job of a real Slurm that trains, re-packs and gives nodes back while it goes on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from tests.distributed.harness import run
+from tests.distributed.workloads import Case, train
+from tests.local.slurm_cluster import Cluster, skip_without_slurm
+
+SCRIPT = Path(__file__).with_name("repack_script.py")
+
+
+def test_the_nodes_of_released_ranks_leave_the_job_which_goes_on(tmp_path: Path) -> None:
+    skip_without_slurm()
+    (tmp_path / "cluster").mkdir()
+    cluster = Cluster(tmp_path / "cluster", nodes=3)
+    rank = "RANK=$SLURM_PROCID LOCAL_RANK=0 exec " + shlex.join([sys.executable, str(SCRIPT), str(tmp_path), "slurm"])
+    try:
+        job = cluster.run(
+            f"export MASTER_ADDR=127.0.0.1 WORLD_SIZE=3 OMP_NUM_THREADS=1 MASTER_PORT={cluster.free_port}\n"
+            f"srun --ntasks=3 bash -c {shlex.quote(rank)}",
+            nodes=3,
+            folder=tmp_path,
+        )
+        ended = cluster.job(job)
+    finally:
+        cluster.close()
+    output = (tmp_path / "batch.out").read_text()
+    assert (ended["JobState"], ended["ExitCode"], ended["NodeList"]) == ("COMPLETED", "0:0", "node1"), output
+    assert f"nodes ['node2', 'node3'] have left job {job}" in output
+    found = [json.loads((tmp_path / f"slurm-{rank}.json").read_text()) for rank in range(3)]
+    straight = run(3, train, Case(stages=3), [], 6, 1)[0]["losses"]
+    assert found[0] == {"losses": straight, "steps": 6, "released": False}
+    assert found[1] == found[2] == {"losses": straight[:2], "steps": 2, "released": True}

@@ -1,0 +1,123 @@
+"""A real Slurm on this machine: one controller, and a daemon for each of several nodes, on the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/linear
+SchedulerType=sched/builtin
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/controller.log
+SlurmdLogFile={folder}/%n.log
+KillWait=2
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
+"""
+
+
+def skip_without_slurm() -> None:
+    """Skip the test that calls this where no Slurm of its own can be started."""
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "scontrol") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"needs Slurm (Debian: slurmctld, slurmd, slurm-client): no {', '.join(missing)}")
+    if os.geteuid() != 0:
+        pytest.skip("needs to be root, to start Slurm's daemons")
+
+
+class Cluster:
+    """Nodes node1, node2, ... that run as long as this does.
+
+    Attributes:
+        environment: makes Slurm's commands use it.
+        free_port: of this machine, for a job.
+    """
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        host = socket.gethostname().partition(".")[0]
+        *ports, self.free_port = _free_ports(nodes + 2)
+        lines = [
+            f"NodeName=node{number} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=1"
+            for number, port in enumerate(ports[1:], 1)
+        ]
+        (folder / "state").mkdir()
+        for number in range(1, nodes + 1):
+            (folder / f"spool.node{number}").mkdir()
+        path = folder / "slurm.conf"
+        path.write_text(CONFIGURATION.format(host=host, ports=ports, folder=folder, nodes="\n".join(lines)))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        self.environment = {**kept, "SLURM_CONF": str(path)}
+        self._daemons = [self._daemon("slurmctld", "-D", "-c")]
+        self._daemons += [self._daemon("slurmd", "-D", "-N", f"node{number}") for number in range(1, nodes + 1)]
+        self.say("srun", f"--nodes={nodes}", "true")  # comes back when all are there
+
+    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def say(self, *command: str) -> str:
+        """What a command of Slurm's prints; it has to succeed."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def allocate(self, nodes: int) -> str:
+        """The number of a job that holds so many nodes and runs nothing."""
+        granted = re.search(r"job allocation (\d+)", self.say("salloc", f"--nodes={nodes}", "--no-shell"))
+        assert granted is not None
+        return granted[1]
+
+    def run(self, script: str, nodes: int, folder: Path) -> str:
+        """The number of a batch job of this script, which has ended."""
+        path = folder / "batch.sh"
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        command = ("sbatch", "--wait", "--parsable", f"--nodes={nodes}", f"--output={folder}/batch.out", str(path))
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, (folder / "batch.out").read_text() + done.stderr
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm says of a job."""
+        return dict(re.findall(r"(?<!\S)(\w+)=(\S*)", self.say("scontrol", "show", "job", "--oneliner", number)))
+
+    def idle(self) -> set[str]:
+        """The nodes that no job holds."""
+        return set(self.say("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split())
+
+    def close(self) -> None:
+        """End the daemons and all that they started."""
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            daemon.wait(timeout=30)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

@@ -1,0 +1,98 @@
+"""Release policy "slurm", against a real Slurm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_dynmo.config import RepackConfig, parse_block
+from ds_dynmo.engine.elastic.release import Place, ReleasePolicy, ReleaseRefused, check_policy, policy_for
+from ds_dynmo.errors import ConfigError
+from tests.local.slurm_cluster import Cluster, skip_without_slurm
+
+SLURM = parse_block(RepackConfig, {"release": "slurm"}, "repack")
+IMPATIENT = parse_block(RepackConfig, {"release": "slurm", "release_timeout_seconds": 0.5}, "repack")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    skip_without_slurm()
+    started = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def cluster(running: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setenv("SLURM_CONF", running.environment["SLURM_CONF"])
+    return running
+
+
+@pytest.fixture
+def job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    number = cluster.allocate(3)
+    monkeypatch.setenv("SLURM_JOB_ID", number)
+    yield number
+    cluster.say("scancel", number)
+
+
+def policy(config: RepackConfig = SLURM) -> ReleasePolicy:
+    return policy_for(config)
+
+
+def places(*nodes: int) -> list[Place]:
+    """A rank on each of these nodes."""
+    return [Place(rank, f"node{node}", "cuda:0") for rank, node in enumerate(nodes)]
+
+
+def test_nodes_leave_the_job_and_the_rest_stay(cluster: Cluster, job: str) -> None:
+    assert policy().release(places(2), places(1, 3)) == f"nodes ['node2'] have left job {job}"
+    assert cluster.job(job)["NodeList"] == "node[1,3]" and cluster.idle() == {"node2"}
+    policy().release(places(2), places(1, 3))  # again
+    assert cluster.job(job)["NodeList"] == "node[1,3]" and cluster.job(job)["JobState"] == "RUNNING"
+
+
+def test_a_node_with_a_rank_at_work_stays(cluster: Cluster, job: str) -> None:
+    assert policy().release(places(2), places(1, 2, 3)) == "nodes ['node2'] are needed and stay"
+    assert cluster.job(job)["NodeList"] == "node[1-3]"
+
+
+def test_nodes_of_other_jobs_are_let_alone(cluster: Cluster, job: str) -> None:
+    policy().release(places(2, 3), places(1))
+    other = cluster.allocate(2)
+    policy().release(places(2, 3), places(1))
+    assert cluster.job(other)["NodeList"] == "node[2-3]"
+    cluster.say("scancel", other)
+
+
+def test_no_files_are_left_in_the_users_folder(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy().release(places(2), places(1, 3))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_job_that_has_ended(cluster: Cluster, job: str) -> None:
+    cluster.say("scancel", job)
+    with pytest.raises(ReleaseRefused, match=f"scontrol update JobId={job} .*finished"):
+        policy().release(places(2), places(1, 3))
+
+
+def test_outside_slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ReleaseRefused, match="does not run in a job of Slurm: SLURM_JOB_ID is not set"):
+        policy().release(places(2), places(1, 3))
+
+
+def test_a_controller_that_cannot_be_reached(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/no/such/slurm.conf")
+    with pytest.raises(ReleaseRefused, match=f"scontrol show job --oneliner {job}: no answer in 0.5 s"):
+        policy(IMPATIENT).release(places(2), places(1, 3))
+
+
+def test_without_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="needs Slurm's command scontrol"):
+        check_policy(SLURM)
