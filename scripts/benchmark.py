@@ -27,12 +27,12 @@ import deepspeed
 import torch
 
 from ds_dynmo.errors import ConfigError
-from scripts import benchmark_parts
-from scripts.benchmark_arms import engines_end_here
-from scripts.benchmark_emulated import emulated_rows
-from scripts.benchmark_real import real_rows
-from scripts.benchmark_rows import print_rows
-from scripts.loads import CASES
+from scripts.benchmarks import parts
+from scripts.benchmarks.arms import engines_end_here
+from scripts.benchmarks.emulated import emulated_rows
+from scripts.benchmarks.real import real_rows
+from scripts.benchmarks.rows import print_rows
+from scripts.simulation.loads import CASES
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -75,12 +75,12 @@ def check(arguments: argparse.Namespace) -> None:
 def asks_for_part(given: list[str]) -> bool:
     """Is the first argument, after what the launcher adds, the name of a part?"""
     own = [argument for argument in given if not argument.startswith("--local_rank")]
-    return bool(own) and own[0] in benchmark_parts.PARTS
+    return bool(own) and own[0] in parts.PARTS
 
 
 def main(given: list[str]) -> None:
     if asks_for_part(given):
-        benchmark_parts.main(given)
+        parts.main(given)
         return
     arguments = parse(given)
     try:

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, by its path
 
 from ds_dynmo.errors import ConfigError
-from scripts.plot_data import Report, Rows, read_report, read_trace, simulated, traced, traced_steps
+from scripts.plotting.data import Report, Rows, read_report, read_trace, simulated, traced, traced_steps
 
 
 def expected(report: Report) -> list[Rows]:
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
     args = parser.parse_args(arguments)
     try:
-        from scripts import plot_html, plot_pictures
+        from scripts.plotting import html, pictures
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
         print(f'plot.py: error: no {missing}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)
@@ -73,21 +73,21 @@ def main(arguments: list[str]) -> int:
         return 2
     timelines["simulated"] = expected(report)
     figures = {
-        "Stage loads": ("loads", plot_pictures.stage_loads(report)),
-        "Speed and balance": ("speed", plot_pictures.speed(report)),
-        "Losses": ("losses", plot_pictures.losses(report)),
+        "Stage loads": ("loads", pictures.stage_loads(report)),
+        "Speed and balance": ("speed", pictures.speed(report)),
+        "Losses": ("losses", pictures.losses(report)),
     }
     titles = {"timeline": "Timeline of a batch, measured", "simulated": "Timeline of a batch, simulated"}
-    figures |= {titles[name]: (name, plot_pictures.timelines(every)) for name, every in timelines.items() if every}
+    figures |= {titles[name]: (name, pictures.timelines(every)) for name, every in timelines.items() if every}
     args.out.mkdir(parents=True, exist_ok=True)
-    pictures = {}
+    drawn = {}
     for title, (name, figure) in figures.items():
         if figure is not None:
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=130)
-            pictures[title] = buffer.getvalue()
-            (args.out / f"{name}.png").write_bytes(pictures[title])
-    (args.out / "report.html").write_text(plot_html.page(report, pictures), encoding="utf-8")
+            drawn[title] = buffer.getvalue()
+            (args.out / f"{name}.png").write_bytes(drawn[title])
+    (args.out / "report.html").write_text(html.page(report, drawn), encoding="utf-8")
     print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
     return 0
 

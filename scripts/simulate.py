@@ -25,10 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_dynmo.errors import ConfigError, PartitionError
-from scripts.loads import CASES, Case, Phase, recorded_phases
-from scripts.paper import AVERAGE_GPUS, PAPER
-from scripts.repacking import repack_rows, sustained_stages
-from scripts.simulation import ARMS, STATIC, Outcome, Setting, compare
+from scripts.simulation.loads import CASES, Case, Phase, recorded_phases
+from scripts.simulation.paper import AVERAGE_GPUS, PAPER
+from scripts.simulation.repacking import repack_rows, sustained_stages
+from scripts.simulation.runs import ARMS, STATIC, Outcome, Setting, compare
 
 
 @dataclass(frozen=True)

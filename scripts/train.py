@@ -36,8 +36,8 @@ from ds_dynmo.models import (
     dynamic_cases,
     model_layers,
 )
-from scripts.train_options import RESUME_FILE, Run, prepare
-from scripts.train_report import (
+from scripts.training.options import RESUME_FILE, Run, prepare
+from scripts.training.report import (
     History,
     Progress,
     case_lines,

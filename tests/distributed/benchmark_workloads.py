@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from scripts.benchmark import parse
-from scripts.benchmark_arms import engines_end_here
-from scripts.benchmark_emulated import emulated_rows
-from scripts.loads import CASES
+from scripts.benchmarks.arms import engines_end_here
+from scripts.benchmarks.emulated import emulated_rows
+from scripts.simulation.loads import CASES
 
 
 def emulated(case: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.simulation import ARMS, DYNAMIC
+from scripts.simulation.runs import ARMS, DYNAMIC
 from tests.distributed.benchmark_workloads import emulated
 from tests.distributed.harness import run
 

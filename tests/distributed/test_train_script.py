@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.train_options import RESUME_FILE
+from scripts.training.options import RESUME_FILE
 from tests.distributed.case_workloads import CASES, SIZES
 from tests.distributed.harness import run
 from tests.distributed.test_bitwise import whole

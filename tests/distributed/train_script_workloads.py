@@ -9,7 +9,7 @@ from deepspeed.pipe import PipelineModule
 import ds_dynmo
 from ds_dynmo.models import language_model_loss, model_layers
 from scripts.train import batches, build_engine, train
-from scripts.train_options import prepare
+from scripts.training.options import prepare
 from tests.distributed import workloads
 
 

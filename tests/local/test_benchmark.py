@@ -9,7 +9,7 @@ import torch
 
 from ds_dynmo.errors import ConfigError
 from scripts.benchmark import asks_for_part, check, parse
-from scripts.emulation import EmulatedBlock
+from scripts.benchmarks.emulation import EmulatedBlock
 
 
 def test_a_part_is_asked_for_by_the_first_argument() -> None:

@@ -14,7 +14,7 @@ from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import LayerCost, Profile
 from scripts import plot
-from scripts.plot_data import Report, costs, loads_around, quality, read_report, read_trace, simulated, traced
+from scripts.plotting.data import Report, costs, loads_around, quality, read_report, read_trace, simulated, traced
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
@@ -205,9 +205,11 @@ def test_what_cannot_be_drawn_is_said(
     assert "none.jsonl: cannot be read" in capsys.readouterr().err
     assert plot.main([str(report), "--steps", "3", "--out", str(tmp_path / "never")]) == 2
     assert "--steps 3: needs --trace FILE" in capsys.readouterr().err
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "scripts.plot_pictures"]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "scripts.plotting.pictures"
+    ]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("scripts.plot_pictures", raising=False)
+    monkeypatch.delattr("scripts.plotting.pictures", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot.main([str(report), "--out", str(tmp_path / "never")]) == 2
     assert 'no matplotlib: install the extra "plots"' in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo.errors import ConfigError, PartitionError
-from scripts.train_options import RESUME_FILE, Run, prepare
+from scripts.training.options import RESUME_FILE, Run, prepare
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.benchmark_rows import Measured, Slice, rows
+from scripts.benchmarks.rows import Measured, Slice, rows
 
 DENSE = ((1.0,) * 4, (2.0,) * 4)
 HALF = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 2.0, 2.0))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts import simulate
-from scripts.loads import Phase
-from scripts.repacking import repack_rows, sustained_stages
-from scripts.simulation import DYNAMIC, STATIC, Setting, Step, dense_steps, iteration, move_seconds, replay
+from scripts.simulation.loads import Phase
+from scripts.simulation.repacking import repack_rows, sustained_stages
+from scripts.simulation.runs import DYNAMIC, STATIC, Setting, Step, dense_steps, iteration, move_seconds, replay
 
 HALF_FROZEN = Phase.of((0, 0, 0, 0, 1, 1, 1, 1), 1000, trainable=(0, 0, 0, 0, 1, 1, 1, 1))
 

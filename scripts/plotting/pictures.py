@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from scripts.plot_data import Loads, Report, Rows, loads_around, quality
+from scripts.plotting.data import Loads, Report, Rows, loads_around, quality
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8

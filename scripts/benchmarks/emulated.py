@@ -16,11 +16,11 @@ from functools import partial
 import torch
 
 from ds_dynmo.partitioners import balanced
-from scripts.benchmark_arms import Arm, profiling_seconds, quietly, say, timed, turns
-from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
-from scripts.emulation import data, make_engine, set_loads
-from scripts.loads import Case, Phase
-from scripts.simulation import ARMS, Setting
+from scripts.benchmarks.arms import Arm, profiling_seconds, quietly, say, timed, turns
+from scripts.benchmarks.emulation import data, make_engine, set_loads
+from scripts.benchmarks.rows import Costs, Measured, Passes, Slice, rows
+from scripts.simulation.loads import Case, Phase
+from scripts.simulation.runs import ARMS, Setting
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration

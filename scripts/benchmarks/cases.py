@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Each dynamic case on real text, three ways in turns: DynMo on, switched off, and the dense model of the same size.
 
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmark_cases.py freezing --steps 200
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmark_cases.py moe mod --steps 100 --json cases.json
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmarks/cases.py freezing --steps 200
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmarks/cases.py moe mod --steps 100 --json cases.json
 
 "Off" is the same dynamic model under the partition it starts at: the baseline. Its losses have to be those of "on", to
 the bit in fp32, and a difference is an error. The three engines live in the same processes and take turns after every
@@ -23,18 +23,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
 import deepspeed
 import torch
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import AUXILIARY_LOSS, LANGUAGE_MODEL_LOSS, dynamic_cases
-from scripts.benchmark_arms import Arm, engines_end_here, quietly, say, timed, turns
+from scripts.benchmarks.arms import Arm, engines_end_here, quietly, say, timed, turns
 from scripts.train import VALIDATIONS, batches, build_engine, validate
-from scripts.train_options import Run, prepare
+from scripts.training.options import Run, prepare
 
-CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 SIZES = ("layers", "hidden_size", "heads", "sequence_length", "mlp_ratio", "tied_embedding", "seed", "vocab_size")
 WAYS = ("on", "off", "dense")
 SAID = 10  # lines of progress a case
@@ -161,7 +161,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/benchmark_cases.py ...")
+        raise SystemExit("start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/benchmarks/cases.py ...")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.init_distributed()
     rows: list[dict[str, Any]] = []

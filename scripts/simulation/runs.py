@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynmo.partitioners import PipelineModel, balanced, diffusion, iteration_seconds, shortest, uniform
-from scripts.loads import Case, Phase
+from scripts.simulation.loads import Case, Phase
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]

@@ -16,8 +16,8 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.models.local_layers import local_layers
-from scripts.loads import Phase
-from scripts.simulation import STATICS
+from scripts.simulation.loads import Phase
+from scripts.simulation.runs import STATICS
 
 UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
 UNIT = 64  # elements

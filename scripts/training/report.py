@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ds_dynmo.plan import Profile, RebalanceReport
-from scripts.train_options import Run
+from scripts.training.options import Run
 
 PROGRESS_LINES = 20
 LAST_STEPS = 10  # the training loss that is reported at the end is their mean

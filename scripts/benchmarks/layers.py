@@ -3,8 +3,8 @@
 
 "pruned_linear" is one linear layer alone, 1024 x 1024 for 512 tokens.
 
-    OMP_NUM_THREADS=1 python scripts/benchmark_layers.py freezing
-    OMP_NUM_THREADS=1 python scripts/benchmark_layers.py --json layers.json
+    OMP_NUM_THREADS=1 python scripts/benchmarks/layers.py freezing
+    OMP_NUM_THREADS=1 python scripts/benchmarks/layers.py --json layers.json
 
 Per case a table: its setting, the block's load signal, and seconds of forward and backward over the dense block's.
 The two are timed in turns in one run; medians are shown. ``--json FILE`` writes them too.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ds_dynmo.partitioners import PipelineModel, imbalance, loads, shortest, uniform
-from scripts.simulation import ARMS, DYNAMIC, STATICS
+from scripts.simulation.runs import ARMS, DYNAMIC, STATICS
 
 OVERHEADS = ("profile", "decide", "migrate")
 Costs = tuple[float, float, float]  # seconds of OVERHEADS

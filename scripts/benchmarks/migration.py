@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What moving layers costs, as ratios measured side by side in one run of two stages.
 
-    deepspeed --num_gpus 2 scripts/benchmark_migration.py --precision fp32
-    deepspeed --num_gpus 2 scripts/benchmark_migration.py --precision bf16-zero1 --stage-parameters 50
+    deepspeed --num_gpus 2 scripts/benchmarks/migration.py --precision fp32
+    deepspeed --num_gpus 2 scripts/benchmarks/migration.py --precision bf16-zero1 --stage-parameters 50
 
 Three figures: the bandwidth of a move over that of a raw send and receive of the same bytes; a rebalance that
 moves nothing over two collectives of a fixed size; the optimizer's part of a move, for the state that stays, over

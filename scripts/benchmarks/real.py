@@ -15,12 +15,12 @@ import torch
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import Profile
-from scripts.benchmark_arms import Arm, profiling_seconds, say, timed, turns
-from scripts.benchmark_cases import Trained, settings_for
-from scripts.benchmark_rows import Costs, Measured, Passes, Slice, rows
-from scripts.emulation import BALANCERS
-from scripts.loads import Case
-from scripts.simulation import ARMS, STATICS
+from scripts.benchmarks.arms import Arm, profiling_seconds, say, timed, turns
+from scripts.benchmarks.cases import Trained, settings_for
+from scripts.benchmarks.emulation import BALANCERS
+from scripts.benchmarks.rows import Costs, Measured, Passes, Slice, rows
+from scripts.simulation.loads import Case
+from scripts.simulation.runs import ARMS, STATICS
 
 REFERENCE = "partition_time"
 NOT_KNOWN_YET: Passes = ((), ())

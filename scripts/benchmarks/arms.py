@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from scripts.benchmark_rows import Costs, Slice
-from scripts.simulation import DYNAMIC
+from scripts.benchmarks.rows import Costs, Slice
+from scripts.simulation.runs import DYNAMIC
 
 PROBES = 4  # pairs of a profiled and a plain batch
 

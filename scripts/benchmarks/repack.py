@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What re-packing brings and costs.
 
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmark_repack.py phases --case pruning
-    OMP_NUM_THREADS=1 python scripts/benchmark_repack.py restart
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmarks/repack.py phases --case pruning
+    OMP_NUM_THREADS=1 python scripts/benchmarks/repack.py restart
 
 "phases": emulated layers sleep as long as the case's load model says in each phase of a run of 10,000 iterations. In
 every phase batches are timed on all stages, balanced; then on as many as the planner finds enough to be as fast as the
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
 import deepspeed
 import torch
@@ -34,9 +34,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from scripts.benchmark_arms import quietly, say, timed
-from scripts.emulation import data, make_engine, set_loads
-from scripts.loads import CASES, Phase
+from scripts.benchmarks.arms import quietly, say, timed
+from scripts.benchmarks.emulation import data, make_engine, set_loads
+from scripts.simulation.loads import CASES, Phase
 
 FEWER = 2  # stages, after a restart
 
