@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""How well the simulated 1F1B iteration predicts the measured one: random layer costs under random partitions.
+
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmarks/prediction.py --json prediction.json
+
+Layers sleep. Three predictions of each draw, with the sends that the engine's own decisions assume (a gloo send ends
+with its receipt) but for the first:
+
+"ideal": from the seconds that layers are told to sleep, with messages that take no time;
+"profile": from a profiled batch's seconds per layer, which is what DynMo decides with;
+"fitted": likewise, plus what DeepSpeed's engine takes for a pass beside its layers and for a message. Both are fitted
+to the first half of the draws, by least squares of the relative errors, and tried on the other half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
+
+import deepspeed
+import numpy as np
+import torch
+
+from ds_dynmo.partitioners import simulate
+from scripts.benchmarks.arms import quietly, say, timed
+from scripts.benchmarks.emulation import data, make_engine, set_loads
+from scripts.simulation.loads import Phase
+
+FIRST_STEP_SECONDS, LAST_STEP_SECONDS = 1e-3, 1e-6  # of the fit
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One pipeline that was timed.
+
+    Attributes:
+        seconds: of an iteration, the median.
+        told: forward and backward seconds that each stage is told to sleep, per micro-batch.
+        profiled: those that a profile saw.
+    """
+
+    seconds: float
+    told: tuple[list[float], list[float]]
+    profiled: tuple[list[float], list[float]]
+    partition: list[int]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the engine adds.
+
+    Attributes:
+        pass_seconds: to each forward and each backward pass of a stage.
+        link_seconds: to each message.
+    """
+
+    pass_seconds: float = 0.0
+    link_seconds: float = 0.0
+
+    def predicts(self, stages: tuple[list[float], list[float]], micro_batches: int) -> float:
+        """Seconds of an iteration."""
+        forward, backward = ([seconds + self.pass_seconds for seconds in passes] for passes in stages)
+        links = self.link_seconds if len(forward) > 1 else 0.0
+        return simulate(forward, backward, micro_batches, links, sends="rendezvous").iteration_seconds
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=12, help="of costs and a partition, default %(default)s")
+    parser.add_argument("--batches", type=int, default=3, help="that are timed of each, default %(default)s")
+    parser.add_argument("--layers-per-stage", type=int, default=3, help="on average, default %(default)s")
+    parser.add_argument("--micro-batches", type=int, default=16, help="per iteration, default %(default)s")
+    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer on average, default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of costs and partitions, default %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the draws and the errors here too")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.draws < 4 or min(given.batches, given.layers_per_stage, given.micro_batches) < 1:
+        parser.error("--draws should be at least 4, the other numbers at least 1")
+    return given
+
+
+def measure(arguments: argparse.Namespace) -> list[Draw]:
+    """Every draw, timed. Collective."""
+    stages = torch.distributed.get_world_size()
+    layers = stages * arguments.layers_per_stage
+    engine = quietly(partial(make_engine, "dense", layers=layers, micro_batches=arguments.micro_batches, interval=0))
+    chooser, batches, draws = np.random.default_rng(arguments.seed), data(), []
+    forward_seconds = arguments.forward_ms / 1e3
+    for number in range(arguments.draws):
+        shares = chooser.lognormal(sigma=0.6, size=(2, layers)).clip(0.2, 5.0)
+        phase = Phase(1, tuple(shares[0]), tuple(shares[1]), (1.0,) * layers)
+        inner = sorted(chooser.choice(np.arange(1, layers), size=stages - 1, replace=False).tolist())
+        partition = [0, *inner, layers]
+        set_loads(engine, Phase.of([0.0] * layers), forward_seconds)
+        engine.rebalance(partition)
+        set_loads(engine, phase, forward_seconds)
+        engine.model_changed("another draw")
+        engine.train_batch(batches)  # profiled
+        seconds = statistics.median(timed(lambda: engine.train_batch(batches)) for _ in range(arguments.batches))
+        told = (shares * np.array([[1.0], [2.0]]) * forward_seconds).tolist()
+        costs = engine.profile.layers
+        seen = [[cost.forward_seconds for cost in costs], [cost.backward_seconds for cost in costs]]
+        draws.append(Draw(seconds, _by_stage(told, partition), _by_stage(seen, partition), partition))
+        say(f"draw {number + 1} of {arguments.draws}: {seconds:.3f} s")
+    return draws
+
+
+def _by_stage(passes: list[list[float]], partition: list[int]) -> tuple[list[float], list[float]]:
+    forward, backward = ([0.0, *accumulate(seconds)] for seconds in passes)
+    ends = list(zip(partition, partition[1:]))
+    return [forward[stop] - forward[start] for start, stop in ends], [backward[b] - backward[a] for a, b in ends]
+
+
+def fit(draws: list[Draw], micro_batches: int) -> Fit:
+    """The two numbers that explain ``draws`` best, least squares of relative errors: a search by shrinking steps."""
+
+    def misfit(numbers: tuple[float, float]) -> float:
+        if min(numbers) < 0:
+            return math.inf
+        return sum((Fit(*numbers).predicts(draw.profiled, micro_batches) / draw.seconds - 1) ** 2 for draw in draws)
+
+    best, step = (0.0, 0.0), FIRST_STEP_SECONDS
+    least = misfit(best)
+    while step >= LAST_STEP_SECONDS:
+        around = [(best[0] + a * step, best[1] + b * step) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+        nearest = min(around, key=misfit)
+        if misfit(nearest) < least:
+            best, least = nearest, misfit(nearest)
+        else:
+            step /= 2
+    return Fit(*best)
+
+
+def errors_of(draws: list[Draw], fitted: Fit, micro_batches: int) -> dict[str, list[float]]:
+    """Relative errors of each prediction, by draw."""
+
+    def errors(predicted: list[float]) -> list[float]:
+        return [prediction / draw.seconds - 1 for prediction, draw in zip(predicted, draws)]
+
+    return {
+        "ideal": errors([simulate(*draw.told, micro_batches).iteration_seconds for draw in draws]),
+        "profile": errors([Fit().predicts(draw.profiled, micro_batches) for draw in draws]),
+        "fitted": errors([fitted.predicts(draw.profiled, micro_batches) for draw in draws]),
+    }
+
+
+def report(draws: list[Draw], arguments: argparse.Namespace) -> None:
+    """Fit to the first half, try on the other, print."""
+    half, stages = len(draws) // 2, len(draws[0].partition) - 1
+    fitted = fit(draws[:half], arguments.micro_batches)
+    errors = errors_of(draws[half:], fitted, arguments.micro_batches)
+    tried = f"{len(draws) - half} draws that were not fitted"
+    print(f"\n{stages} stages, {arguments.micro_batches} micro-batches, {tried}")
+    print(f"{'prediction':<12}{'mean error':>12}{'mean |error|':>14}{'largest':>10}")
+    for name, values in errors.items():
+        sizes = [abs(value) for value in values]
+        print(f"{name:<12}{statistics.fmean(values):>12.1%}{statistics.fmean(sizes):>14.1%}{max(sizes):>10.1%}")
+    print(f"fitted: {1e3 * fitted.pass_seconds:.2f} ms a pass, {1e3 * fitted.link_seconds:.2f} ms a message")
+    if arguments.json:
+        found = {"stages": stages, "fit": asdict(fitted), "errors": errors, "draws": [asdict(draw) for draw in draws]}
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def main() -> None:
+    arguments = parse(sys.argv[1:])
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    draws = measure(arguments)
+    if torch.distributed.get_rank() == 0:
+        report(draws, arguments)
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()
