@@ -18,14 +18,20 @@ from tests.distributed.workloads import Case, batches, build, sleeping_engine, s
 Sizes = Mapping[int, int | list[int]]  # after which step, to how many stages, or to which partition
 
 
-def train(case: Case, sizes: Sizes, steps: int) -> dict[str, Any]:
-    """Train ``steps`` batches, re-packing on the way; a rank that is released waits to be taken back."""
+def train(case: Case, sizes: Sizes, steps: int, halve_rates_at: int | None = None) -> dict[str, Any]:
+    """Train ``steps`` batches, re-packing on the way; a rank that is released waits to be taken back.
+
+    After ``halve_rates_at`` batches the ranks at work halve all learning rates by hand.
+    """
     engine = build(case)
     data = batches(engine)
     found: dict[str, Any] = {"home": dist.get_rank(), "losses": {}, "released": []}
     while engine.global_steps < steps:
         loss = engine.train_batch(data).item()
         found["losses"][engine.global_steps] = loss
+        if engine.global_steps == halve_rates_at:
+            for group in engine.optimizer.param_groups:
+                group["lr"] /= 2
         wanted = sizes.get(engine.global_steps)
         if wanted is not None:
             engine.repack(partition=wanted) if isinstance(wanted, list) else engine.repack(wanted)
@@ -38,6 +44,7 @@ def train(case: Case, sizes: Sizes, steps: int) -> dict[str, Any]:
             if not engine.wait_for_recall():
                 return {**found, "state": {}, "attributes": {}}
     found["state"] = state(engine)
+    found["rates"] = engine.get_lr()
     found["evaluation"] = engine.eval_batch(batches(engine, seed=7)).item()
     found["attributes"] = attributes(engine)
     found["reports"] = engine.repacks

@@ -98,6 +98,14 @@ def test_parked_ranks_come_back(precision: str, replicas: int) -> None:
     assert reports[0].released_ranks == tuple(range(replicas, 4 * replicas))
 
 
+def test_what_was_set_by_hand_meanwhile_is_told_to_a_rank_that_comes_back() -> None:
+    """Also to one that gets a layer without parameters only, which bring their groups' options with them."""
+    case = Case(stages=3, dynmo=PARK, groups="two")
+    came_back, stayed = (run(3, repack_workloads.train, case, sizes, 4, 2) for sizes in ({1: 1, 3: [0, 6, 7, 8]}, {}))
+    assert [r["rates"] for r in came_back] == [r["rates"] for r in stayed]
+    assert merged(came_back) == merged(stayed)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 def test_everything_built_once_is_right_afterwards(precision: str) -> None:
     """All plain attributes of engine, module, grid and optimizer are those of an engine built at that size."""

@@ -218,12 +218,13 @@ class ElasticEngine(EngineForModels):
 
     def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
         assert self._repacker is not None
-        old = tuple(self.partition)
-        if self._policy.restarts and len(new) != len(old):
-            return self._stop_for_restart(new, reason, verdict, decide_seconds)
+        old, step = tuple(self.partition), self.global_steps
         before, after = self._predicted(old), self._predicted(new)
         self._reporter.profiled(self._profile)  # afterwards it is of other stages
-        if len(new) < len(old):
+        if self._policy.restarts and len(new) != len(old):
+            done, saved = self._stop_for_restart(new)
+            verdict = f"{verdict}; {saved}"
+        elif len(new) < len(old):
             done = self._repacker.shrink(new, park=self._policy.parks)
             if self._repacker.world.home == 0:
                 self._tidy_up_at_exit()
@@ -234,7 +235,7 @@ class ElasticEngine(EngineForModels):
             moved = self._go_to(new, reason="explicit")
             done = Done((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         report = RepackReport(
-            step=self.global_steps,
+            step=step,
             reason=reason,
             old_partition=old,
             new_partition=new,
@@ -252,8 +253,8 @@ class ElasticEngine(EngineForModels):
         self._reporter.repacked(report, self.global_samples)
         return report
 
-    def _stop_for_restart(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
-        """Save, say how to go on, and release every rank."""
+    def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[Done, str]:
+        """Save, say how to go on, and release every rank; the last for the verdict."""
         assert self._repacker is not None
         began = time.perf_counter()
         folder, tag = str(self.dynmo.repack.checkpoint), f"global_step{self.global_steps}"
@@ -266,25 +267,10 @@ class ElasticEngine(EngineForModels):
                 write_launch(folder, launch)
 
         self._comm.gather_or_fail("writing how to go on", write)
-        report = RepackReport(
-            step=self.global_steps,
-            reason=reason,
-            old_partition=tuple(self.partition),
-            new_partition=new,
-            released_ranks=tuple(place.rank for place in self._repacker.places),
-            recalled_ranks=(),
-            iteration_seconds_before=self._predicted(tuple(self.partition)),
-            iteration_seconds_after=self._predicted(new),
-            layers_moved=0,
-            bytes_moved=0,
-            decide_seconds=decide_seconds,
-            migrate_seconds=time.perf_counter() - began,
-            world_seconds=0.0,
-            verdict=f"{verdict}; saved as {tag}, launch {ranks} ranks in {len(new) - 1} stages",
-        )
         self.released = True
-        self._reporter.repacked(report, self.global_samples)
-        return report
+        everyone = tuple(place.rank for place in self._repacker.places)
+        done = Done(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
+        return done, f"saved as {tag}, launch {ranks} ranks in {len(new) - 1} stages"
 
     def _tidy_up_at_exit(self) -> None:
         if not self._tidies_up and self._repacker is not None:
