@@ -1,0 +1,37 @@
+"""scripts/benchmarks/prediction.py: what is fitted, and what each prediction is made from."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scripts.benchmarks.prediction import Draw, Fit, errors_of, fit
+
+MICRO_BATCHES = 6
+
+
+def draws(true: Fit, count: int, seed: int) -> list[Draw]:
+    """Iterations that take just what ``true`` says."""
+    chooser = random.Random(seed)
+    found = []
+    for _ in range(count):
+        stages = tuple([chooser.uniform(low, 5 * low) for _ in range(4)] for low in (0.01, 0.02))
+        seen = (stages[0], stages[1])
+        found.append(Draw(true.predicts(seen, MICRO_BATCHES), seen, seen, [0, 1, 2, 3, 4]))
+    return found
+
+
+def test_what_the_engine_adds_is_found() -> None:
+    true = Fit(pass_seconds=0.0013, link_seconds=0.0006)
+    found = fit(draws(true, 4, seed=0), MICRO_BATCHES)
+    others = draws(true, 4, seed=1)
+    errors = errors_of(others, found, MICRO_BATCHES)
+    assert max(map(abs, errors["fitted"])) < 1e-3
+    assert max(errors["profile"]) < -0.01, "what the engine adds is not in the layers' own seconds"
+    assert all(ideal <= profile for ideal, profile in zip(errors["ideal"], errors["profile"]))
+
+
+def test_nothing_is_added_where_nothing_is() -> None:
+    found = fit(draws(Fit(), 3, seed=0), MICRO_BATCHES)
+    assert found.pass_seconds == pytest.approx(0.0, abs=2e-6) and found.link_seconds == pytest.approx(0.0, abs=2e-6)
