@@ -12,6 +12,6 @@ from scripts.simulation.loads import CASES
 
 def emulated(case: str) -> list[dict[str, Any]]:
     """A small run of the benchmark."""
-    sizes = ["--layers", "8", "--micro-batches", "2", "--forward-ms", "2", "--rounds", "1", "--batches", "1"]
+    sizes = ["--layers", "8", "--micro-batches", "2", "--forward-ms", "1", "--rounds", "1", "--batches", "1"]
     with engines_end_here():
         return emulated_rows(CASES[case], parse(sizes))
