@@ -93,7 +93,11 @@ class DynMoConfig(Block):
     randomness: RandomnessConfig = Field(
         default=RandomnessConfig(), description="what random draws in a layer depend on"
     )
-    timeout_seconds: float = Field(default=300.0, gt=0, description="how long a rebalance waits for the other ranks")
+    timeout_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long a rebalance waits for the other ranks, and a release for processes to end",
+    )
     report: str | None = Field(default=None, min_length=1, description="path of the JSON lines that rank 0 writes")
     log: bool = Field(default=True, description="one line per rebalance on rank 0")
     monitor: bool = Field(default=True, description="numbers to DeepSpeed's monitor under DynMo/")

@@ -52,8 +52,8 @@ class RepackConfig(Block):
         default="exit",
         description='what becomes of a released rank: "exit": its process ends; "park": it waits and can be taken '
         'back; "checkpoint": all ranks stop after a checkpoint, to be launched anew; "command": its process ends and '
-        'a program of yours is told; "kubernetes": likewise, its pod is released; "slurm": likewise, nodes without '
-        "ranks at work leave the job",
+        'a program of yours is told; "kubernetes": likewise, its pod is released; "slurm": likewise, nodes '
+        "on which all ranks were released leave the job",
     )
     checkpoint: str | None = Field(
         default=None, min_length=1, description='for release "checkpoint": the folder that it goes to'
@@ -72,7 +72,9 @@ class RepackConfig(Block):
     release_attempts: int = Field(
         default=5, ge=1, description="how often a release is tried that is refused, with longer and longer pauses"
     )
-    release_timeout_seconds: float = Field(default=60.0, gt=0, description="how long one attempt may take")
+    release_timeout_seconds: float = Field(
+        default=60.0, gt=0, description="how long one attempt, or one of its requests, may take"
+    )
 
     @field_validator("command", mode="plain")
     @classmethod

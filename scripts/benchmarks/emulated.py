@@ -17,7 +17,7 @@ import torch
 
 from ds_dynmo.partitioners import balanced
 from scripts.benchmarks.arms import Arm, profiling_seconds, quietly, say, timed, turns
-from scripts.benchmarks.emulation import data, make_engine, set_loads
+from scripts.benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from scripts.benchmarks.rows import Costs, Measured, Passes, Slice, rows
 from scripts.simulation.loads import Case, Phase
 from scripts.simulation.runs import ARMS, Setting
@@ -143,8 +143,7 @@ class Benchmark:
 
     def passes(self, phase: Phase) -> Passes:
         """What the layers sleep."""
-        forward = tuple(self.forward_seconds * share for share in phase.forward)
-        return forward, tuple(2 * self.forward_seconds * share for share in phase.backward)
+        return told_seconds(phase, self.forward_seconds)
 
     def go_to_best(self, arm: Arm, phase: Phase) -> None:
         """Where the true costs of ``phase`` are even."""

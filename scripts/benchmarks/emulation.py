@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
@@ -115,12 +116,24 @@ def make_engine(
     return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
 
 
+def told_seconds(phase: Phase, forward_seconds: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Forward and backward seconds per layer; a backward pass of a dense layer takes two forward passes."""
+    forward = tuple(forward_seconds * share for share in phase.forward)
+    return forward, tuple(2 * forward_seconds * share for share in phase.backward)
+
+
+def random_phase(chooser: np.random.Generator, layers: int, spread: float) -> Phase:
+    """Log-normal shares with a median of 1, forward and backward drawn apart; ``spread``: of their logarithm."""
+    forward, backward = chooser.lognormal(sigma=spread, size=(2, layers)).clip(0.2, 5.0).tolist()
+    return Phase(1, tuple(forward), tuple(backward), (1.0,) * layers)
+
+
 def set_loads(engine: Any, phase: Phase, forward_seconds: float) -> None:
-    """What the layers of this rank cost from here on; a backward pass of a dense layer takes two forward passes."""
+    """What the layers of this rank cost from here on."""
+    forward, backward = told_seconds(phase, forward_seconds)
     for layer, block in local_layers(engine.module):
         assert isinstance(block, EmulatedBlock)
-        block.forward_seconds = forward_seconds * phase.forward[layer]
-        block.backward_seconds = 2 * forward_seconds * phase.backward[layer]
+        block.forward_seconds, block.backward_seconds = forward[layer], backward[layer]
         block.train_share(phase.trainable[layer])
 
 

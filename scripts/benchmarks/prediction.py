@@ -8,17 +8,20 @@ with its receipt) but for the first:
 
 "ideal": from the seconds that layers are told to sleep, with messages that take no time;
 "profile": from a profiled batch's seconds per layer, which is what DynMo decides with;
-"fitted": likewise, plus what DeepSpeed's engine takes for a pass beside its layers and for a message. Both are fitted
-to the first half of the draws, by least squares of the relative errors, and tried on the other half.
+"fitted": likewise, plus what DeepSpeed's engine takes for a pass beside its layers, for a message, and once for an
+iteration (the optimizer's step, the loss). All three are fitted to the first half of the draws, by least squares of the
+relative errors, and tried on the other half.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -32,9 +35,9 @@ import torch
 
 from ds_dynmo.partitioners import simulate
 from scripts.benchmarks.arms import quietly, say, timed
-from scripts.benchmarks.emulation import data, make_engine, set_loads
-from scripts.simulation.loads import Phase
+from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 
+SPREAD = 0.6  # of the logarithm of costs
 FIRST_STEP_SECONDS, LAST_STEP_SECONDS = 1e-3, 1e-6  # of the fit
 
 
@@ -61,16 +64,19 @@ class Fit:
     Attributes:
         pass_seconds: to each forward and each backward pass of a stage.
         link_seconds: to each message.
+        iteration_seconds: once.
     """
 
     pass_seconds: float = 0.0
     link_seconds: float = 0.0
+    iteration_seconds: float = 0.0
 
     def predicts(self, stages: tuple[list[float], list[float]], micro_batches: int) -> float:
         """Seconds of an iteration."""
         forward, backward = ([seconds + self.pass_seconds for seconds in passes] for passes in stages)
         links = self.link_seconds if len(forward) > 1 else 0.0
-        return simulate(forward, backward, micro_batches, links, sends="rendezvous").iteration_seconds
+        found = simulate(forward, backward, micro_batches, links, sends="rendezvous")
+        return found.iteration_seconds + self.iteration_seconds
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -79,7 +85,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=3, help="that are timed of each, default %(default)s")
     parser.add_argument("--layers-per-stage", type=int, default=3, help="on average, default %(default)s")
     parser.add_argument("--micro-batches", type=int, default=16, help="per iteration, default %(default)s")
-    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer on average, default %(default)s")
+    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, the median, default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of costs and partitions, default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the draws and the errors here too")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -97,42 +103,43 @@ def measure(arguments: argparse.Namespace) -> list[Draw]:
     chooser, batches, draws = np.random.default_rng(arguments.seed), data(), []
     forward_seconds = arguments.forward_ms / 1e3
     for number in range(arguments.draws):
-        shares = chooser.lognormal(sigma=0.6, size=(2, layers)).clip(0.2, 5.0)
-        phase = Phase(1, tuple(shares[0]), tuple(shares[1]), (1.0,) * layers)
+        phase = random_phase(chooser, layers, SPREAD)
         inner = sorted(chooser.choice(np.arange(1, layers), size=stages - 1, replace=False).tolist())
         partition = [0, *inner, layers]
-        set_loads(engine, Phase.of([0.0] * layers), forward_seconds)
         engine.rebalance(partition)
         set_loads(engine, phase, forward_seconds)
         engine.model_changed("another draw")
         engine.train_batch(batches)  # profiled
         seconds = statistics.median(timed(lambda: engine.train_batch(batches)) for _ in range(arguments.batches))
-        told = (shares * np.array([[1.0], [2.0]]) * forward_seconds).tolist()
+        told = told_seconds(phase, forward_seconds)
         costs = engine.profile.layers
-        seen = [[cost.forward_seconds for cost in costs], [cost.backward_seconds for cost in costs]]
+        seen = tuple(cost.forward_seconds for cost in costs), tuple(cost.backward_seconds for cost in costs)
         draws.append(Draw(seconds, _by_stage(told, partition), _by_stage(seen, partition), partition))
         say(f"draw {number + 1} of {arguments.draws}: {seconds:.3f} s")
     return draws
 
 
-def _by_stage(passes: list[list[float]], partition: list[int]) -> tuple[list[float], list[float]]:
+def _by_stage(passes: Sequence[Sequence[float]], partition: list[int]) -> tuple[list[float], list[float]]:
     forward, backward = ([0.0, *accumulate(seconds)] for seconds in passes)
     ends = list(zip(partition, partition[1:]))
     return [forward[stop] - forward[start] for start, stop in ends], [backward[b] - backward[a] for a, b in ends]
 
 
 def fit(draws: list[Draw], micro_batches: int) -> Fit:
-    """The two numbers that explain ``draws`` best, least squares of relative errors: a search by shrinking steps."""
+    """The numbers that explain ``draws`` best, least squares of relative errors: a search by shrinking steps."""
 
-    def misfit(numbers: tuple[float, float]) -> float:
+    def misfit(numbers: tuple[float, ...]) -> float:
         if min(numbers) < 0:
             return math.inf
         return sum((Fit(*numbers).predicts(draw.profiled, micro_batches) / draw.seconds - 1) ** 2 for draw in draws)
 
-    best, step = (0.0, 0.0), FIRST_STEP_SECONDS
+    best, step = (0.0, 0.0, 0.0), FIRST_STEP_SECONDS
     least = misfit(best)
     while step >= LAST_STEP_SECONDS:
-        around = [(best[0] + a * step, best[1] + b * step) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+        around = [
+            (best[0] + a * step, best[1] + b * step, best[2] + c * step)
+            for a, b, c in itertools.product((-1, 0, 1), repeat=3)
+        ]
         nearest = min(around, key=misfit)
         if misfit(nearest) < least:
             best, least = nearest, misfit(nearest)
@@ -165,7 +172,8 @@ def report(draws: list[Draw], arguments: argparse.Namespace) -> None:
     for name, values in errors.items():
         sizes = [abs(value) for value in values]
         print(f"{name:<12}{statistics.fmean(values):>12.1%}{statistics.fmean(sizes):>14.1%}{max(sizes):>10.1%}")
-    print(f"fitted: {1e3 * fitted.pass_seconds:.2f} ms a pass, {1e3 * fitted.link_seconds:.2f} ms a message")
+    for name, value in asdict(fitted).items():
+        print(f"fitted {name}: {1e3 * value:.2f} ms")
     if arguments.json:
         found = {"stages": stages, "fit": asdict(fitted), "errors": errors, "draws": [asdict(draw) for draw in draws]}
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -16,7 +16,6 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
@@ -26,7 +25,7 @@ import torch
 
 from ds_dynmo.partitioners import PipelineModel, balanced, shortest
 from scripts.benchmarks.arms import quietly, say, timed
-from scripts.benchmarks.emulation import data, make_engine, set_loads
+from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 from scripts.simulation.loads import Phase
 
 MOST_TRIES = 1000  # at costs for which the two differ
@@ -47,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each partition, default %(default)s")
     parser.add_argument("--layers", type=int, default=32, help="default %(default)s")
     parser.add_argument("--micro-batches", type=int, default=4, help="per batch, default %(default)s")
-    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer on average, default %(default)s")
+    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, the median, default %(default)s")
     parser.add_argument("--spread", type=float, default=0.5, help="of costs, of their logarithm, default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the costs, default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the draws here too")
@@ -55,11 +54,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def both(shares: Any, arguments: argparse.Namespace, stages: int) -> tuple[list[list[int]], float]:
+def both(phase: Phase, arguments: argparse.Namespace, stages: int) -> tuple[list[list[int]], float]:
     """The partitions of "partition" and "schedule", and the predicted ratio."""
-    forward, backward = (
-        tuple((factor * arguments.forward_ms / 1e3 * row).tolist()) for factor, row in zip((1, 2), shares)
-    )
+    forward, backward = told_seconds(phase, arguments.forward_ms / 1e3)
     pipeline = PipelineModel(forward, backward, arguments.micro_batches, (1.0,) * stages)
     costs = [f + b for f, b in zip(forward, backward)]
     least = balanced(costs, stages)
@@ -76,13 +73,11 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Difference], int]:
     chooser, batches, alike = np.random.default_rng(arguments.seed), data(), 0
     found: list[Difference] = []
     while len(found) < arguments.draws and alike < MOST_TRIES:
-        shares = chooser.lognormal(sigma=arguments.spread, size=(2, arguments.layers)).clip(0.2, 5.0)
-        partitions, predicted = both(shares, arguments, stages)
+        phase = random_phase(chooser, arguments.layers, arguments.spread)
+        partitions, predicted = both(phase, arguments, stages)
         if partitions[0] == partitions[1]:
             alike += 1
             continue
-        set_loads(engine, Phase.of([0.0] * arguments.layers), 0.0)
-        phase = Phase(1, tuple(shares[0]), tuple(shares[1]), (1.0,) * arguments.layers)
         seconds: tuple[list[float], list[float]] = ([], [])
         for number in range(arguments.rounds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
@@ -101,7 +96,9 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed()
     found, alike = measure(arguments)
-    if torch.distributed.get_rank() == 0 and found:
+    if not found:
+        raise SystemExit(f"schedule.py: both balancers agree in all {alike} draws")
+    if torch.distributed.get_rank() == 0:
         stages = torch.distributed.get_world_size()
         print(f"\n{stages} stages, {arguments.layers} layers, {arguments.micro_batches} micro-batches: the balancers")
         print(

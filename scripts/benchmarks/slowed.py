@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmarks/slowed.py --rank 3 --factor 2
 
 Layers are alike and sleep; on one rank they begin to take ``factor`` times as long, as on an accelerator that gets too
-hot or that others use too. Nobody is told. Engines take turns: a static partition, DynMo with each balancer that
-knows of uneven ranks, and the oracle, which is handed the best partition for the true speeds.
+hot or that others use too. Nobody is told. Engines take turns of one interval each, decisions included: a static
+partition, DynMo with each balancer that knows of uneven ranks, and the oracle, which is handed the best partition for
+the true speeds.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch
 
 from ds_dynmo.partitioners import PipelineModel, shortest, uniform
 from scripts.benchmarks.arms import Arm, quietly, say, timed, turns
-from scripts.benchmarks.emulation import data, make_engine, set_loads, slow_down
+from scripts.benchmarks.emulation import data, make_engine, set_loads, slow_down, told_seconds
 from scripts.simulation.loads import Phase
 
 ARMS = {"static": "static_uniform", "partition": "partition_time", "schedule": "schedule", "oracle": "oracle"}
-AFTER = 3  # intervals that each engine trains on after the change, before it is timed
+MOST_INTERVALS = 12  # that an engine trains on until it has settled
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -52,6 +53,7 @@ class Slowed:
         self.arguments = arguments
         self.stages = torch.distributed.get_world_size()
         self.batches = data()
+        self.phase = Phase.of([1.0] * arguments.layers)
         sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": arguments.interval}
         block = {"profile": {"warmup_batches": 1}}
         self.arms = [
@@ -62,34 +64,41 @@ class Slowed:
             for name, arm in ARMS.items()
         ]
         for arm in self.arms:
-            set_loads(arm.engine, Phase.of([1.0] * arguments.layers), arguments.forward_ms / 1e3)
+            set_loads(arm.engine, self.phase, arguments.forward_ms / 1e3)
+
+    def train(self, arm: Arm) -> None:
+        """One interval, which ends with a decision."""
+        for _ in range(self.arguments.interval):
+            arm.engine.train_batch(self.batches)
 
     def time_all(self) -> dict[str, list[float]]:
-        """Seconds of a batch in each round, by engine. Collective."""
+        """Seconds of an interval in each round, by engine. Collective."""
         seconds: dict[str, list[float]] = {arm.name: [] for arm in self.arms}
         for number in range(self.arguments.rounds):
             for arm in turns(self.arms, number):
-                seconds[arm.name].append(timed(lambda arm=arm: arm.engine.train_batch(self.batches)))  # type: ignore[misc]
+                seconds[arm.name].append(timed(partial(self.train, arm)))
         return seconds
 
-    def settle(self) -> dict[str, int | None]:
-        """Some intervals of training; after how many batches each engine first moved."""
-        first: dict[str, int | None] = {}
+    def settle(self) -> dict[str, list[int]]:
+        """Trains until two decisions in a row move nothing; after how many batches each engine moved."""
+        moved: dict[str, list[int]] = {arm.name: [] for arm in self.arms}
         for arm in self.arms:
-            began, before = arm.engine.global_steps, arm.engine.partition
-            first[arm.name] = None
-            for _ in range(AFTER * self.arguments.interval):
-                arm.engine.train_batch(self.batches)
-                if first[arm.name] is None and arm.engine.partition != before:
-                    first[arm.name] = arm.engine.global_steps - began
-        return first
+            began, quiet = arm.engine.global_steps, 0
+            for _ in range(MOST_INTERVALS):
+                before = arm.engine.partition
+                self.train(arm)
+                quiet = quiet + 1 if arm.engine.partition == before else 0
+                if not quiet:
+                    moved[arm.name].append(arm.engine.global_steps - began)
+                if quiet == 2:
+                    break
+        return moved
 
     def best(self) -> list[int]:
         """The partition of the shortest simulated iteration, with the true speeds."""
-        forward = [self.arguments.forward_ms / 1e3] * self.arguments.layers
-        backward = [2 * seconds for seconds in forward]
+        forward, backward = told_seconds(self.phase, self.arguments.forward_ms / 1e3)
         speeds = tuple(1 / self.arguments.factor if rank == self.arguments.rank else 1.0 for rank in range(self.stages))
-        pipeline = PipelineModel(tuple(forward), tuple(backward), self.arguments.micro_batches, speeds)
+        pipeline = PipelineModel(forward, backward, self.arguments.micro_batches, speeds)
         costs = [f + b for f, b in zip(forward, backward)]
         start = uniform(self.arguments.layers, self.stages)
         return shortest(costs, self.stages, start=start, pipeline=pipeline)
@@ -102,18 +111,17 @@ class Slowed:
         if torch.distributed.get_rank() == self.arguments.rank:
             slow_down(self.arguments.factor)
         next(arm for arm in self.arms if arm.name == "oracle").engine.rebalance(self.best())
-        first = self.settle()
+        moved = self.settle()
         say("one rank is slow: engines have settled")
         during = self.time_all()
-        slow_down(1.0)
         healthy = statistics.median(before["static"])
         return {
             arm.name: {
                 "before": statistics.median(healthy / one for one in before[arm.name]),
                 "during": statistics.median(healthy / one for one in during[arm.name]),
                 "over_static": statistics.median(a / b for a, b in zip(during["static"], during[arm.name])),
-                "share_of_ideal": statistics.median(a / b for a, b in zip(during["oracle"], during[arm.name])),
-                "moved_after_batches": first[arm.name],
+                "share_of_oracle": statistics.median(a / b for a, b in zip(during["oracle"], during[arm.name])),
+                "moved_after_batches": moved[arm.name],
                 "partition": arm.engine.partition,
             }
             for arm in self.arms
@@ -124,18 +132,20 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(1)
     deepspeed.init_distributed()
+    if not 0 <= arguments.rank < torch.distributed.get_world_size():
+        raise SystemExit(f"slowed.py: --rank {arguments.rank}: there are {torch.distributed.get_world_size()} ranks")
     found = Slowed(arguments).measure()
     if torch.distributed.get_rank() == 0:
         print(
             "\nthroughput, of the static partition's before; rank", arguments.rank, f"then takes x {arguments.factor:g}"
         )
-        print(f"{'':<12}{'before':>9}{'during':>9}{'over static':>13}{'of ideal':>10}{'moved after':>13}  partition")
+        print(f"{'':<12}{'before':>9}{'during':>9}{'over static':>13}{'of oracle':>11}  moved after batches, to")
         for name, row in found.items():
             assert isinstance(row, dict)
-            moved = row["moved_after_batches"]
+            moved = ", ".join(map(str, row["moved_after_batches"])) or "-"
             print(
                 f"{name:<12}{row['before']:>9.2f}{row['during']:>9.2f}{row['over_static']:>13.2f}"
-                f"{row['share_of_ideal']:>10.2f}{moved if moved is not None else '-':>13}  {row['partition']}"
+                f"{row['share_of_oracle']:>11.2f}  {moved}: {row['partition']}"
             )
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=2) + "\n")

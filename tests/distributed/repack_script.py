@@ -1,10 +1,11 @@
-"""Launched by the deepspeed command: 3 stages, then 1, then 2 where the released ranks are parked."""
+"""Launched by the deepspeed command or by Slurm's: 3 stages, then 1, then 2 where the released ranks are parked."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -13,21 +14,28 @@ import deepspeed
 
 from tests.distributed.workloads import Case, batches, build
 
+DELAY_SECONDS = 4.0
+
 
 def main(folder: str, policy: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
     deepspeed.init_distributed("gloo")
-    engine = build(Case(stages=3, dynmo={"interval": 0, "repack": {"release": policy}}))
+    repack = {"release": policy, "release_delay_seconds": DELAY_SECONDS}
+    engine = build(Case(stages=3, dynmo={"interval": 0, "repack": repack}))
     data, losses = batches(engine), []
     while engine.global_steps < 6:
         losses.append(engine.train_batch(data).item())
         if engine.global_steps == 2:
             engine.repack(1)
+            if policy == "slurm" and not engine.released:
+                engine._messenger.finish()  # the nodes have left: the job goes on without them
         if engine.global_steps == 4 and policy == "park":
             engine.repack(2)
         if engine.released and not engine.wait_for_recall():
             break
     found = {"losses": losses, "steps": engine.global_steps, "released": engine.released}
+    if policy == "slurm" and engine.released:
+        time.sleep(2 * DELAY_SECONDS)  # a script that has something to do yet
     (Path(folder) / f"{policy}-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

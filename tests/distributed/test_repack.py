@@ -106,7 +106,7 @@ def test_parked_ranks_come_back(precision: str, replicas: int) -> None:
 
 
 def test_what_was_set_by_hand_meanwhile_is_told_to_a_rank_that_comes_back() -> None:
-    """Also to one that gets a layer without parameters only, which bring their groups' options with them."""
+    """Also to one that gets only a layer without parameters: parameters would have brought their groups' options."""
     case = Case(stages=3, dynmo=PARK, groups="two")
     came_back, stayed = (run(3, repack_workloads.train, case, sizes, 4, 2) for sizes in ({1: 1, 3: [0, 6, 7, 8]}, {}))
     assert [r["rates"] for r in came_back] == [r["rates"] for r in stayed]

@@ -17,12 +17,12 @@ SCRIPT = Path(__file__).with_name("repack_script.py")
 def test_the_nodes_of_released_ranks_leave_the_job_which_goes_on(tmp_path: Path) -> None:
     skip_without_slurm()
     (tmp_path / "cluster").mkdir()
-    cluster = Cluster(tmp_path / "cluster", nodes=3)
+    cluster = Cluster(tmp_path / "cluster", ["node1", "node2", "node3"])
     rank = "RANK=$SLURM_PROCID LOCAL_RANK=0 exec " + shlex.join([sys.executable, str(SCRIPT), str(tmp_path), "slurm"])
     try:
         job = cluster.run(
             f"export MASTER_ADDR=127.0.0.1 WORLD_SIZE=3 OMP_NUM_THREADS=1 MASTER_PORT={cluster.free_port}\n"
-            f"srun --ntasks=3 bash -c {shlex.quote(rank)}",
+            f"srun --ntasks=3 --wait=0 bash -c {shlex.quote(rank)}",
             nodes=3,
             folder=tmp_path,
         )

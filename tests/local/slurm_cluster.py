@@ -7,6 +7,8 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,30 +48,35 @@ def skip_without_slurm() -> None:
 
 
 class Cluster:
-    """Nodes node1, node2, ... that run as long as this does.
+    """Nodes of these names, which run as long as this does.
 
     Attributes:
         environment: makes Slurm's commands use it.
         free_port: of this machine, for a job.
     """
 
-    def __init__(self, folder: Path, nodes: int) -> None:
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._nodes = len(names)
         host = socket.gethostname().partition(".")[0]
-        *ports, self.free_port = _free_ports(nodes + 2)
+        *ports, self.free_port = _free_ports(len(names) + 2)
         lines = [
-            f"NodeName=node{number} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=1"
-            for number, port in enumerate(ports[1:], 1)
+            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=1"
+            for name, port in zip(names, ports[1:], strict=True)
         ]
         (folder / "state").mkdir()
-        for number in range(1, nodes + 1):
-            (folder / f"spool.node{number}").mkdir()
+        for name in names:
+            (folder / f"spool.{name}").mkdir()
         path = folder / "slurm.conf"
         path.write_text(CONFIGURATION.format(host=host, ports=ports, folder=folder, nodes="\n".join(lines)))
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.environment = {**kept, "SLURM_CONF": str(path)}
         self._daemons = [self._daemon("slurmctld", "-D", "-c")]
-        self._daemons += [self._daemon("slurmd", "-D", "-N", f"node{number}") for number in range(1, nodes + 1)]
-        self.say("srun", f"--nodes={nodes}", "true")  # comes back when all are there
+        self._daemons += [self._daemon("slurmd", "-D", "-N", name) for name in names]
+        try:
+            self.say("srun", f"--nodes={self._nodes}", "true")  # comes back when all are there
+        except BaseException:
+            self.close()
+            raise
 
     def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -78,7 +85,7 @@ class Cluster:
 
     def say(self, *command: str) -> str:
         """What a command of Slurm's prints; it has to succeed."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -88,11 +95,22 @@ class Cluster:
         assert granted is not None
         return granted[1]
 
+    def start(self, script: str, nodes: int, folder: Path) -> str:
+        """The number of a batch job of this script, which has begun."""
+        begun = folder / "begun"
+        os.mkfifo(begun)
+        number = self._submit(f"echo > {begun}\n{script}", nodes, folder)
+        begun.read_text()  # comes back when the script writes
+        return number
+
     def run(self, script: str, nodes: int, folder: Path) -> str:
-        """The number of a batch job of this script, which has ended."""
+        """The number of a batch job of this script, which has ended well."""
+        return self._submit(script, nodes, folder, "--wait")
+
+    def _submit(self, script: str, nodes: int, folder: Path, *flags: str) -> str:
         path = folder / "batch.sh"
         path.write_text(f"#!/bin/bash\n{script}\n")
-        command = ("sbatch", "--wait", "--parsable", f"--nodes={nodes}", f"--output={folder}/batch.out", str(path))
+        command = ("sbatch", "--parsable", f"--nodes={nodes}", f"--output={folder}/batch.out", *flags, str(path))
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, (folder / "batch.out").read_text() + done.stderr
         return done.stdout.strip()
@@ -106,7 +124,11 @@ class Cluster:
         return set(self.say("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split())
 
     def close(self) -> None:
-        """End the daemons and all that they started."""
+        """End all jobs, then the daemons."""
+        with suppress(subprocess.TimeoutExpired):
+            for command in (["scancel", "--user=root"], ["srun", f"--nodes={self._nodes}", "true"]):
+                # The second has all nodes when the jobs that held them are gone.
+                subprocess.run(command, env=self.environment, capture_output=True, timeout=30, check=False)
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:

@@ -23,8 +23,8 @@ def draws(true: Fit, count: int, seed: int) -> list[Draw]:
 
 
 def test_what_the_engine_adds_is_found() -> None:
-    true = Fit(pass_seconds=0.0013, link_seconds=0.0006)
-    found = fit(draws(true, 4, seed=0), MICRO_BATCHES)
+    true = Fit(pass_seconds=0.0013, link_seconds=0.0006, iteration_seconds=0.01)
+    found = fit(draws(true, 6, seed=0), MICRO_BATCHES)
     others = draws(true, 4, seed=1)
     errors = errors_of(others, found, MICRO_BATCHES)
     assert max(map(abs, errors["fitted"])) < 1e-3

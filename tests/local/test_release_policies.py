@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_dynmo.config import RepackConfig, parse_block
+from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.release import Place, ReleasePolicy, ReleaseRefused, policy_for
 from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.errors import ConfigError
 from tests.local.kubernetes_server import TOKEN, Server
+from tests.local.slurm_cluster import Cluster, skip_without_slurm
 
 GONE = [Place(1, "host-a", "cuda:1"), Place(2, "host-b", "cuda:0")]
 STAYING = [Place(0, "host-a", "cuda:0")]
@@ -43,10 +47,24 @@ def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
     return policy({"release": "kubernetes", "kubernetes": {"dry_run": False, **settings}}, server.secrets)
 
 
-@pytest.fixture(params=["exit", "park", "checkpoint", "command", "kubernetes"])
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of Slurm."""
+    skip_without_slurm()
+    started = Cluster(tmp_path, ["host-a", "host-b"])
+    monkeypatch.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
+    monkeypatch.setenv("SLURM_JOB_ID", started.allocate(2))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "host-a,host-b")
+    yield os.environ["SLURM_JOB_ID"]
+    started.close()
+
+
+@pytest.fixture(params=["exit", "park", "checkpoint", "command", "kubernetes", "slurm"])
 def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
     if request.param == "kubernetes":
         return kubernetes(request.getfixturevalue("server"))
+    if request.param == "slurm":
+        request.getfixturevalue("job")
     needs = {
         "command": {"command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]},
         "checkpoint": {"checkpoint": str(tmp_path)},
@@ -59,9 +77,10 @@ def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest)
     any_policy.release(GONE[:1], [*STAYING, GONE[1]])
     any_policy.release(GONE, STAYING)
     assert isinstance(any_policy.release(GONE, STAYING), str)
-    assert any_policy.parks == request.node.name.endswith("[park]")
-    assert any_policy.silent == (request.node.name.split("[")[1][:-1] in ("exit", "park", "checkpoint"))
-    assert any_policy.restarts == request.node.name.endswith("[checkpoint]")
+    name = request.node.callspec.params["any_policy"]
+    assert any_policy.parks == (name == "park")
+    assert any_policy.silent == (name in ("exit", "park", "checkpoint"))
+    assert any_policy.restarts == (name == "checkpoint")
 
 
 def test_a_command_is_told_who_is_free(tmp_path: Path) -> None:
@@ -174,10 +193,20 @@ def test_nobody_is_told_before_the_processes_end() -> None:
     assert looks == [[1, 2]] * 3 and pauses == [0.5, 0.5, 7.0] and len(stubborn.calls) == 1
 
 
-def test_a_process_that_hangs_is_not_waited_for_for_ever() -> None:
+def test_what_a_process_that_hangs_holds_is_not_given_back() -> None:
     stubborn = Stubborn(0)
-    _, pauses = deliver(stubborn, 5, ended=lambda _: False, patience_seconds=2.0)
-    assert pauses == [0.5] * 4 and len(stubborn.calls) == 1
+    said, pauses = deliver(stubborn, 5, ended=lambda _: False, patience_seconds=2.0)
+    assert pauses == [0.5] * 4 and not stubborn.calls
+    assert "ranks [1, 2] were released, but not all of their processes have ended within 2 s" in said[0]
+
+
+def test_released_processes_say_that_they_end() -> None:
+    store = torch.distributed.HashStore()
+    assert not parking.all_end(store, [1, 2])
+    parking.say_that_it_ends(store, 2)
+    assert not parking.all_end(store, [1, 2]) and parking.all_end(store, [2])
+    parking.say_that_it_ends(store, 1)
+    assert parking.all_end(store, [1, 2])
 
 
 def test_it_gives_up_in_the_end() -> None:

@@ -1,7 +1,7 @@
 """Calls a release policy beside the training, again and again where it is refused, and reports a refusal once.
 
 Whoever takes an accelerator back may kill what still runs there, and a killed process can fail the whole job. So the
-policy is called when the released processes have said that they end, and have had time to do so.
+policy is called when the released processes have said that they end, and have had time to do so; never before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Messenger:
         warn, inform: report a line, of a refusal and of what was done.
         attempts: how often a release is tried.
         ended: have the processes of these places said that they end?
-        patience_seconds: how long they are waited for; a process that hangs is given back all the same.
+        patience_seconds: how long they are waited for; what a process that hangs holds is not given back.
         delay_seconds: how long they have to end after they said so.
         pause: waits so many seconds, or less where the event is set; for tests.
     """
@@ -70,9 +70,14 @@ class Messenger:
     ) -> None:
         if before is not None:
             before.join()  # one attempt at a time
-        if self._wait_for_end(gone, replaced):
-            return
         ranks = [place.rank for place in gone]
+        if not self._wait_for_end(gone, replaced):
+            if not replaced.is_set():
+                self._warn(
+                    f"DynMo: ranks {ranks} were released, but not all of their processes have ended within "
+                    f"{self._patience_seconds:g} s: their accelerators are not given back"
+                )
+            return
         pause_seconds = _FIRST_PAUSE_SECONDS
         for attempt in range(1, self._attempts + 1):
             try:
@@ -91,10 +96,10 @@ class Messenger:
             self._warn(f"DynMo: ranks {ranks} were not given back in {self._attempts} attempts, they stay idle")
 
     def _wait_for_end(self, gone: Sequence[Place], replaced: threading.Event) -> bool:
-        """Wait for the processes of ``gone``; True if another release has taken the place of this one meanwhile."""
-        looks = int(self._patience_seconds / _LOOK_SECONDS)
-        while looks > 0 and not self._ended(gone):
-            looks -= 1
-            if self._pause(replaced, _LOOK_SECONDS):
-                return True
-        return bool(self._delay_seconds) and self._pause(replaced, self._delay_seconds)
+        """Have the processes of ``gone`` ended? False also if another release takes the place of this one meanwhile."""
+        waited_seconds = 0.0
+        while not self._ended(gone):
+            if waited_seconds >= self._patience_seconds or self._pause(replaced, _LOOK_SECONDS):
+                return False
+            waited_seconds += _LOOK_SECONDS
+        return not (self._delay_seconds and self._pause(replaced, self._delay_seconds))

@@ -1,4 +1,4 @@
-"""Give nodes back to Slurm: the running job is shrunk to the nodes that have ranks at work.
+"""Give nodes back to Slurm: those on which all ranks were released leave the running job.
 
 ``scontrol update`` takes whole nodes from a running job, which its owner may do, and kills what still runs on them.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ds_dynmo.engine.elastic.release.policy import Place, ReleaseRefused
 from ds_dynmo.errors import ConfigError
 
-JOB = "SLURM_JOB_ID"  # where Slurm tells a process its job
+JOB, NODES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"  # where Slurm tells a process its job, and with which nodes it began
 
 
 def check_scontrol() -> None:
@@ -44,34 +44,39 @@ class Slurm:
 
     def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
         """One update for all nodes; those that have left the job already count as done."""
-        job = os.environ.get(JOB)
-        if not job:
-            raise ReleaseRefused(f"this process does not run in a job of Slurm: {JOB} is not set")
+        job, began_with = os.environ.get(JOB), os.environ.get(NODES)
+        if not job or not began_with:
+            raise ReleaseRefused(f"this process does not run in a job of Slurm: {JOB} or {NODES} is not set")
+        hosts = {place.host for place in (*gone, *staying)}
+        if unknown := sorted(hosts - set(self._hostnames(began_with))):
+            raise ReleaseRefused(f"{unknown} are no nodes of job {job}, {began_with}: ranks should be started by srun")
         described = self._scontrol("show", "job", "--oneliner", job)
-        nodes = self._scontrol("show", "hostnames", _field("NodeList", described)).split()
         needed = {place.host for place in staying} | {_field("BatchHost", described)}
-        hosts = {place.host for place in gone}
-        leaving = [node for node in nodes if node in hosts - needed]
-        if leaving:
-            kept = ",".join(node for node in nodes if node not in leaving)
-            self._scontrol("update", f"JobId={job}", f"NodeList={kept}")
-        left = sorted(hosts - needed)
-        shared = sorted(hosts & needed)
-        text = f"nodes {left} have left job {job}" if left else ""
-        return text + ("; " if text and shared else "") + (f"nodes {shared} are needed and stay" if shared else "")
+        left = sorted({place.host for place in gone} - needed)
+        shared = sorted({place.host for place in gone} & needed)
+        nodes = self._hostnames(_field("NodeList", described))
+        kept = [node for node in nodes if node not in left]
+        if len(kept) < len(nodes):
+            self._scontrol("update", f"JobId={job}", f"NodeList={','.join(kept)}")
+        found = [f"nodes {left} have left job {job}" if left else "", f"nodes {shared} stay" if shared else ""]
+        return "; ".join(filter(None, found))
+
+    def _hostnames(self, nodes: str) -> list[str]:
+        """One by one."""
+        return self._scontrol("show", "hostnames", nodes).split()
 
     def _scontrol(self, *arguments: str) -> str:
         """What the command said. It leaves files in its working directory, for shells: not in the user's."""
         command = ["scontrol", *arguments]
-        with tempfile.TemporaryDirectory() as folder:
-            try:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run(
                     command, cwd=folder, capture_output=True, text=True, timeout=self._timeout_seconds, check=False
                 )
-            except subprocess.TimeoutExpired as error:
-                raise ReleaseRefused(f"{' '.join(command)}: no answer in {self._timeout_seconds:g} s") from error
-            except OSError as error:
-                raise ReleaseRefused(f"{' '.join(command)}: {error}") from error
+        except subprocess.TimeoutExpired as error:
+            raise ReleaseRefused(f"{' '.join(command)}: no answer in {self._timeout_seconds:g} s") from error
+        except OSError as error:
+            raise ReleaseRefused(f"{' '.join(command)}: {error}") from error
         if done.returncode:
             raise ReleaseRefused(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
         return done.stdout
