@@ -79,7 +79,7 @@ def test_it_is_the_model_with_all_experts_on_every_replica(name: str, clip: floa
     assert shares == blocks * 2 * 2  # replicas, weights of each
 
 
-@pytest.mark.parametrize("name", MODELS)
+@first
 def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(CaseRun(MODELS[name], replicas=2), undisturbed(name))
 

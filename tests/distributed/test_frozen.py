@@ -15,8 +15,9 @@ from tests.distributed.workloads import Case
 @pytest.mark.parametrize(
     ("interval", "reentrant", "replicas"),
     [
-        *((0, True, 1), (0, True, 2), (1, True, 1), (2, True, 1), (2, False, 2)),
-        *(pytest.param(*case, marks=pytest.mark.fuzz) for case in ((1, True, 2), (2, True, 2), (2, False, 1))),
+        *((0, True, 2), (1, True, 1), (2, True, 1), (2, False, 1)),
+        *(pytest.param(*case, marks=pytest.mark.fuzz) for case in ((0, True, 1), (1, True, 2), (2, True, 2))),
+        pytest.param(2, False, 2, marks=pytest.mark.fuzz),
     ],
 )
 def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: int) -> None:
@@ -35,9 +36,10 @@ def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: i
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
-        *(("bf16", 1), ("bf16 immediate", 1), ("bf16 zero1", 2), ("fp32 zero1", 2), ("bf16 zero1 fp32sums", 1)),
-        *(pytest.param(precision, 1, marks=pytest.mark.fuzz) for precision in ("bf16 zero1", "fp32 zero1")),
-        *(pytest.param(precision, 2, marks=pytest.mark.fuzz) for precision in ("bf16", "bf16 zero1 fp32sums")),
+        *(("bf16 immediate", 1), ("bf16 zero1", 2), ("fp32 zero1", 1), ("bf16 zero1 fp32sums", 1)),
+        *(pytest.param(precision, 1, marks=pytest.mark.fuzz) for precision in ("bf16", "bf16 zero1")),
+        *(pytest.param(precision, 2, marks=pytest.mark.fuzz) for precision in ("bf16", "fp32 zero1")),
+        pytest.param("bf16 zero1 fp32sums", 2, marks=pytest.mark.fuzz),
     ],
 )
 def test_freezing_takes_effect_under_every_wrapper(precision: str, replicas: int) -> None:

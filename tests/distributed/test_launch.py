@@ -51,7 +51,7 @@ def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
         assert found[rank] == [[still[rank]["losses"][:4], [0, 3, 8]], [still[rank]["losses"][4:], [0, 7, 8]]]
 
 
-@pytest.mark.parametrize("policy", ["exit", "park"])
+@pytest.mark.parametrize("policy", [pytest.param("exit", marks=pytest.mark.fuzz), "park"])
 def test_released_ranks_end_and_the_launcher_ends_well(policy: str, tmp_path: Path) -> None:
     """A rank that is not taken back ends when the job does, though nobody tells it but rank 0's end."""
     with socket.socket() as free:

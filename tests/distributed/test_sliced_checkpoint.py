@@ -22,7 +22,7 @@ LAYERS = topology_workloads.sliced_layers
 @pytest.mark.parametrize(
     ("case", "others"),
     [
-        pytest.param(replace(SLICED, tied=True, groups="two"), (1, 3), id="fp32"),
+        pytest.param(replace(SLICED, tied=True, groups="two"), (1,), id="fp32"),
         pytest.param(replace(SLICED, precision="bf16 zero1", tied=True), (3,), id="bf16 zero1"),
         pytest.param(replace(SLICED, precision="bf16", groups="two"), (1,), id="bf16", marks=pytest.mark.fuzz),
         pytest.param(
@@ -44,7 +44,7 @@ def test_a_run_goes_on_at_any_partition(tmp_path: Path, case: Case, others: tupl
         check_same(list(saved), run(other.ranks, work.load, other, str(tmp_path)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.fuzz), "bf16 zero1"])
 def test_stock_both_ways(tmp_path: Path, precision: str) -> None:
     case = replace(SLICED, precision=precision, clip=0.0, groups="two", scheduler=True, tied=True)
     for rank, ways in enumerate(run(4, work.between_stock_and_ours, case, str(tmp_path))):

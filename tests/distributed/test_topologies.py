@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import topology_workloads as work
-from tests.distributed.harness import RankError, run
+from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.test_bitwise import whole
 from tests.distributed.workloads import Case
 
@@ -32,8 +32,8 @@ def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int)
     case = Case(
         stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, slices=2, groups="two", blocks=4
     )
-    still = run(case.ranks, work.train_sliced, case, [])
-    moved = run(case.ranks, work.train_sliced, case, [[0, 2, 6], [0, 5, 6], [0, 1, 6]])
+    moves = [[0, 2, 6], [0, 5, 6], [0, 1, 6]]
+    still, moved = run_each(case.ranks, work.train_sliced, (case, []), (case, moves))
     assert moved[0]["moved"] > 0
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert [r["norm"] for r in moved] == [r["norm"] for r in still]
@@ -61,8 +61,8 @@ def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int)
     ],
 )
 def test_features(settings: dict[str, Any], module_options: dict[str, Any], lengths: bool) -> None:
-    still = run(2, work.train_feature, settings, module_options, [], lengths)
-    moved = run(2, work.train_feature, settings, module_options, MOVES, lengths)
+    calls = [(settings, module_options, moves, lengths) for moves in ([], MOVES)]
+    still, moved = run_each(2, work.train_feature, *calls)
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert whole(moved) == whole(still)
 
@@ -117,7 +117,8 @@ def test_logits() -> None:
 
 
 def test_data_given_to_initialize() -> None:
-    assert run(2, work.given_data, []) == run(2, work.given_data, MOVES)
+    still, moved = run_each(2, work.given_data, ([],), (MOVES,))
+    assert still == moved
 
 
 def test_one_stage() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.benchmarks.prediction import Draw, Fit, errors_of, fit
 
-MICRO_BATCHES = 6
+MICRO_BATCHES = 4
 
 
 def draws(true: Fit, count: int, seed: int) -> list[Draw]:
@@ -16,9 +16,9 @@ def draws(true: Fit, count: int, seed: int) -> list[Draw]:
     chooser = random.Random(seed)
     found = []
     for _ in range(count):
-        stages = tuple([chooser.uniform(low, 5 * low) for _ in range(4)] for low in (0.01, 0.02))
+        stages = tuple([chooser.uniform(low, 5 * low) for _ in range(3)] for low in (0.01, 0.02))
         seen = (stages[0], stages[1])
-        found.append(Draw(true.predicts(seen, MICRO_BATCHES), seen, seen, [0, 1, 2, 3, 4]))
+        found.append(Draw(true.predicts(seen, MICRO_BATCHES), seen, seen, [0, 1, 2, 3]))
     return found
 
 
