@@ -7,6 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.harness import run
 from tests.distributed.workloads import Case, train
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
@@ -14,6 +16,7 @@ from tests.local.slurm_cluster import Cluster, skip_without_slurm
 SCRIPT = Path(__file__).with_name("repack_script.py")
 
 
+@pytest.mark.fuzz
 def test_the_nodes_of_released_ranks_leave_the_job_which_goes_on(tmp_path: Path) -> None:
     skip_without_slurm()
     (tmp_path / "cluster").mkdir()
