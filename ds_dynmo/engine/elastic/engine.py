@@ -254,7 +254,7 @@ class ElasticEngine(EngineForModels):
         return report
 
     def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[Done, str]:
-        """Save, say how to go on, and release every rank; the last for the verdict."""
+        """Save, say how to go on, and release every rank; what was done, and a clause for the verdict."""
         assert self._repacker is not None
         began = time.perf_counter()
         folder, tag = str(self.dynmo.repack.checkpoint), f"global_step{self.global_steps}"
