@@ -18,8 +18,6 @@ from torch.distributed import distributed_c10d
 from scripts.benchmarks.rows import Costs, Slice
 from scripts.simulation.runs import DYNAMIC
 
-PROBES = 4  # pairs of a profiled and a plain batch
-
 
 @dataclass
 class Arm:
@@ -63,10 +61,10 @@ def timed(batch: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def profiling_seconds(arm: Arm, batch: Callable[[], Any]) -> float:
+def profiling_seconds(arm: Arm, batch: Callable[[], Any], pairs: int) -> float:
     """By how much a profiled batch takes longer than a plain one, in turns, on an engine that never moves."""
     extra = []
-    for pair in range(PROBES):
+    for pair in range(pairs):
         seconds = {}
         for profiled in (True, False) if pair % 2 else (False, True):
             if profiled:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,6 +25,8 @@ from scripts.simulation.runs import ARMS, Setting
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
+LASTING_MS, CHANGING_MS = 8.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
+PROBES = 6  # pairs of a profiled and a plain batch
 
 
 def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -48,39 +51,44 @@ class Benchmark:
         sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": case.interval}
         self.arms = [Arm(name, quietly(partial(make_engine, name, **sizes))) for name in ARMS]
         self.dense = Phase.of([1.0] * arguments.layers)
+        self.rounds = arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
+        count = PHASES if self.lasting else 1 + self.rounds * arguments.batches
+        self.phases = case.phases(arguments.layers, count, seed=arguments.seed)
+        mean_ms = arguments.forward_ms or (LASTING_MS if self.lasting else CHANGING_MS)
+        self.mean_share = mean_share(self.phases)
+        self.forward_seconds = mean_ms / 1e3 / self.mean_share  # of a dense layer
 
     def measure(self) -> None:
         """Fills the rounds of every arm. Collective."""
         self.say("engines are built")
         profiling = self.probe()
-        rounds = self.arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
         for arm in self.arms:
-            arm.rounds = [[] for _ in range(rounds)]
+            arm.rounds = [[] for _ in range(self.rounds)]
         if self.lasting:
             self.measure_lasting(profiling)
         else:
             self.measure_changing(profiling)
 
     def probe(self) -> float:
-        """Seconds that a profile adds to a batch."""
+        """Seconds that a profile adds to a batch, of mean layers."""
         dense = next(arm for arm in self.arms if arm.name == "dense")
-        set_loads(dense.engine, self.dense, self.forward_seconds)
+        set_loads(dense.engine, self.dense, self.forward_seconds * self.mean_share)
         self.timed_batch(dense), self.timed_batch(dense)
-        return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches))
+        return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches), PROBES)
 
     # -- loads that change in every iteration ----------------------------------------------------------
 
     def measure_changing(self, profiling: float) -> None:
         size = self.arguments.batches
-        phases = self.case.phases(self.arguments.layers, 1 + len(self.arms[0].rounds) * size, seed=self.arguments.seed)
+        phases = self.phases
         for arm in self.arms:  # the first iteration, before which nothing is known, is not counted
             set_loads(arm.engine, self.phase_of(arm, phases[0]), self.forward_seconds)
             self.timed_batch(arm), arm.new_costs()
-        for number in range(len(self.arms[0].rounds)):
+        for number in range(self.rounds):
             for arm in turns(self.arms, number):
                 for place in range(1 + number * size, 1 + (number + 1) * size):
                     arm.rounds[number].append(self.one_iteration(arm, phases[place], phases[place - 1], profiling))
-            self.say(f"round {number + 1} of {len(self.arms[0].rounds)}")
+            self.say(f"round {number + 1} of {self.rounds}")
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
         """Off the clock the oracle goes to where the loads of the iteration before are even."""
@@ -96,8 +104,7 @@ class Benchmark:
     # -- loads that last -------------------------------------------------------------------------------
 
     def measure_lasting(self, profiling: float) -> None:
-        phases = self.case.phases(self.arguments.layers, PHASES, seed=self.arguments.seed)
-        for number, phase in enumerate(phases):
+        for number, phase in enumerate(self.phases):
             begun = [(arm, *self.change(arm, phase, profiling)) for arm in self.arms]
             for turn in range(self.arguments.rounds):
                 for arm, lag, lag_seconds, costs in turns(begun, turn):
@@ -106,7 +113,7 @@ class Benchmark:
                     passes = self.passes(self.phase_of(arm, phase))
                     done = Slice(phase.iterations, seconds, passes, tuple(arm.engine.partition), costs)
                     arm.rounds[turn].append(done)
-            self.say(f"phase {number + 1} of {len(phases)}")
+            self.say(f"phase {number + 1} of {len(self.phases)}")
 
     def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[int, float, Costs]:
         """Loads become those of ``phase``; a dynamic engine decides.
@@ -131,10 +138,6 @@ class Benchmark:
 
     # -- small parts -----------------------------------------------------------------------------------
 
-    @property
-    def forward_seconds(self) -> float:
-        return float(self.arguments.forward_ms / 1e3)
-
     def timed_batch(self, arm: Arm) -> float:
         return timed(lambda: arm.engine.train_batch(self.batches))
 
@@ -152,3 +155,10 @@ class Benchmark:
 
     def say(self, what: str) -> None:
         say(f"{self.case.name}: {what}, {time.perf_counter() - self.began:.0f} s")
+
+
+def mean_share(phases: Sequence[Phase]) -> float:
+    """Of a dense layer, what a layer takes on average; a dense backward pass takes two forward passes."""
+    return statistics.fmean(
+        (forward + 2 * backward) / 3 for phase in phases for forward, backward in zip(phase.forward, phase.backward)
+    )

@@ -24,6 +24,7 @@ from scripts.simulation.runs import ARMS, STATICS
 
 REFERENCE = "partition_time"
 NOT_KNOWN_YET: Passes = ((), ())
+PROBES = 4  # pairs of a profiled and a plain batch
 
 
 def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -33,7 +34,7 @@ def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, objec
     dense = next(one for one in trained if one.arm.name == "dense")
     dense.batch(0)
     dense.batch(0)
-    profiling = profiling_seconds(dense.arm, lambda: dense.batch(0))
+    profiling = profiling_seconds(dense.arm, lambda: dense.batch(0), PROBES)
     size = arguments.steps // arguments.rounds
     reference = next(one.arm.engine for one in trained if one.arm.name == REFERENCE)
     profiles: list[Profile | None] = []
