@@ -87,20 +87,27 @@ def build_engine(run: Run) -> Any:
     return engine
 
 
-def train(run: Run, engine: Any) -> History:
-    """Trains up to ``run.stop``, on every rank alike."""
-    history = History()
+def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
+    """What changes the model's work while it trains."""
     cases = dynamic_cases(run.model, engine, total_steps=run.steps)
     if run.resumed is not None:
         for case in cases:
             case.load_state_dict(run.resumed["cases"][case.name])
+    for case in cases if engine.dynmo is not None else ():
+        engine.share_state(case.name, case)
+    return cases
+
+
+def train(run: Run, engine: Any, cases: list[DynamicCase]) -> History:
+    """Trains up to ``run.stop``, on every rank alike; ranks that joined a run take part once it calls them."""
+    history = History()
+    if not engine.wait_for_recall():
+        return history
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
     caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
     if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
         progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
-    for case in cases if engine.dynmo is not None else ():
-        engine.share_state(case.name, case)
     while engine.global_steps < run.stop:
         for case in cases:
             case.before_batch(engine.global_steps)
@@ -179,7 +186,7 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, PartitionError) as error:
         return refuse(error)
 
-    first_rank = int(os.environ["RANK"]) == 0
+    first_rank = int(os.environ["RANK"]) == 0 and run.join is None
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # every stage has a process of its own on this machine
     get_accelerator().set_device(run.local_rank)
@@ -202,9 +209,12 @@ def main(arguments: list[str]) -> int:
     deepspeed.init_distributed()
     try:
         engine = build_engine(run)
+        cases = build_cases(run, engine)
+        if run.join is not None:
+            engine.join(run.join)
     except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse(error)
-    history = train(run, engine)
+    history = train(run, engine, cases)
     if first_rank:
         numbers = summary(run, engine, history)
         write_record(run.report, numbers, "a")

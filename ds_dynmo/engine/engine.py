@@ -69,6 +69,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._origin = checkpoint.Origin.of(self)
         self._tracer = Tracer(dynmo.trace, self, clock, self._reporter.warn) if dynmo.trace is not None else None
         self._agree_on_trainable("initialize")
+        self._announce()
 
     # -- public ---------------------------------------------------------------------------------------
 

@@ -203,6 +203,13 @@ class FlatState:
     def use_grid(self) -> None:
         self._wrapper.use_grid(self._grid)
 
+    def clear(self) -> None:
+        self._exchanged, self._weights_lead = {}, False
+        for group in self._wrapper.groups:
+            for parameter in group:
+                unbind(parameter)
+        self.load([], {}, {}, {})
+
     def forget(self) -> None:
         for master in self._wrapper.masters:
             self._wrapper.inner.state.pop(master, None)

@@ -57,6 +57,10 @@ class OptimizerState(Protocol):
         """The grid that was given at the start is now that of another world."""
         ...
 
+    def clear(self) -> None:
+        """All layers of this stage are gone without having been sent: let go of all parameters."""
+        ...
+
     def forget(self) -> None:
         """This stage has no layer any more: let go of all that is still held."""
         ...
@@ -153,6 +157,12 @@ class PerParameterState:
 
     def use_grid(self) -> None:
         pass
+
+    def clear(self) -> None:
+        for group in self._groups:
+            group["params"] = []
+            group.pop("param_names", None)
+        self._state.clear()
 
     def forget(self) -> None:
         self._state.clear()

@@ -32,6 +32,11 @@ class Reporter:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
+    def mute(self) -> None:
+        """Another rank reports from now on, of another job."""
+        self._is_first_rank = self._log = False
+        self._path = self._monitor = None
+
     def rebalanced(self, report: RebalanceReport, samples: int) -> None:
         """Record a decision. ``samples`` is DeepSpeed's x-axis for monitors."""
         self.rebalances.append(report)

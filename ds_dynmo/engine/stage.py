@@ -185,6 +185,16 @@ class StageLayers:
         module.is_checkpointable_results_interval = None  # stale results would silently skip layers
         module._precompute_checkpointable_values()
 
+    def clear(self) -> None:
+        """Let go of all layers, and of their memory whoever still holds them."""
+        for index, layer in self.modules().items():
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.new_empty(0)
+            if isinstance(self.spec(index), nn.Module):
+                self.spec(index).to_empty(device="meta")
+        self.rebuild([0, 0], 0, {})
+        self._module.tied_comms = {}
+
     def renumber(self, partition: Sequence[int], stage: int) -> None:
         """The same layers, as this stage of another number of stages. :meth:`tie` or a migration follows."""
         module = self._module

@@ -38,6 +38,8 @@ def _check_cost(layer: int, cost: float) -> float:
 
 
 def _plain(cost: float) -> float:
+    if type(cost) is float:
+        return cost
     if cost is None or isinstance(cost, str | bytes):
         raise TypeError(f"{cost!r} is no number")
     try:

@@ -46,7 +46,8 @@ class CostHistory:
     @property
     def errors(self) -> tuple[float, ...]:
         """Per layer, the relative standard error of its smoothed cost."""
-        return tuple(self.noise / math.sqrt(count) for _, _, count in self._means)
+        noise = self.noise
+        return tuple(noise / math.sqrt(count) for _, _, count in self._means)
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
@@ -139,9 +140,10 @@ class CostHistory:
                 mean[:2] = mean[0] * ratio, mean[1] * ratio
 
     def _take(self, layers: Sequence[LayerCost], changed: set[int]) -> None:
+        noise = self.noise
         for layer, (cost, mean) in enumerate(zip(layers, self._means)):
             known, count = mean[0] + mean[1], mean[2]
-            tolerance = _CHANGED * self.noise * math.sqrt(1 + 1 / count)
+            tolerance = _CHANGED * noise * math.sqrt(1 + 1 / count)
             same = known > 0 and cost.seconds > 0 and abs(math.log(cost.seconds / known)) <= tolerance
             if not same or layer in changed:
                 mean[:] = cost.forward_seconds, cost.backward_seconds, 1

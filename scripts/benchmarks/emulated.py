@@ -25,7 +25,7 @@ from scripts.simulation.runs import ARMS, Setting
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
-LASTING_MS, CHANGING_MS = 8.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
+LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
 PROBES = 6  # pairs of a profiled and a plain batch
 
 

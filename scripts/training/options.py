@@ -27,6 +27,7 @@ class Run:
         stop: after so many of them this part of the run ends.
         save_interval: batches between checkpoints; None: there is one when this part ends.
         resumed: what :data:`RESUME_FILE` says of the run that goes on; None for one that begins.
+        join: where the run is, HOST:PORT, that these processes join; None: they are a run of their own.
     """
 
     settings: dict[str, Any]
@@ -41,6 +42,7 @@ class Run:
     save_interval: int | None
     resume: Path | None
     resumed: dict[str, Any] | None
+    join: str | None
 
     @property
     def first_step(self) -> int:
@@ -67,6 +69,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="write one after every N batches, too")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint in it")
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help="give these processes to the run there, begun with the same arguments"
+    )
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -102,6 +107,8 @@ def prepare(arguments: list[str]) -> Run:
     settings = dict(settings)
     if dynmo is not None:
         settings["dynmo"] = dict(settings["dynmo"])
+    elif args.join is not None:
+        raise ConfigError(f'--join {args.join}: needs a "dynmo" block, stock DeepSpeed has no run that can be joined')
     if args.trace is not None:
         if dynmo is None:
             raise ConfigError(f'--trace {args.trace[0]}: needs a "dynmo" block, stock DeepSpeed records none')
@@ -117,7 +124,9 @@ def prepare(arguments: list[str]) -> Run:
     stop = steps if args.stop_at is None else args.stop_at
     if not first_step < stop <= steps:
         raise ConfigError(f"--stop-at {stop}: should be in {first_step + 1} to {steps}, the steps that are left")
+    settings["training"] = {"steps": steps, "stop_at": stop, "save_interval": args.save_interval, "data": text.name}
     if args.save is not None:
+        settings["training"]["save"] = str(args.save)
         with refusing("--save", args.save):
             args.save.mkdir(parents=True, exist_ok=True)
     report = args.report
@@ -142,6 +151,7 @@ def prepare(arguments: list[str]) -> Run:
         save_interval=args.save_interval,
         resume=args.resume,
         resumed=resumed,
+        join=args.join,
     )
 
 

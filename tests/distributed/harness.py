@@ -22,12 +22,15 @@ class RankError(RuntimeError):
     """A rank raised or died; the message holds its traceback."""
 
 
-def run(num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
+def run(
+    num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 240.0, port: int | None = None
+) -> list[Any]:
     """``function(*args)`` on every rank of a fresh gloo world; the results in rank order.
 
     Args:
         function: importable by name; DeepSpeed's communication is initialized when it is called.
         seconds: after which all ranks are killed.
+        port: of a ``TCPStore`` on this machine, to meet there.
 
     Raises:
         RankError: a rank raised, died, or was not done in time.
@@ -38,7 +41,7 @@ def run(num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, num_ranks, folder, theirs, function, args))
+            process = context.Process(target=_rank_main, args=(rank, num_ranks, folder, port, theirs, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -80,7 +83,13 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, num_ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    port: int | None,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
     output = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT)
@@ -93,7 +102,9 @@ def _rank_main(
         import tests.distributed.preload  # a fork server started in another folder could not  # noqa: F401
 
         torch.set_num_threads(1)
-        store = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
+        store: Any = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
+        if port is not None:
+            store = torch.distributed.TCPStore("localhost", port, is_master=False)
         torch.distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT
         )

@@ -8,7 +8,7 @@ from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from ds_dynmo.models import language_model_loss, model_layers
-from scripts.train import batches, build_engine, train
+from scripts.train import batches, build_cases, build_engine, train
 from scripts.training.options import prepare
 from tests.distributed import workloads
 
@@ -17,28 +17,35 @@ class Killed(Exception):
     """Stands in for what ends a job in the middle."""
 
 
-def run_script(arguments: list[str], killed_in: int | None = None) -> dict[str, Any]:
+def run_script(arguments: list[str], killed_in: int | None = None, joined_in: int | None = None) -> dict[str, Any]:
     """What scripts/train.py trains once its ranks have met.
 
     Args:
         killed_in: the step, counted from 1, in the middle of which everything ends.
+        joined_in: the step before which another rank has joined.
     """
     run = prepare(arguments)
     engine = build_engine(run)
+    cases = build_cases(run, engine)
+    if run.join is not None:
+        engine.join(run.join)
     train_batch = engine.train_batch
 
     def until_killed(data: Any) -> Any:
         if engine.global_steps + 1 == killed_in:
             raise Killed
+        if engine.global_steps + 1 == joined_in:
+            engine._repacker.world.store.wait(["place/1"])
         return train_batch(data)
 
     engine.train_batch = until_killed
     try:
-        history = train(run, engine)
+        history = train(run, engine, cases)
     except Killed:
         return {}
     return {
         "losses": history.losses,
+        "ranks": history.ranks,
         "validation": history.validation_losses,
         "state": workloads.state(engine),
         "replica": engine.grid.get_data_parallel_id(),
@@ -57,7 +64,7 @@ def losses_apart(arguments: list[str]) -> dict[str, Any]:
     totals = [plain.train_batch(data.iterate(step * plain.micro_batches)).item() for step in range(run.steps)]
     engine = build_engine(run)
     evaluated = engine.eval_batch(data.iterate(0)).item()
-    history = train(run, engine)
+    history = train(run, engine, build_cases(run, engine))
     return {
         "totals": totals,
         "plain": workloads.state(plain),

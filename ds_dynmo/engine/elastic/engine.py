@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.engine.elastic.repacking import Done, Repacker
 from ds_dynmo.engine.for_models import EngineForModels
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
+from ds_dynmo.partitioners import Packing
 from ds_dynmo.plan import Profile, RebalanceReport, RepackReport, check_partition
 
 
@@ -99,8 +101,11 @@ class ElasticEngine(EngineForModels):
             self._train_until_profiled()
         began = time.perf_counter()
         self._comm.enter("repack")
+        self._welcome()
         facts = self._gather_facts(profiled=self._profile is not None)
+        assert self._repacker is not None
         new, verdict = self._agreed(lambda: self._new_partition(num_stages, partition, facts))
+        self._repacker.newcomers = False
         return self._repack(new, "by hand", verdict, time.perf_counter() - began)
 
     @property
@@ -109,20 +114,51 @@ class ElasticEngine(EngineForModels):
         return [] if self.dynmo is None else self._reporter.repacks
 
     def wait_for_recall(self) -> bool:
-        """On a released rank: wait until it is taken back, True, or until the job has ended, False.
+        """On a released rank, or one that joined: wait until it is called, True, or until the job has ended, False.
 
         True at once on a rank that was not released, False at once where released ranks are not parked.
         """
         if not self.released:
             return True
         assert self._repacker is not None
-        if not self._policy.parks:
+        if not (self._policy.parks or self._repacker.joined):
             return False
         call = parking.await_call(self._repacker.world.store, self._repacker.world.home)
         if call is None:
             return False
         self._repacker.answer(call)
         return True
+
+    def join(self, job: Any) -> None:
+        """Offer the ranks of this launch to a job that runs already, as stages that it can call like parked ones.
+
+        Collective over this launch. Run the job's script with its arguments, in a launch of its own of any number of
+        stages that holds the model, with as many replicas as the job; call this before the training loop and
+        :meth:`wait_for_recall` next. ``released`` is True until the job calls: by ``repack``, or because throughput
+        asks for it. A rank reads on where the job is in ``training_data``; data that the script makes itself has to
+        begin at ``global_steps``, as after a checkpoint was loaded.
+
+        Args:
+            job: "HOST:PORT", the job's MASTER_ADDR and MASTER_PORT; or the ``torch.distributed.Store`` of its launch.
+
+        Raises:
+            ConfigError: no job is there, or it differs in its model, configuration, replicas or versions (says in
+                which), or this engine has no "dynmo" block or one that is switched off. Nothing has changed.
+            MigrationError: a rank of this launch failed.
+        """
+        self._require_enabled("join")
+        assert self._repacker is not None
+        self._comm.enter("join")
+        self._repacker.join(job)
+        self._reporter.mute()
+
+    def most_stages(self) -> int:
+        """How many stages :meth:`repack` can go on with now: at work, parked or joined. Collective."""
+        self._require_enabled("most_stages")
+        assert self._repacker is not None
+        self._comm.enter("most_stages")
+        self._welcome()
+        return self._repacker.most_stages
 
     def dismiss_parked(self) -> None:
         """Tell parked ranks that the job has ended: their ``wait_for_recall`` gives False.
@@ -143,9 +179,22 @@ class ElasticEngine(EngineForModels):
 
     # -- wiring ---------------------------------------------------------------------------------------
 
+    def _announce(self) -> None:
+        assert self._repacker is not None
+        self._repacker.announce()
+
+    def _welcome(self) -> None:
+        """Ranks that have joined can be called from now on. Collective."""
+        assert self._repacker is not None
+        arrived = self._repacker.welcome()
+        if arrived:
+            self._inform(f"DynMo: ranks {list(arrived)} have joined and can be called")
+            if self._repacker.world.home == 0:
+                self._tidy_up_at_exit()
+
     def _catch_up(self, data_iter: Any) -> None:
         assert self._repacker is not None
-        self._repacker.catch_up(data_iter)
+        self._repacker.data.before_batch(data_iter)
 
     def _gather_facts(self, *, profiled: bool) -> Facts:
         """All that has to be gathered for a decision. Collective."""
@@ -171,7 +220,20 @@ class ElasticEngine(EngineForModels):
         planner = self._planner(facts.memory_limit, smoothed=False)
         if count is not None:
             return planner.onto(count).partition, "explicit"
-        return planner.best().partition, f"best by planner {self.dynmo.repack.planner}"
+        return self._best(planner).partition, f"best by planner {self.dynmo.repack.planner}"
+
+    def _best(self, planner: Planner) -> Packing:
+        """As the planner says; ranks that joined since the last decision are taken if that makes training faster.
+
+        What they make of its throughput is then what counts as that of its start: else they would be released next.
+        """
+        assert self._repacker is not None
+        if self._repacker.newcomers:
+            fastest = planner.fastest()
+            if len(fastest.partition) > len(self.partition):
+                self._experience.first_seconds = min(planner.first_seconds or math.inf, fastest.iteration_seconds)
+                return fastest
+        return planner.best()
 
     def _agreed(self, decide: Callable[[], tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:
         """What ``decide`` gives, the same partition on every rank. Collective.
@@ -198,9 +260,12 @@ class ElasticEngine(EngineForModels):
     def _repack_if_better(self, reason: str) -> bool:
         """At a decision: re-pack if the planner finds another number of stages better; False if it does not."""
         began = time.perf_counter()
+        assert self._repacker is not None
         self._comm.enter("repack")
+        self._welcome()
         limit = self._memory_limit_bytes()
-        new, _ = self._agreed(lambda: (self._planner(limit, smoothed=True).best().partition, ""))
+        new, _ = self._agreed(lambda: (self._best(self._planner(limit, smoothed=True)).partition, ""))
+        self._repacker.newcomers = False
         if len(new) == len(self.partition):
             return False
         self._repack(new, reason, f"best by planner {self.dynmo.repack.planner}", time.perf_counter() - began)
@@ -268,7 +333,7 @@ class ElasticEngine(EngineForModels):
 
         self._comm.gather_or_fail("writing how to go on", write)
         self.released = True
-        everyone = tuple(place.rank for place in self._repacker.places)
+        everyone = self._repacker.world.homes(self._repacker.world.stages)
         done = Done(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
         return done, f"saved as {tag}, launch {ranks} ranks in {len(new) - 1} stages"
 

@@ -19,12 +19,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.checkpoint.progress import counters_of, restore_counters
-from ds_dynmo.engine.elastic import parking
+from ds_dynmo.engine.elastic import joining, parking
+from ds_dynmo.engine.elastic.data import DataPosition
 from ds_dynmo.engine.elastic.release import Place
-from ds_dynmo.engine.elastic.world import World, forget_batch, refit_deepspeed
+from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed, store_at
 from ds_dynmo.engine.migration import migrate
 from ds_dynmo.engine.parameter_groups import options_of
-from ds_dynmo.errors import MigrationError, PartitionError
+from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.partitioners import hosts, with_empty
 from ds_dynmo.plan import MigrationPlan
 
@@ -47,13 +48,15 @@ class Standing:
 
     Attributes:
         old: boundaries, with those stages empty; ``new``: as they are to be.
-        parked: stages of the launch that stay parked.
+        parked: stages of the job that stay parked.
+        places: where every rank runs.
         job: pickled, all that the ranks count alike.
     """
 
     old: tuple[int, ...]
     new: tuple[int, ...]
     parked: tuple[int, ...]
+    places: dict[int, Place]
     job: bytes
 
 
@@ -69,31 +72,45 @@ _COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
 
 
 class Repacker:
-    """One rank's part in giving stages back and taking them again."""
+    """One rank's part in giving stages back and taking them again.
+
+    Attributes:
+        world: the processes that take part.
+        parked: stages of the job that can be called: parked ones, and those that joined.
+        newcomers: ranks have joined since the last decision.
+        joined: this rank offered itself to another job than it was launched with, which has not called it yet.
+        places: where each rank runs.
+        states: what a rank that comes back has to know of the job, by name.
+        data: where this rank is in its data.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.world = World(engine.module.topology())
-        self.parked: tuple[int, ...] = ()  # stages of the launch, those that can be called back
+        self._name = engine._comm.gather_objects(joining.new_name())[0]
+        self.world = World(engine.module.topology(), part_of(launch_store(), self._name))
+        self.parked: tuple[int, ...] = ()
+        self.newcomers = self.joined = False
         place = Place.here(self.world.home, str(engine.device))
-        self.places: list[Place] = engine._comm.gather_objects(place)  # by rank at the launch
-        self.states: dict[str, Any] = {}  # what a rank that comes back has to know of the job, by name
-        self._behind: tuple[Any, int] | None = None  # an iterator, and the micro-batches that others took meanwhile
+        self.places: dict[int, Place] = dict(enumerate(engine._comm.gather_objects(place)))
+        self.states: dict[str, Any] = {}
+        grid = engine.grid
+        self.data = DataPosition(engine, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
 
     @property
     def most_stages(self) -> int:
-        """How many stages there can be: those at work, and those that are parked.
+        """How many stages there can be: those at work, those that are parked, and those that joined.
 
-        Only the launch's last stage can be the last of several: it has read the data from the start.
+        The last of several reads the data: the launch's last stage does, which has read it from the start, or one
+        that joined.
         """
-        has_last = self.world.last_stage in (*self.world.stages, *self.parked)
+        has_last = any(stage >= self.world.last_stage for stage in (*self.world.stages, *self.parked))
         return len(self.world.stages) + (len(self.parked) if has_last else 0)
 
     def idle_and_busy(self) -> tuple[list[Place], list[Place]]:
         """Where the ranks run that take no part now, and those that do."""
         at_work = set(self.world.homes(self.world.stages))
-        idle = [place for place in self.places if place.rank not in at_work]
-        return idle, [place for place in self.places if place.rank in at_work]
+        idle = [place for place in self.places.values() if place.rank not in at_work]
+        return idle, [place for place in self.places.values() if place.rank in at_work]
 
     def have_ended(self, places: Sequence[Place]) -> bool:
         """Do the processes of these released ranks end?"""
@@ -102,23 +119,59 @@ class Repacker:
     def dismiss(self) -> None:
         """On rank 0: tell all ranks that take no part that nobody will call them any more."""
         if self.world.home == 0:
+            self._add(*joining.arrivals(self.world.store, self.world, self.places))
             parking.dismiss(self.world.store, [place.rank for place in self.idle_and_busy()[0]])
             self.parked = ()
 
-    def catch_up(self, data_iter: Any) -> None:
-        """Before a batch: what the others took from the data while this rank was away is skipped here.
+    # -- ranks of another launch ----------------------------------------------------------------------
 
-        Only where this rank reads data, and from the very iterator that it read from before.
+    def announce(self) -> None:
+        """Ranks of other launches can join from now on. The engine is complete."""
+        if self.world.home == 0:
+            joining.announce(launch_store(), self._name, joining.job_of(self._engine, self.world))
+
+    def welcome(self) -> tuple[int, ...]:
+        """Stages that have joined meanwhile can be called from now on; the ranks of these. Collective."""
+        arrived: tuple[list[int], list[Place]] = ([], [])
+        if self.world.home == 0:
+            arrived = joining.arrivals(self.world.store, self.world, self.places)
+        stages, places = self._engine._comm.gather_objects(arrived)[0]
+        self._add(stages, places)
+        return tuple(place.rank for place in places)
+
+    def _add(self, stages: Sequence[int], places: Sequence[Place]) -> None:
+        self.parked = tuple(self.world.in_order([*self.parked, *stages]))
+        self.places.update({place.rank: place for place in places})
+        self.newcomers |= bool(stages)
+
+    def join(self, where: Any) -> None:
+        """Give up this launch's own world, and wait to be called by the job at ``where``. Collective.
+
+        Raises:
+            ConfigError: there is none, or one that does something else. Nothing has changed.
         """
-        if self._behind is None:
-            return
-        iterator, count = self._behind
-        engine = self._engine
-        if engine.is_first_stage() or engine.is_last_stage():
-            self._behind = None
-            if data_iter is None or data_iter is iterator:
-                for _ in range(count):
-                    next(iterator)
+        engine, world = self._engine, self.world
+        patience = engine.dynmo.timeout_seconds
+        problem, first = "", 0
+        try:
+            store, job = joining.find(store_at(where, patience) if isinstance(where, str) else where, patience)
+            joining.check_fits(job, joining.job_of(engine, world))
+        except ConfigError as error:
+            problem = str(error)
+        problem = next(filter(None, engine._comm.gather_objects(problem)), "")
+        if problem:
+            raise ConfigError(f"engine.join: {problem}")
+        if world.home == 0:
+            first = joining.take_numbers(store, job, engine.num_stages)
+        first = engine._comm.gather_objects(first)[0]
+        with _no_way_back("joining failed after this launch had given up its layers", "Launch it anew"):
+            engine._layers.clear()
+            engine._state.clear()
+            self._end()
+            self._let_go()
+            world.join(job.axes, first + world.home_stage, store)
+            self.joined = True
+            joining.say_where(store, Place.here(world.home, str(engine.device)))
 
     # -- fewer ----------------------------------------------------------------------------------------
 
@@ -140,7 +193,7 @@ class Repacker:
         with _no_way_back():
             self._end()
             if park:
-                self.parked = tuple(sorted((*self.parked, *gone)))
+                self.parked = tuple(world.in_order([*self.parked, *gone]))
             if stays:
                 self._begin([world.stages[place] for place in places], world.generation + 1)
                 engine._layers.renumber(new, engine.stage_id)
@@ -185,27 +238,24 @@ class Repacker:
         with _no_way_back():
             self._end()
             self.parked = tuple(stage for stage in self.parked if stage not in back)
-            done = self._enlarge(call, Standing(old, new, self.parked, job))
+            done = self._enlarge(call, Standing(old, new, self.parked, self.places, job))
         whole_seconds = time.perf_counter() - began
         return replace(done, recalled_ranks=world.homes(back), world_seconds=whole_seconds - done.migrate_seconds)
 
     def answer(self, call: parking.Call) -> None:
         """The part in :meth:`grow` of a rank that was called back."""
-        self._engine.released = False
+        self._engine.released, self.joined, self.newcomers = False, False, False
         with _no_way_back():
             self._enlarge(call, None)
 
     def _with_parked(self, wanted: int) -> list[int]:
-        """The stages of the launch to go on with: those at work, and of the parked ones the launch's last stage first.
-
-        The last stage reads the data, and has read it before.
-        """
+        """The stages of the job to go on with: those at work, and of the parked ones those first that can be last."""
         if wanted > self.most_stages:
             raise PartitionError(f"repack: {wanted} stages, there are 1 to {self.most_stages} to go on with")
         missing = wanted - len(self.world.stages)
-        last = [stage for stage in self.parked if stage == self.world.last_stage]
-        others = [stage for stage in self.parked if stage not in last]
-        return sorted([*self.world.stages, *(last + others)[:missing]])
+        last = self.world.last_stage
+        parked = sorted(self.parked, key=lambda stage: (stage != last, stage < last, stage))
+        return self.world.in_order([*self.world.stages, *parked[:missing]])
 
     def _call(self, back: Sequence[int], call: parking.Call) -> None:
         """Rank 0 calls the parked ranks; every rank learns whether they answered."""
@@ -233,7 +283,7 @@ class Repacker:
         job = pickle.loads(standing.job)
         if away:
             self._learn(job)
-            self.parked = standing.parked
+            self.parked, self.places = standing.parked, standing.places
         engine._layers.renumber(standing.old, engine.stage_id)
         joining = [stage for stage in range(engine.num_stages) if standing.old[stage] == standing.old[stage + 1]]
         plan = MigrationPlan.between(standing.old, standing.new, joining=joining)
@@ -266,13 +316,9 @@ class Repacker:
 
     def _learn(self, job: dict[str, Any]) -> None:
         engine = self._engine
-        per_micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
-        missed = max(0, job["attributes"]["global_samples"] - engine.global_samples) // per_micro_batch
+        self.data.others_took(max(0, job["attributes"]["global_samples"] - engine.global_samples))
         if engine.train_batch_size() != job["batch_size"]:
             engine.set_train_batch_size(job["batch_size"])
-        if engine.data_iterator is not None:
-            before = self._behind[1] if self._behind is not None and self._behind[0] is engine.data_iterator else 0
-            self._behind = (engine.data_iterator, before + missed)
         for name, value in job["attributes"].items():
             setattr(engine, name, value)
         restore_counters(engine, job["counters"], same_partition=True)
@@ -313,12 +359,12 @@ class Repacker:
 
 
 @contextmanager
-def _no_way_back() -> Iterator[None]:
+def _no_way_back(
+    what: str = "the re-packing failed after layers had begun to move or the ranks had parted",
+    remedy: str = "Resume the job from its last checkpoint, with as many stages as are left",
+) -> Iterator[None]:
     """From here on an error is fatal, whatever it says itself."""
     try:
         yield
     except Exception as error:
-        raise MigrationError(
-            f"the re-packing failed after layers had begun to move or the ranks had parted: {error}. Resume the job "
-            "from its last checkpoint, with as many stages as are left"
-        ) from error
+        raise MigrationError(f"{what}: {error}. {remedy}") from error

@@ -3,11 +3,13 @@
 A torch world cannot be resized. So its groups are destroyed, and those who go on meet in a new one by the store of the
 launch, which rank 0's process holds; rank 0 therefore always goes on. All that DeepSpeed 0.19.8 keeps of a world, and
 builds once, is made right here: its grid, its module's and its engine's attributes, and its globals.
+
+Stages of other launches can join: they are numbered after those of the job's own launch, and so are their ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,30 +18,32 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 
-from ds_dynmo.errors import MigrationError
+from ds_dynmo.errors import ConfigError, MigrationError
 
 STORE_LOST = dist.DistNetworkError  # what a store raises whose server, rank 0's process, is gone
 
 
 class World:
-    """Which stages of the launch take part, the same on every rank that does.
+    """Which stages of the job take part, the same on every rank that does.
 
-    A process keeps the rank that it had at the launch for life, its *home*: its rank in the present world changes.
+    A process keeps the rank that it had at the launch for life, or was given when it joined, its *home*: its rank in
+    the present world changes.
 
     Attributes:
-        stages: of the launch, those that take part, in order: ``stages[s]`` is the home of stage ``s``.
+        stages: of the job, those that take part, in order: ``stages[s]`` is the home of stage ``s``.
         home: this process's rank at the launch.
-        store: of the launch.
+        store: what the job's processes tell each other by, beside their process groups.
     """
 
-    def __init__(self, launch: ProcessTopology) -> None:
+    def __init__(self, launch: ProcessTopology, store: Any) -> None:
         self._launch = launch
         self.home = dist.get_rank()
         self.stages: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
-        self.store = default_store()
+        self.store = store
         config = dist.get_backend_config()
         self._backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
         self._timeout = _timeout()
@@ -47,14 +51,45 @@ class World:
         self._generation = 0
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The size of each axis of the launch, by name, in order."""
+        return {axis: int(self._launch.get_dim(axis)) for axis in self._launch.get_axis_names()}
+
+    @property
     def last_stage(self) -> int:
-        """The last stage of the launch."""
+        """The last stage of the launch; whatever has a higher number has joined."""
         return int(self._launch.get_dim("pipe")) - 1
 
     @property
     def home_stage(self) -> int:
-        """The stage that this process was at the launch."""
-        return int(self._launch.get_coord(self.home).pipe)
+        """The stage that this process was at the launch, or joined as."""
+        if self.home < self._launch.world_size():
+            return int(self._launch.get_coord(self.home).pipe)
+        return self.home // self._width
+
+    @property
+    def place_in_stage(self) -> int:
+        """Which of its stage's ranks this process is."""
+        return self._ranks(self.home_stage).index(self.home)
+
+    @property
+    def _width(self) -> int:
+        """Ranks of a stage."""
+        return int(self._launch.world_size()) // int(self._launch.get_dim("pipe"))
+
+    def _ranks(self, stage: int) -> list[int]:
+        """The homes of a stage, in the same order of the other axes for every stage."""
+        if stage <= self.last_stage:
+            ranks: list[int] = self._launch.get_axis_list(axis="pipe", idx=stage)
+            return ranks
+        return list(range(stage * self._width, (stage + 1) * self._width))
+
+    def in_order(self, stages: Iterable[int]) -> list[int]:
+        """Stages of the job as they follow each other: those that joined come before the launch's last, if it has two.
+
+        So the data is read where it was read before.
+        """
+        return sorted(stages, key=lambda stage: (stage == self.last_stage > 0, stage))
 
     @property
     def generation(self) -> int:
@@ -63,12 +98,19 @@ class World:
 
     def homes(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks at the launch of all replicas and slices of these stages."""
-        return tuple(sorted(rank for stage in stages for rank in self._launch.get_axis_list(axis="pipe", idx=stage)))
+        return tuple(sorted(rank for stage in stages for rank in self._ranks(stage)))
 
     def topology(self, stages: Sequence[int]) -> ProcessTopology:
         """The axes of the launch, over so many stages."""
         axes = self._launch.get_axis_names()
         return ProcessTopology(axes, [len(stages) if axis == "pipe" else self._launch.get_dim(axis) for axis in axes])
+
+    def join(self, axes: Mapping[str, int], stage: int, store: Any) -> None:
+        """This process is a rank of another job from now on: of its ``stage``, with which nothing was launched."""
+        place = self.place_in_stage
+        self._launch = ProcessTopology(list(axes), list(axes.values()))
+        self.home = self._ranks(stage)[place]
+        self.stages, self.store, self._generation = (), store, 0
 
     def end(self) -> None:
         """Leave the present world; every rank of it does. Nothing can be sent until :meth:`begin`."""
@@ -87,10 +129,11 @@ class World:
         self._meet(self.homes(stages), generation, timeout_seconds)
         self.stages, self._generation = tuple(stages), generation
         topology = self.topology(stages)
-        place = self._launch.get_coord(self.home)._replace(pipe=self.stages.index(self.home_stage))
+        alike = self._launch.get_coord(self._ranks(0)[self.place_in_stage])
+        place = alike._replace(pipe=self.stages.index(self.home_stage))
         dist.init_process_group(
             self._backend,
-            store=_part(self.store, f"world/{generation}"),
+            store=part_of(self.store, f"world/{generation}"),
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
             timeout=self._timeout,
@@ -100,7 +143,7 @@ class World:
 
     def _meet(self, homes: Sequence[int], generation: int, timeout_seconds: float) -> None:
         """Wait until every one of ``homes`` is here: torch would wait for half an hour and not say for whom."""
-        here = _part(self.store, f"here/{generation}")
+        here = part_of(self.store, f"here/{generation}")
         here.set(str(self.home), "")
         try:
             here.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
@@ -146,6 +189,8 @@ def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
     engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
     engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
     engine.is_pipe_parallel = grid.pipe_parallel_size > 1
+    if engine.is_pipe_parallel:  # which a launch of one stage has not done
+        p2p.init_process_groups(grid)
 
 
 def forget_batch(engine: Any) -> None:
@@ -157,14 +202,36 @@ def forget_batch(engine: Any) -> None:
         buffers.clear()
 
 
-def _part(store: Any, name: str) -> Any:
+def part_of(store: Any, name: str) -> Any:
     """A part of a store with keys of its own."""
     return dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store)
 
 
-def default_store() -> Any:
-    """The default group's store. Private in torch; read in 2.13.0."""
-    return dist.distributed_c10d._get_default_store()
+def launch_store() -> Any:
+    """The store by which the launch's processes met. The default group's is private in torch; read in 2.13.0."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def store_at(address: str, timeout_seconds: float) -> Any:
+    """The store of another launch, whose rank 0 holds it.
+
+    Args:
+        address: "HOST:PORT", its MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ConfigError: no such address, or no store answers there.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f'"{address}": should be HOST:PORT, the MASTER_ADDR and MASTER_PORT of the job')
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"no job answers at {address} within {timeout_seconds:g} s") from error
 
 
 def _timeout() -> timedelta:

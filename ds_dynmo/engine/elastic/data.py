@@ -1,0 +1,54 @@
+"""Where a rank is in its data: one that did not read for a while goes on where the others are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.dataloader import RepeatingLoader
+from torch.utils.data.distributed import DistributedSampler
+
+
+class DataPosition:
+    """Moves the iterator that a rank reads from past what the job took of it while the rank did not read.
+
+    That is known of an iterator that the rank had before, or that the engine made of ``training_data``. Any other one
+    is taken to be where it should.
+
+    Args:
+        replicas: of the launch; ``replica``: this rank's among them. The rank reads that one's data for life.
+    """
+
+    def __init__(self, engine: Any, *, replica: int, replicas: int) -> None:
+        self._engine = engine
+        self._replica, self._replicas = replica, replicas
+        self._iterator = engine.data_iterator
+        self._behind = 0  # micro-batches
+
+    def others_took(self, samples: int) -> None:
+        """So many samples, of all replicas together, were trained on while this rank was away."""
+        self._behind += samples // (self._engine.train_micro_batch_size_per_gpu() * self._replicas)
+
+    def before_batch(self, data_iter: Any) -> None:
+        """Before a batch: be where the others are. ``data_iter`` is what ``train_batch`` was given."""
+        engine = self._engine
+        reads = engine.is_first_stage() or engine.is_last_stage()
+        if data_iter is None and engine.data_iterator is None and reads:
+            self._make_own()
+        elif data_iter is not None and data_iter is not self._iterator:
+            self._iterator, self._behind = data_iter, 0
+        if not reads:
+            self._behind += engine.micro_batches
+            return
+        for _ in range(self._behind if self._iterator is not None else 0):
+            next(self._iterator)
+        self._behind = 0
+
+    def _make_own(self) -> None:
+        """DeepSpeed gives stages in the middle none of ``training_data``: as it does for the others at the start."""
+        engine = self._engine
+        dataset = engine.training_data
+        if dataset is None:
+            return
+        sampler: Any = DistributedSampler(dataset, self._replicas, self._replica, shuffle=False)
+        engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(dataset, data_sampler=sampler)))
+        self._iterator = engine.data_iterator

@@ -1,0 +1,146 @@
+"""Ranks of another launch become stages of a running job, which trains bitwise as without them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.distributed import joining_workloads, repack_workloads
+from tests.distributed.harness import run
+from tests.distributed.test_bitwise import whole
+from tests.distributed.test_repack import losses, merged
+from tests.distributed.test_train_script import flags
+from tests.distributed.train_script_workloads import run_script
+from tests.distributed.workloads import Case
+
+BY_HAND = {"interval": 0, "timeout_seconds": 60.0}
+STEPS = 6
+SECONDS = 60.0
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    """Where the job's ranks meet; its port is any that is free."""
+    yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """All at the same time; the first error counts, the others may follow from it."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        for done in as_completed(futures):
+            done.result()
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        ("fp32", 1),
+        pytest.param("fp32", 2, marks=pytest.mark.fuzz),
+        ("bf16 zero1", 2),
+        pytest.param("bf16", 1, marks=pytest.mark.fuzz),
+    ],
+)
+def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int) -> None:
+    """1 -> 2 -> 4 stages by two launches, whichever joins first, then 2: bitwise as one stage alone."""
+    case = Case(
+        stages=1,
+        replicas=replicas,
+        precision=precision,
+        tied=True,
+        dynmo=BY_HAND,
+        groups="two",
+        scheduler=True,
+        dropout=True,
+        clip=0.0 if "zero1" in precision else 1.0,  # ZeRO sums the norm over its shards
+    )
+    sizes, address = {1: 2, 3: 4, 5: 2}, f"localhost:{store.port}"
+    awaited = {1: range(replicas, 2 * replicas), 3: range(2 * replicas, 4 * replicas)}
+
+    def launch(stages: int) -> list[Any]:
+        own = replace(case, stages=stages)
+        return run(own.ranks, joining_workloads.newcomer, own, address, sizes, STEPS, seconds=SECONDS)
+
+    of_job, *of_newcomers = together(
+        lambda: run(case.ranks, joining_workloads.job, case, sizes, awaited, STEPS, port=store.port, seconds=SECONDS),
+        lambda: launch(1),
+        lambda: launch(2),
+    )
+    everyone = [*of_job, *of_newcomers[0], *of_newcomers[1]]
+    alone = run(case.ranks, repack_workloads.train_alone, case, STEPS)
+    assert losses(everyone) == losses(alone)
+    assert merged(everyone) == merged(alone)
+    assert all(result["called"] for result in everyone)
+    first, second, third = of_job[0]["reports"]
+    assert (first.recalled_ranks, second.recalled_ranks) == tuple(map(tuple, awaited.values()))
+    assert third.released_ranks == tuple(range(replicas, 3 * replicas))
+    assert of_job[0]["most"] == 2  # they were not parked
+
+
+def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
+    """It is told in what it differs, and trains on by itself."""
+    case, address = Case(stages=1, dynmo=BY_HAND), f"localhost:{store.port}"
+    others = {
+        "the layers": replace(case, blocks=4),
+        "beside the stages": replace(case, replicas=2),
+        '"gradient_clipping" in the configuration': replace(case, clip=0.5),
+        '"dynmo" in the configuration': replace(case, dynmo={**BY_HAND, "balancer": "schedule"}),
+    }
+
+    def look() -> list[list[Any]]:
+        try:
+            return [run(other.ranks, joining_workloads.refused, other, address)[0] for other in others.values()]
+        finally:
+            store.set("ds_dynmo/" + store.get("ds_dynmo/job").decode() + "/looked", "")
+
+    _, found = together(lambda: run(1, joining_workloads.quiet_job, case, port=store.port, seconds=SECONDS), look)
+    for expected, (text, released, trains) in zip(others, found, strict=True):
+        assert text.startswith("engine.join: the job does something else") and expected in text
+        assert not released and trains
+
+
+def test_there_is_no_job(store: TCPStore) -> None:
+    case = Case(stages=1, dynmo={"interval": 0, "timeout_seconds": 0.5})
+    for address, expected in [
+        ("nowhere", 'engine.join: "nowhere": should be HOST:PORT'),
+        (f"localhost:{store.port}", "engine.join: the launch runs no job"),
+        ("localhost:1", "engine.join: no job answers at localhost:1 within 0.5 s"),
+    ]:
+        text, released, trains = run(1, joining_workloads.refused, case, address)[0]
+        assert text.startswith(expected) and not released and trains
+
+
+def test_a_job_that_ends_lets_them_go(store: TCPStore) -> None:
+    case = Case(stages=1, dynmo=BY_HAND)
+    own = replace(case, stages=2)
+    _, waiting = together(
+        lambda: run(1, joining_workloads.job, case, {}, {1: [1, 2]}, 2, port=store.port, seconds=SECONDS),
+        lambda: run(2, joining_workloads.newcomer, own, f"localhost:{store.port}", {}, 2),
+    )
+    assert [result["called"] for result in waiting] == [False, False]
+
+
+def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
+    """The run takes the rank at its next decision, by itself, and keeps it; its numbers stay to the bit."""
+    arguments = flags(tmp_path, "dense", 8)
+    alone = run(1, run_script, arguments)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": {"enabled": True}}}))
+    others = [*arguments, "--join", f"localhost:{store.port}"]
+    of_run, joined = together(
+        lambda: run(1, run_script, arguments, None, 4, port=store.port, seconds=SECONDS),
+        lambda: run(1, run_script, others, seconds=SECONDS),
+    )
+    assert of_run[0]["ranks"] == [1] * 4 + [2] * 4
+    assert of_run[0]["losses"] == alone[0]["losses"] and joined[0]["losses"] == alone[0]["losses"][4:]
+    assert of_run[0]["validation"] == alone[0]["validation"]
+    assert whole([*of_run, *joined]) == whole(alone)
