@@ -101,19 +101,19 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
 def train(run: Run, engine: Any, cases: list[DynamicCase]) -> History:
     """Trains up to ``run.stop``, on every rank alike; ranks that joined a run take part once it calls them."""
     history = History()
-    if not engine.wait_for_recall():
-        return history
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
     caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
     if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
         progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
     while engine.global_steps < run.stop:
-        for case in cases:
-            case.before_batch(engine.global_steps)
-        history.ranks.append(torch.distributed.get_world_size())
         began = time.perf_counter()
-        engine.train_batch(training.iterate(engine.global_steps * engine.micro_batches))
+        if not engine.released:
+            for case in cases:
+                case.before_batch(engine.global_steps)
+            history.ranks.append(torch.distributed.get_world_size())
+            began = time.perf_counter()
+            engine.train_batch(training.iterate(engine.global_steps * engine.micro_batches))
         if engine.released and not engine.wait_for_recall():
             break
         step = engine.global_steps - 1  # a rank that was away goes on where the others are

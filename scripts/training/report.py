@@ -53,7 +53,7 @@ class Progress:
     """A bar on a terminal, a line now and then elsewhere; nothing on other ranks."""
 
     def __init__(self, run: Run, engine: Any) -> None:
-        self._first_rank = engine.global_rank == 0
+        self._first_rank = engine.global_rank == 0 and run.join is None
         self._steps, self._stop = run.steps, run.stop
         self._every = max(1, run.steps // PROGRESS_LINES)
         self._tokens = tokens_per_step(run, engine)

@@ -8,7 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_dynmo.errors import ConfigError
-from tests.distributed.workloads import Case, batches, build, state
+from tests.distributed.workloads import Case, batches, build, sleeping_engine, state
+
+SLEEPS = [0.02] * 4  # seconds
 
 
 def job(case: Case, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int]], steps: int) -> dict[str, Any]:
@@ -65,3 +67,24 @@ def quiet_job(case: Case) -> int:
     engine = build(case)
     engine._repacker.world.store.wait(["looked"])
     return int(dist.get_world_size())
+
+
+def sleeping_job(block: dict[str, Any], steps: int) -> list[int]:
+    """Stages after each step, the fourth of which begins when a rank has joined; layers sleep for their cost."""
+    engine, data = sleeping_engine(block, SLEEPS, 1)
+    sizes: list[int] = []
+    while engine.global_steps < steps:
+        if engine.global_steps == 3:
+            engine._repacker.world.store.wait(["place/1"])
+        engine.train_batch(data)
+        sizes.append(engine.num_stages)
+    return sizes
+
+
+def sleeping_newcomer(block: dict[str, Any], address: str, steps: int) -> None:
+    engine, data = sleeping_engine(block, SLEEPS, 1)
+    engine.join(address)
+    if not engine.wait_for_recall():
+        return
+    while not engine.released and engine.global_steps < steps:
+        engine.train_batch(data)

@@ -129,18 +129,32 @@ def test_a_job_that_ends_lets_them_go(store: TCPStore) -> None:
 
 
 def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
-    """The run takes the rank at its next decision, by itself, and keeps it; its numbers stay to the bit."""
+    """The run takes the rank at its next decision, by itself; its numbers stay to the bit."""
     arguments = flags(tmp_path, "dense", 8)
     alone = run(1, run_script, arguments)
     path = tmp_path / "config.json"
     settings = json.loads(path.read_text())
-    path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": {"enabled": True}}}))
+    path.write_text(
+        json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": {"enabled": True, "min_stages": 2}}})
+    )
     others = [*arguments, "--join", f"localhost:{store.port}"]
     of_run, joined = together(
         lambda: run(1, run_script, arguments, None, 4, port=store.port, seconds=SECONDS),
         lambda: run(1, run_script, others, seconds=SECONDS),
     )
-    assert of_run[0]["ranks"] == [1] * 4 + [2] * 4
-    assert of_run[0]["losses"] == alone[0]["losses"] and joined[0]["losses"] == alone[0]["losses"][4:]
+    ranks = of_run[0]["ranks"]
+    assert ranks == sorted(ranks) and ranks[-4:] == [2] * 4
+    assert of_run[0]["losses"] == alone[0]["losses"]
+    assert joined[0]["losses"] == alone[0]["losses"][ranks.count(1) - 1 :]  # it was called at the end of a step
     assert of_run[0]["validation"] == alone[0]["validation"]
     assert whole([*of_run, *joined]) == whole(alone)
+
+
+def test_a_run_that_repacks_by_itself_takes_newcomers_and_keeps_them(store: TCPStore) -> None:
+    """What is fast enough is measured with them from then on: one stage was fast enough before."""
+    block = {**BY_HAND, "interval": 2, "profile": {"batches": 1}, "repack": {"enabled": True}}
+    sizes, _ = together(
+        lambda: run(1, joining_workloads.sleeping_job, block, 8, port=store.port, seconds=SECONDS)[0],
+        lambda: run(1, joining_workloads.sleeping_newcomer, block, f"localhost:{store.port}", 8, seconds=SECONDS),
+    )
+    assert set(sizes[:3]) <= {1, 2} and sizes[3:] == [2] * 5

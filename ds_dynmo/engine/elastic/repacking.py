@@ -65,6 +65,8 @@ _COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
     "global_samples",
     "skipped_steps",
     "_global_grad_norm",
+    "agg_train_loss",
+    "agg_additional_losses",
     "_profile",
     "_trainable",
     "_prefix",
@@ -304,9 +306,8 @@ class Repacker:
         """What a rank that comes back cannot know: all that the ranks count alike. States may be gathered for it."""
         engine = self._engine
         optimizer, scheduler = engine.basic_optimizer, engine.lr_scheduler
-        counted = {name: getattr(engine, name) for name in _COUNTED}
         return {
-            "attributes": {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in counted.items()},
+            "attributes": {name: _on_cpu(getattr(engine, name)) for name in _COUNTED},
             "batch_size": engine.train_batch_size(),
             "counters": counters_of(engine),
             "options": [options_of(group) for group in optimizer.param_groups] if optimizer else [],
@@ -356,6 +357,12 @@ class Repacker:
             engine._profile = replace(engine._profile, partition=partition)
         engine._layers_moved()
         engine._controller.decided(moved=True)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
