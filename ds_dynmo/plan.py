@@ -283,6 +283,8 @@ class RepackReport:
         layers_moved, bytes_moved: in the whole pipeline (one data-parallel replica).
         decide_seconds, migrate_seconds: as in a rebalance; ``world_seconds``: to go on in a world of another size.
         verdict: why ranks were released, taken back or neither.
+        copies: how many times the launch's replicas are there afterwards: more than once where freed ranks are
+            further replicas.
     """
 
     step: int
@@ -299,6 +301,7 @@ class RepackReport:
     migrate_seconds: float
     world_seconds: float
     verdict: str = ""
+    copies: int = 1
 
     @property
     def old_stages(self) -> int:

@@ -106,6 +106,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase]) -> History:
     caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
     if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
         progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
+    validation = batches(run, engine, "validation")
     while engine.global_steps < run.stop:
         began = time.perf_counter()
         if not engine.released:
@@ -113,7 +114,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase]) -> History:
                 case.before_batch(engine.global_steps)
             history.ranks.append(torch.distributed.get_world_size())
             began = time.perf_counter()
-            engine.train_batch(training.iterate(engine.global_steps * engine.micro_batches))
+            engine.train_batch(training.iterate(engine.micro_batches_taken))
         if engine.released and not engine.wait_for_recall():
             break
         step = engine.global_steps - 1  # a rank that was away goes on where the others are
@@ -129,7 +130,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase]) -> History:
         progress.step(step + 1, history)
         last = step + 1 == run.stop
         if last or (step + 1) * VALIDATIONS // run.steps > step * VALIDATIONS // run.steps:
-            history.validation_losses.append((step + 1, validate(run, engine)))
+            history.validation_losses.append((step + 1, validate(engine, validation)))
             progress.say(f"step {step + 1}: validation loss {history.validation_losses[-1][1]:.3f}")
         if run.save is not None and (last or (run.save_interval and (step + 1) % run.save_interval == 0)):
             save(run, engine, cases)
@@ -152,9 +153,9 @@ def batches(run: Run, engine: Any, split: Any) -> Batches:
     )
 
 
-def validate(run: Run, engine: Any) -> float:
+def validate(engine: Any, validation: Batches) -> float:
     """The loss on the same micro-batches every time."""
-    return float(engine.eval_batch(batches(run, engine, "validation").iterate()))
+    return float(engine.eval_batch(validation.iterate()))
 
 
 def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:

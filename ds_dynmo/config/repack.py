@@ -48,6 +48,11 @@ class RepackConfig(Block):
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
+    freed_ranks: Literal["release", "replicas"] = Field(
+        default="release",
+        description='"replicas": where half of the stages or more are free, they become further data-parallel '
+        "replicas, with the batch size held; what is left of them is released",
+    )
     release: Literal["exit", "park", "checkpoint", "command", "kubernetes", "slurm"] = Field(
         default="exit",
         description='what becomes of a released rank: "exit": its process ends; "park": it waits and can be taken '
@@ -90,4 +95,6 @@ class RepackConfig(Block):
             raise ValueError('release "checkpoint" needs checkpoint, a folder, and no other release takes one')
         if (self.release == "command") != (self.command is not None):
             raise ValueError('release "command" needs command, a list of strings, and no other release takes one')
+        if self.freed_ranks == "replicas" and self.release == "checkpoint":
+            raise ValueError('freed_ranks "replicas" goes on in mid-run, release "checkpoint" stops the job')
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,7 +167,10 @@ class DynMoPipelineEngine(ElasticEngine):
             self._require_block("eval_batch")
             self._layers.refresh_twins(training=False)
             self.total_loss = self.total_additional_losses = None  # DeepSpeed would add outputs to an earlier loss
-        return super().eval_batch(*args, **kwargs)
+        evaluate = partial(super().eval_batch, *args, **kwargs)
+        if self.dynmo is None or len(args) > 5 or kwargs.get("num_micro_batches") is not None:
+            return evaluate()
+        return self._evaluate_part(args[0] if args else kwargs.get("data_iter"), evaluate)
 
     def save_checkpoint(
         self,

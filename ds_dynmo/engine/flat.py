@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.comm import Communicator, nothing
 from ds_dynmo.engine.flat_layout import Container, Member, Unit, shard_size
 from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.membership import Membership
@@ -200,8 +200,30 @@ class FlatState:
         counted = {frozenset(self._scalars(n)) for n in range(len(groups)) if len(self._live(n)) > 1}
         assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
 
+    def plan_share_out(self, partition: Sequence[int], width: int) -> Relayout:
+        return self._reshard(partition, width, (width, self._shards))
+
+    def share_out(
+        self, plan: Relayout, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
+    ) -> None:
+        self._next = plan
+        self.settle(parameters, arrived)
+
+    def draw_in(self, partition: Sequence[int], width: int) -> None:
+        self._exchange(self._reshard(partition, width, (self._shards, width)), meanwhile=nothing)
+
+    def _reshard(self, partition: Sequence[int], width: int, shards: tuple[int, int]) -> Relayout:
+        """Other shards of the same buffers; ``width`` replicas say what is in them."""
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
+        known = [holdings for holdings in every if holdings.replica < width]
+        return work_out(MigrationPlan.between(partition, partition), known, self._layers, self._grid, shards)
+
+    def lay_out(self) -> None:
+        self._wrap(*self._lay_out(self._layers.parameters()))
+
     def use_grid(self) -> None:
         self._wrapper.use_grid(self._grid)
+        self._shards = self._grid.data_parallel_size
 
     def clear(self) -> None:
         self._exchanged, self._weights_lead = {}, False
@@ -399,6 +421,7 @@ class FlatState:
         return Holdings(
             stage=self._stage,
             slice=self._grid.get_slice_parallel_rank(),
+            replica=self._grid.data_parallel_id,
             num_groups=len(self._placeholders),
             members=members,
             kinds={c: {name: tensor.dtype for name, tensor in self._held(c).items()} for c in containers},

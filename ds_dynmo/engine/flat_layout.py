@@ -103,13 +103,14 @@ def runs(
     old: Mapping[int, Mapping[Container, Buffer]],
     new: Mapping[int, Mapping[Container, Buffer]],
     source_of: Mapping[tuple[int, Unit], int],
-    shards: int,
+    shards: tuple[int, int],
 ) -> Iterator[Run]:
     """Everything that has to be copied or sent, in one order on every rank.
 
     Args:
         old, new: per stage, its buffers before and after.
         source_of: the stage that gives a unit to a stage: itself where the unit stays.
+        shards: of each buffer, before and after.
     """
     for stage in sorted(new):
         for container in sorted(new[stage]):
@@ -146,7 +147,10 @@ def _rows(
 
 
 def _cut(
-    where: tuple[int, int, Container, Container], row: tuple[int, int, int], sizes: tuple[int, int], shards: int
+    where: tuple[int, int, Container, Container],
+    row: tuple[int, int, int],
+    sizes: tuple[int, int],
+    shards: tuple[int, int],
 ) -> Iterator[Run]:
     """A row, cut at the boundaries of the old and of the new shards."""
     source, stage, old, new = where
@@ -155,7 +159,7 @@ def _cut(
     while done < numel:
         at_old, at_new = start_old + done, start_new + done
         shard_old, shard_new = at_old // sizes[0], at_new // sizes[1]
-        assert shard_old < shards and shard_new < shards
+        assert shard_old < shards[0] and shard_new < shards[1]
         length = min(numel - done, (shard_old + 1) * sizes[0] - at_old, (shard_new + 1) * sizes[1] - at_new)
         yield Run(
             source=(source, shard_old),

@@ -57,6 +57,22 @@ class OptimizerState(Protocol):
         """The grid that was given at the start is now that of another world."""
         ...
 
+    def plan_share_out(self, partition: Sequence[int], width: int) -> Any:
+        """Find out how the state of so many replicas is shared by all that there are now. May gather."""
+        ...
+
+    def share_out(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+        """Like :meth:`settle`, where more replicas hold the stages than before, by :meth:`plan_share_out`."""
+        ...
+
+    def draw_in(self, partition: Sequence[int], width: int) -> None:
+        """So many replicas hold all of the state from now on, in a world of their own which :meth:`lay_out` is for."""
+        ...
+
+    def lay_out(self) -> None:
+        """After :meth:`draw_in`, in the new world."""
+        ...
+
     def clear(self) -> None:
         """All layers of this stage are gone without having been sent: let go of all parameters."""
         ...
@@ -156,6 +172,18 @@ class PerParameterState:
         return dict(self._state.get(parameter, {}))
 
     def use_grid(self) -> None:
+        pass
+
+    def plan_share_out(self, partition: Sequence[int], width: int) -> Any:
+        self.count_steps_per_parameter()
+
+    def share_out(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+        self.settle(parameters, arrived)
+
+    def draw_in(self, partition: Sequence[int], width: int) -> None:
+        pass
+
+    def lay_out(self) -> None:
         pass
 
     def clear(self) -> None:

@@ -21,12 +21,14 @@ class Holdings:
 
     Attributes:
         slice: the rank's index on the tensor ("model") axis.
+        replica: its data-parallel index.
         kinds: per buffer, the dtypes of the fp32 weights and of the optimizer's tensors in it.
         scalars: per parameter group, what the optimizer keeps once for all of it (the count of steps).
     """
 
     stage: int
     slice: int
+    replica: int
     num_groups: int
     members: dict[Unit, list[Member]]
     kinds: dict[Container, dict[str, torch.dtype]]
@@ -52,14 +54,22 @@ class Relayout:
     scalars: dict[int, dict[str, Any]]
 
 
-def work_out(plan: MigrationPlan, every: Sequence[Holdings], layers: StageLayers, grid: Any) -> Relayout:
+def work_out(
+    plan: MigrationPlan,
+    every: Sequence[Holdings],
+    layers: StageLayers,
+    grid: Any,
+    shards: tuple[int, int] | None = None,
+) -> Relayout:
     """What changes by ``plan`` and by freezing, from the holdings of ``every`` rank.
 
     Args:
         layers: this rank's, which tell the units of any stage.
         grid: DeepSpeed's grid.
+        shards: of each buffer, before and after; None: one per replica.
     """
-    stages, shards = range(grid.pipe_parallel_size), grid.data_parallel_size
+    stages = range(grid.pipe_parallel_size)
+    shards = shards or (grid.data_parallel_size, grid.data_parallel_size)
     every = [holdings for holdings in every if holdings.slice == grid.get_slice_parallel_rank()]
     members = {unit: list(found) for holdings in every for unit, found in holdings.members.items()}
     held = {(h.stage, container): kinds for h in every for container, kinds in h.kinds.items()}
@@ -67,8 +77,8 @@ def work_out(plan: MigrationPlan, every: Sequence[Holdings], layers: StageLayers
     before = {stage: layers.units(plan.old, stage) for stage in stages}
     after = {stage: layers.units(plan.new, stage) for stage in stages}
     count = every[0].num_groups
-    old = {s: stage_buffers(list(before[s]), members, count, shards, after=False) for s in stages}
-    new = {s: stage_buffers(list(after[s]), members, count, shards, after=True) for s in stages}
+    old = {s: stage_buffers(list(before[s]), members, count, shards[0], after=False) for s in stages}
+    new = {s: stage_buffers(list(after[s]), members, count, shards[1], after=True) for s in stages}
     source_of = {
         (stage, unit): stage if unit in before[stage] else stage_of(owner, plan.old)
         for stage in stages

@@ -103,10 +103,14 @@ class FlatWrapper(ABC):
         wrapper, group = self._wrapper, grid.get_data_parallel_group()
         wrapper.dp_process_group = group
         wrapper.real_dp_process_group[:] = [group] * len(wrapper.real_dp_process_group)
+        wrapper.partition_count = [grid.data_parallel_size] * len(wrapper.partition_count)
         for members in self.groups:
             for parameter in members:
                 if "_dp_group" in vars(parameter):
                     parameter._dp_group = group  # type: ignore[attr-defined]
+
+    def accumulate(self, steps: int) -> None:  # noqa: B027
+        """A batch has so many micro-batches on each replica from now on."""
 
     def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
         """Parameters of tied layers: let DeepSpeed find the gradients that it sums over their stages."""
@@ -232,6 +236,9 @@ class ZeroWrapper(FlatWrapper):
     @property
     def gradient_bytes_per_element(self) -> int:
         return 0
+
+    def accumulate(self, steps: int) -> None:
+        self._wrapper.gradient_accumulation_steps = steps
 
     def use_grid(self, grid: Any) -> None:
         super().use_grid(grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 import weakref
@@ -214,13 +215,15 @@ def build(case: Case, make_layers: Callable[[Case], list[Any]] = layers) -> Any:
 
 
 def batches(engine: Any, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Micro-batches that depend on their number and the replica only."""
-    number = 0
-    while True:
-        generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + engine.grid.get_data_parallel_id())
-        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
-        number += 1
+    """Micro-batches that depend on their number and the replica, as it is now, only."""
+    replica = engine.grid.get_data_parallel_id()
+    return (micro_batch(number, replica, seed) for number in itertools.count())
+
+
+def micro_batch(number: int, replica: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + replica)
+    tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def partitions(case: Case, seed: int, count: int) -> list[list[int]]:

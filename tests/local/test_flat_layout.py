@@ -35,7 +35,7 @@ def test_buffers_hold_their_members_in_order() -> None:
 def test_every_element_arrives_once(seed: int) -> None:
     """Fill the old shards with names of elements, follow the runs, and read the new shards."""
     chooser = random.Random(seed)
-    shards, stages, layers = chooser.choice([1, 2, 3]), chooser.choice([1, 2, 4]), 9
+    before, after, stages, layers = chooser.choice([1, 2, 3]), chooser.choice([1, 2, 3]), chooser.choice([1, 2, 4]), 9
     members = {
         str(layer): [
             Member(
@@ -55,29 +55,29 @@ def test_every_element_arrives_once(seed: int) -> None:
     def units(bounds: list[int], stage: int) -> list[str]:
         return [str(layer) for layer in range(bounds[stage], bounds[stage + 1])]
 
-    old: Stages = {s: stage_buffers(units(old_bounds, s), members, 2, shards, after=False) for s in range(stages)}
-    new: Stages = {s: stage_buffers(units(new_bounds, s), members, 2, shards, after=True) for s in range(stages)}
+    old: Stages = {s: stage_buffers(units(old_bounds, s), members, 2, before, after=False) for s in range(stages)}
+    new: Stages = {s: stage_buffers(units(new_bounds, s), members, 2, after, after=True) for s in range(stages)}
     source_of = {
         (stage, unit): next(s for s in range(stages) if unit in units(old_bounds, s))
         for stage in range(stages)
         for unit in units(new_bounds, stage)
     }
-    memory = {(s, d, c): [None] * b.shard for s in old for c, b in old[s].items() for d in range(shards)}
+    memory = {(s, d, c): [None] * b.shard for s in old for c, b in old[s].items() for d in range(before)}
     for stage, buffers in old.items():
         for container, buffer in buffers.items():
             for key, offset in buffer.offsets.items():
                 for element in range(buffer.numel[key]):
                     shard, place = divmod(offset + element, buffer.shard)
                     memory[stage, shard, container][place] = (key, element)  # type: ignore[call-overload]
-    arrived = {(s, d, c): [None] * b.shard for s in new for c, b in new[s].items() for d in range(shards)}
-    for run in runs(old, new, source_of, shards):
+    arrived = {(s, d, c): [None] * b.shard for s in new for c, b in new[s].items() for d in range(after)}
+    for run in runs(old, new, source_of, (before, after)):
         row = memory[(*run.source, run.old)][run.start_old : run.start_old + run.numel]
         target = arrived[(*run.destination, run.new)]
         assert target[run.start_new : run.start_new + run.numel] == [None] * run.numel
         target[run.start_new : run.start_new + run.numel] = row
     for stage, buffers in new.items():
         for container, buffer in buffers.items():
-            flat = [e for shard in range(shards) for e in arrived[stage, shard, container]]
+            flat = [e for shard in range(after) for e in arrived[stage, shard, container]]
             assert [position for _, position in buffer.offsets] == sorted_within_layers(buffer)
             wanted = [None if key in is_new else (key, e) for key in buffer.offsets for e in range(buffer.numel[key])]
             assert flat[: len(wanted)] == wanted and not any(flat[len(wanted) :])
@@ -99,7 +99,7 @@ def test_neighbours_travel_together() -> None:
         1: stage_buffers(["1", "2", "3"], members, 1, 1, after=True),
     }
     sources = {(0, "0"): 0, (1, "1"): 0, (1, "2"): 0, (1, "3"): 1}
-    assert [(run.source, run.destination, run.numel) for run in runs(old, new, sources, 1)] == [
+    assert [(run.source, run.destination, run.numel) for run in runs(old, new, sources, (1, 1))] == [
         ((0, 0), (0, 0), 10),
         ((0, 0), (1, 0), 20),
         ((1, 0), (1, 0), 10),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.dataloader import RepeatingLoader
@@ -14,15 +15,31 @@ class DataPosition:
     That is known of an iterator that the rank had before, or that the engine made of ``training_data``. Any other one
     is taken to be where it should.
 
+    Where freed ranks are further replicas, each reads its own part of every batch of the replica that it copies.
+
     Args:
         replicas: of the launch; ``replica``: this rank's among them. The rank reads that one's data for life.
     """
+
+    copies, copy = 1, 0  # of the launch's replicas, and in which this rank is
 
     def __init__(self, engine: Any, *, replica: int, replicas: int) -> None:
         self._engine = engine
         self._replica, self._replicas = replica, replicas
         self._iterator = engine.data_iterator
         self._behind = 0  # micro-batches
+        self._was_given = False
+
+    @property
+    def taken(self) -> int:
+        """How many micro-batches of each of the launch's replicas' data were trained on."""
+        engine = self._engine
+        return int(engine.global_samples) // (engine.train_micro_batch_size_per_gpu() * self._replicas)
+
+    @property
+    def can_read(self) -> bool:
+        """Has this rank data, wherever its stage is?"""
+        return self._was_given or self._engine.data_iterator is not None or bool(self._engine.training_data)
 
     def others_took(self, samples: int) -> None:
         """So many samples, of all replicas together, were trained on while this rank was away."""
@@ -31,17 +48,35 @@ class DataPosition:
     def before_batch(self, data_iter: Any) -> None:
         """Before a batch: be where the others are. ``data_iter`` is what ``train_batch`` was given."""
         engine = self._engine
+        self._was_given = data_iter is not None
         reads = engine.is_first_stage() or engine.is_last_stage()
         if data_iter is None and engine.data_iterator is None and reads:
             self._make_own()
         elif data_iter is not None and data_iter is not self._iterator:
             self._iterator, self._behind = data_iter, 0
-        if not reads:
-            self._behind += engine.micro_batches
-            return
-        for _ in range(self._behind if self._iterator is not None else 0):
-            next(self._iterator)
-        self._behind = 0
+        before, own, after = self._parts()
+        self._behind += before
+        if reads:
+            for _ in range(self._behind if self._iterator is not None else 0):
+                next(self._iterator)
+            self._behind, own = 0, 0
+        self._behind += own + after
+
+    def evaluate_part(self, data_iter: Any, evaluate: Callable[[], Any]) -> Any:
+        """``evaluate`` this rank's part of an evaluation of a whole batch."""
+        before, _, after = self._parts()
+        reads = data_iter is not None and (self._engine.is_first_stage() or self._engine.is_last_stage())
+        for _ in range(before if reads else 0):
+            next(data_iter)
+        found = evaluate()
+        for _ in range(after if reads else 0):
+            next(data_iter)
+        return found
+
+    def _parts(self) -> tuple[int, int, int]:
+        """Micro-batches of a batch that other copies take, before and after this rank's own."""
+        own = self._engine.micro_batches
+        return self.copy * own, own, (self.copies - 1 - self.copy) * own
 
     def _make_own(self) -> None:
         """DeepSpeed gives stages in the middle none of ``training_data``: as it does for the others at the start."""

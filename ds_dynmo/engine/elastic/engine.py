@@ -7,7 +7,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ds_dynmo import partitioners
@@ -113,6 +113,16 @@ class ElasticEngine(EngineForModels):
         """Every re-packing so far; of those by hand also the ones that found nothing better."""
         return [] if self.dynmo is None else self._reporter.repacks
 
+    @property
+    def micro_batches_taken(self) -> int:
+        """How many micro-batches of this rank's data were trained on: where a script's own data goes on.
+
+        ``global_steps`` times the launch's ``micro_batches``, whatever number of replicas shares a batch now.
+        """
+        if self._repacker is None:
+            return int(self.global_steps * self.micro_batches)
+        return self._repacker.data.taken
+
     def wait_for_recall(self) -> bool:
         """On a released rank, or one that joined: wait until it is called, True, or until the job has ended, False.
 
@@ -182,6 +192,10 @@ class ElasticEngine(EngineForModels):
     def _announce(self) -> None:
         assert self._repacker is not None
         self._repacker.announce()
+
+    def _evaluate_part(self, data_iter: Any, evaluate: Callable[[], Any]) -> Any:
+        assert self._repacker is not None
+        return self._repacker.data.evaluate_part(data_iter, evaluate)
 
     def _welcome(self) -> None:
         """Ranks that have joined can be called from now on. Collective."""
@@ -273,8 +287,9 @@ class ElasticEngine(EngineForModels):
 
     def _planner(self, memory_limit: int | None, *, smoothed: bool) -> Planner:
         assert self._profile is not None and self._repacker is not None
-        return Planner(
-            outlook=self._experience.outlook(self._profile, tuple(self.partition), smoothed=smoothed),
+        whole = replace(self._profile, micro_batches=self._profile.micro_batches * self._repacker.world.copies)
+        return Planner(  # of one pipeline alone: what further replicas add comes on top
+            outlook=self._experience.outlook(whole, tuple(self.partition), smoothed=smoothed),
             config=self.dynmo,
             memory=memory_model(self._profile, memory_limit, self.module.activation_checkpoint_interval),
             most=self._repacker.most_stages,
@@ -289,16 +304,11 @@ class ElasticEngine(EngineForModels):
         if self._policy.restarts and len(new) != len(old):
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
-        elif len(new) < len(old):
-            done = self._repacker.shrink(new, park=self._policy.parks)
-            if self._repacker.world.home == 0:
-                self._tidy_up_at_exit()
-                self._messenger.release(*self._repacker.idle_and_busy())
-        elif len(new) > len(old):
-            done = self._repacker.grow(new)
-        else:
+        elif len(new) == len(old):
             moved = self._go_to(new, reason="explicit")
             done = Done((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
+        else:
+            done = self._resize(new)
         report = RepackReport(
             step=step,
             reason=reason,
@@ -314,9 +324,26 @@ class ElasticEngine(EngineForModels):
             migrate_seconds=done.migrate_seconds,
             world_seconds=done.world_seconds,
             verdict=verdict,
+            copies=self._repacker.world.copies,
         )
         self._reporter.repacked(report, self.global_samples)
         return report
+
+    def _resize(self, new: tuple[int, ...]) -> Done:
+        """Go on with another number of stages."""
+        repacker, wanted = self._repacker, len(new) - 1
+        assert repacker is not None
+        if wanted > len(repacker.world.stages):
+            return repacker.grow(new)
+        copies = repacker.copies_for(wanted) if self.dynmo.repack.freed_ranks == "replicas" else 1
+        if repacker.world.copies > 1:
+            done = repacker.refold(new, park=self._policy.parks, copies=copies)
+        else:
+            done = repacker.shrink(new, park=self._policy.parks, copies=copies)
+        if repacker.world.home == 0 and done.released_ranks:
+            self._tidy_up_at_exit()
+            self._messenger.release(*repacker.idle_and_busy())
+        return done
 
     def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[Done, str]:
         """Save, say how to go on, and release every rank; what was done, and a clause for the verdict."""

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.checkpoint.progress import counters_of, restore_counters
 from ds_dynmo.engine.elastic import joining, parking
+from ds_dynmo.engine.elastic.copying import copy_stage
 from ds_dynmo.engine.elastic.data import DataPosition
 from ds_dynmo.engine.elastic.release import Place
 from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed, store_at
@@ -166,7 +167,7 @@ class Repacker:
         if world.home == 0:
             first = joining.take_numbers(store, job, engine.num_stages)
         first = engine._comm.gather_objects(first)[0]
-        with _no_way_back("joining failed after this launch had given up its layers", "Launch it anew"):
+        with no_way_back("joining failed after this launch had given up its layers", "Launch it anew"):
             engine._layers.clear()
             engine._state.clear()
             self._end()
@@ -177,29 +178,46 @@ class Repacker:
 
     # -- fewer ----------------------------------------------------------------------------------------
 
-    def shrink(self, new: tuple[int, ...], *, park: bool) -> Done:
-        """Go on with ``new``, over fewer stages; the others are released, to be called back if ``park``."""
+    def shrink(self, new: tuple[int, ...], *, park: bool, copies: int = 1) -> Done:
+        """Go on with ``new``, over fewer stages; the others are released, to be called back if ``park``.
+
+        Args:
+            copies: so many times the launch's replicas go on, on stages that are freed.
+        """
         engine, world = self._engine, self.world
         present = engine.num_stages
         profile = engine.profile
         sizes = [cost.static_bytes for cost in profile.layers] if profile else [1] * engine._layers.num_layers
         places = hosts(engine.partition, new, sizes)
         leaving = [stage for stage in range(present) if stage not in places]
-        plan = MigrationPlan.between(engine.partition, with_empty(new, places, present), leaving=leaving)
+        copying = leaving[: (copies - 1) * len(places)]
+        plan = MigrationPlan.between(
+            engine.partition,
+            with_empty(new, places, present),
+            leaving=leaving,
+            joining=_without_layers(engine.partition),
+        )
         began = time.perf_counter()
         job = self._gather_job()
         moved_bytes = migrate(plan, engine._site())
         moved = time.perf_counter()
-        gone = tuple(world.stages[stage] for stage in leaving)
-        stays = engine.stage_id in places
-        with _no_way_back():
+        gone = tuple(world.stages[stage] for stage in leaving if stage not in copying)
+        at_work = [world.stages[place] for place in (*places, *copying)]
+        stays, copies_others = engine.stage_id in places, engine.stage_id in copying
+        with no_way_back():
             self._end()
             if park:
                 self.parked = tuple(world.in_order([*self.parked, *gone]))
-            if stays:
-                self._begin([world.stages[place] for place in places], world.generation + 1)
-                engine._layers.renumber(new, engine.stage_id)
-                engine._layers.tie(engine.grid, engine._comm.tied_group)
+            if stays or copies_others:
+                self._begin(at_work, world.generation + 1, copies)
+                if stays:
+                    engine._layers.renumber(new, engine.stage_id)
+                else:
+                    engine._state.forget()
+                if copies > 1:
+                    copy_stage(engine._site(), new, world.launch_replicas)
+                else:
+                    engine._layers.tie(engine.grid, engine._comm.tied_group)
                 self._stages_changed(new)
                 self._load_states(pickle.loads(job))
             else:
@@ -229,15 +247,16 @@ class Repacker:
 
     def grow(self, new: tuple[int, ...]) -> Done:
         """Go on with ``new``, over more stages, some of which are called back. Called by those at work."""
-        engine, world = self._engine, self.world
+        world = self.world
         stages = self._with_parked(len(new) - 1)
         back = tuple(stage for stage in stages if stage not in world.stages)
-        old = with_empty(engine.partition, [stages.index(stage) for stage in world.stages], len(stages))
+        old = self._among(stages)
         began = time.perf_counter()
         job = self._gather_job()
         call = parking.Call(world.generation + 1, tuple(stages))
         self._call(back, call)
-        with _no_way_back():
+        with no_way_back():
+            self._draw_in()
             self._end()
             self.parked = tuple(stage for stage in self.parked if stage not in back)
             done = self._enlarge(call, Standing(old, new, self.parked, self.places, job))
@@ -247,7 +266,7 @@ class Repacker:
     def answer(self, call: parking.Call) -> None:
         """The part in :meth:`grow` of a rank that was called back."""
         self._engine.released, self.joined, self.newcomers = False, False, False
-        with _no_way_back():
+        with no_way_back():
             self._enlarge(call, None)
 
     def _with_parked(self, wanted: int) -> list[int]:
@@ -287,14 +306,80 @@ class Repacker:
             self._learn(job)
             self.parked, self.places = standing.parked, standing.places
         engine._layers.renumber(standing.old, engine.stage_id)
-        joining = [stage for stage in range(engine.num_stages) if standing.old[stage] == standing.old[stage + 1]]
-        plan = MigrationPlan.between(standing.old, standing.new, joining=joining)
+        plan = MigrationPlan.between(standing.old, standing.new, joining=_without_layers(standing.old))
         began = time.perf_counter()
         moved_bytes = migrate(plan, engine._site())
         migrate_seconds = time.perf_counter() - began
         self._stages_changed(standing.new)
         self._load_states(job)
         return Done(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+
+    # -- further replicas -----------------------------------------------------------------------------
+
+    def copies_for(self, num_stages: int) -> int:
+        """How many times the launch's replicas could go on over so many stages, on the ranks that are at work.
+
+        Once where half of the stages are not free, a batch cannot be shared out evenly, a rank has no data of its own
+        to read, or replicas have parameters of their own. Collective.
+        """
+        engine, world = self._engine, self.world
+        micro_batches = engine.micro_batches * world.copies
+        most = len(world.stages) // num_stages
+        fitting = [copies for copies in range(2, most + 1) if micro_batches % copies == 0]
+        if not fitting or engine._replicas_differ or not world.has_replica_axis:
+            return 1
+        return fitting[-1] if all(engine._comm.gather_objects(self.data.can_read)) else 1
+
+    def refold(self, new: tuple[int, ...], *, park: bool, copies: int) -> Done:
+        """Like :meth:`shrink`, where there are further replicas: onto any number of the stages that are at work."""
+        began = time.perf_counter()
+        with no_way_back():
+            self._unfold()
+            unfold_seconds = time.perf_counter() - began
+            if len(new) - 1 == self._engine.num_stages:
+                done = self._spread(new)
+            else:
+                done = self.shrink(new, park=park, copies=copies)
+        return replace(done, world_seconds=done.world_seconds + unfold_seconds)
+
+    def _unfold(self) -> None:
+        """Further replicas give up their layers: all ranks at work are stages of one pipeline, most of them empty."""
+        engine, world = self._engine, self.world
+        stages = world.in_order(world.stages)
+        old = self._among(stages)
+        self._draw_in()
+        self._end()
+        self._begin(stages, world.generation + 1)
+        engine._layers.renumber(old, engine.stage_id)
+        engine._state.lay_out()
+
+    def _spread(self, new: tuple[int, ...]) -> Done:
+        """Move layers to ``new``, over all stages there are, some of which have none."""
+        engine = self._engine
+        plan = MigrationPlan.between(engine.partition, new, joining=_without_layers(engine.partition))
+        began = time.perf_counter()
+        moved_bytes = migrate(plan, engine._site())
+        migrate_seconds = time.perf_counter() - began
+        self._stages_changed(new)
+        return Done(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+
+    def _among(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The present partition, on the stages of the first replicas among ``stages`` of the job."""
+        engine = self._engine
+        places = [stages.index(stage) for stage in self.world.stages[: engine.num_stages]]
+        return with_empty(engine.partition, places, len(stages))
+
+    def _draw_in(self) -> None:
+        """The launch's replicas hold everything again, and nobody else holds anything."""
+        engine, world = self._engine, self.world
+        if world.copies == 1:
+            return
+        engine._state.draw_in(tuple(engine.partition), world.launch_replicas)
+        if world.copy:
+            engine._layers.clear()
+            engine._state.clear()
+
+    # -- how the job stands ---------------------------------------------------------------------------
 
     def _gather_job(self) -> bytes:
         """:meth:`_job` of rank 0, pickled: while all that takes part is still together, and a failure is harmless."""
@@ -339,14 +424,28 @@ class Repacker:
         self._engine._comm.all_done()
         self.world.end()
 
-    def _begin(self, stages: Sequence[int], generation: int) -> None:
+    def _begin(self, stages: Sequence[int], generation: int, copies: int = 1) -> None:
         """A new world, and everything that was built from the old one, on a rank that goes on."""
         engine = self._engine
-        topology = self.world.begin(stages, generation, timeout_seconds=engine.dynmo.timeout_seconds)
+        patience = engine.dynmo.timeout_seconds
+        topology = self.world.begin(stages, generation, timeout_seconds=patience, copies=copies)
         refit_deepspeed(engine, topology)
         forget_batch(engine)
         engine._comm.connect("repack")
         engine._state.use_grid()
+        self._share_batch()
+
+    def _share_batch(self) -> None:
+        """Copies of a replica share its batch, which stays as large as it was."""
+        engine, world = self._engine, self.world
+        if world.copies == self.data.copies:
+            return
+        self.data.copies, self.data.copy = world.copies, world.copy
+        engine.set_train_batch_size(engine.train_batch_size())
+        if engine._wrapper is not None:
+            engine._wrapper.accumulate(engine.micro_batches)
+        if engine._streams is not None:
+            engine._streams.first_micro_batch = world.copy * engine.micro_batches
 
     def _stages_changed(self, partition: tuple[int, ...]) -> None:
         """What was learnt of the stages is of others now; what was learnt of the layers holds."""
@@ -354,9 +453,13 @@ class Repacker:
         engine._experience.stages_changed()
         engine._move_seconds = 0.0
         if engine._profile is not None:
-            engine._profile = replace(engine._profile, partition=partition)
+            engine._profile = replace(engine._profile, partition=partition, micro_batches=engine.micro_batches)
         engine._layers_moved()
         engine._controller.decided(moved=True)
+
+
+def _without_layers(partition: Sequence[int]) -> list[int]:
+    return [stage for stage in range(len(partition) - 1) if partition[stage] == partition[stage + 1]]
 
 
 def _on_cpu(value: Any) -> Any:
@@ -366,7 +469,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 @contextmanager
-def _no_way_back(
+def no_way_back(
     what: str = "the re-packing failed after layers had begun to move or the ranks had parted",
     remedy: str = "Resume the job from its last checkpoint, with as many stages as are left",
 ) -> Iterator[None]:

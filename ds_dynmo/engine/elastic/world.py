@@ -34,7 +34,9 @@ class World:
     the present world changes.
 
     Attributes:
-        stages: of the job, those that take part, in order: ``stages[s]`` is the home of stage ``s``.
+        stages: of the job, those that take part, in order: ``stages[s]`` is the home of stage ``s``; where freed ranks
+            are further replicas, those of the first replicas and then, in the same order, those of each further ones.
+        copies: how many times the launch's replicas are there.
         home: this process's rank at the launch.
         store: what the job's processes tell each other by, beside their process groups.
     """
@@ -43,6 +45,7 @@ class World:
         self._launch = launch
         self.home = dist.get_rank()
         self.stages: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
+        self.copies = 1
         self.store = store
         config = dist.get_backend_config()
         self._backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
@@ -100,10 +103,27 @@ class World:
         """The ranks at the launch of all replicas and slices of these stages."""
         return tuple(sorted(rank for stage in stages for rank in self._ranks(stage)))
 
-    def topology(self, stages: Sequence[int]) -> ProcessTopology:
-        """The axes of the launch, over so many stages."""
-        axes = self._launch.get_axis_names()
-        return ProcessTopology(axes, [len(stages) if axis == "pipe" else self._launch.get_dim(axis) for axis in axes])
+    @property
+    def has_replica_axis(self) -> bool:
+        """Can there be further replicas?"""
+        return "data" in self.axes
+
+    @property
+    def launch_replicas(self) -> int:
+        """Data-parallel replicas of the launch."""
+        return self.axes.get("data", 1)
+
+    @property
+    def copy(self) -> int:
+        """Which of the copies of the launch's replicas this process is in."""
+        return self.stages.index(self.home_stage) // (len(self.stages) // self.copies)
+
+    def _topology(self) -> ProcessTopology:
+        """The axes of the launch, over the present stages and replicas."""
+        sizes = {**self.axes, "pipe": len(self.stages) // self.copies}
+        if self.copies > 1:
+            sizes["data"] *= self.copies
+        return ProcessTopology(list(sizes), list(sizes.values()))
 
     def join(self, axes: Mapping[str, int], stage: int, store: Any) -> None:
         """This process is a rank of another job from now on: of its ``stage``, with which nothing was launched."""
@@ -117,8 +137,13 @@ class World:
         get_accelerator().synchronize()
         deepspeed.comm.destroy_process_group()
 
-    def begin(self, stages: Sequence[int], generation: int, *, timeout_seconds: float) -> ProcessTopology:
+    def begin(
+        self, stages: Sequence[int], generation: int, *, timeout_seconds: float, copies: int = 1
+    ) -> ProcessTopology:
         """Meet the ranks of ``stages``, every one of which calls this, in the world of this number.
+
+        Args:
+            copies: of the launch's replicas, one after the other in ``stages``.
 
         Returns:
             Its topology.
@@ -127,10 +152,12 @@ class World:
             MigrationError: names the ranks that did not come.
         """
         self._meet(self.homes(stages), generation, timeout_seconds)
-        self.stages, self._generation = tuple(stages), generation
-        topology = self.topology(stages)
+        self.stages, self.copies, self._generation = tuple(stages), copies, generation
+        topology = self._topology()
         alike = self._launch.get_coord(self._ranks(0)[self.place_in_stage])
-        place = alike._replace(pipe=self.stages.index(self.home_stage))
+        place = alike._replace(pipe=self.stages.index(self.home_stage) % topology.get_dim("pipe"))
+        if copies > 1:
+            place = place._replace(data=self.copy * self.launch_replicas + alike.data)
         dist.init_process_group(
             self._backend,
             store=part_of(self.store, f"world/{generation}"),
@@ -189,6 +216,7 @@ def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
     engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
     engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
     engine.is_pipe_parallel = grid.pipe_parallel_size > 1
+    engine.is_data_parallel = grid.data_parallel_size > 1
     if engine.is_pipe_parallel:  # which a launch of one stage has not done
         p2p.init_process_groups(grid)
 
