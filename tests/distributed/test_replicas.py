@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import replica_workloads
 from tests.distributed.harness import run
-from tests.distributed.test_repack import losses, merged
+from tests.distributed.test_repack import DIFFER, losses, merged
 from tests.distributed.workloads import Case
 
 BY_HAND = {"interval": 0, "repack": {"freed_ranks": "replicas", "release": "park"}}
@@ -52,3 +52,60 @@ def test_freed_stages_are_replicas(tmp_path: Path, precision: str, replicas: int
     reports = folded[0]["reports"]
     assert [report.copies for report in reports] == [2, 4, 1]
     assert not any(report.released_ranks or report.recalled_ranks for report in reports)
+
+
+def test_everything_built_once_is_right_in_two_copies() -> None:
+    case = Case(stages=4, precision="bf16 zero1", micro_batches=4, dynmo=BY_HAND)
+    folded = run(4, replica_workloads.train, case, {1: 2}, 2, False, False)
+    launched = replace(case, stages=2, replicas=2, micro_batches=2)
+    built = run(4, replica_workloads.train_as_launched, launched, None, 0, 2, 1)
+    differ = {*DIFFER, "module.micro_offset"}  # counts those of the first batch, too
+    by_rank = {result["attributes"]["engine.global_rank"]: result["attributes"] for result in folded}
+    for result in built:
+        expected = {name: value for name, value in result["attributes"].items() if name not in differ}
+        found = by_rank[expected["engine.global_rank"]]
+        assert {name: value for name, value in found.items() if name not in differ} == expected
+
+
+def test_a_checkpoint_of_two_copies_is_one_of_that_size(tmp_path: Path) -> None:
+    case = Case(stages=4, precision="bf16 zero1", micro_batches=4, dynmo=BY_HAND)
+    folded = run(4, replica_workloads.train, case, {1: 2}, 3, False, False, (2, str(tmp_path)))
+    launched = replace(case, stages=2, replicas=2, micro_batches=2)
+    resumed = run(4, replica_workloads.train_as_launched, launched, str(tmp_path), 2, 3, 1)
+    assert losses(resumed)[3] == losses(folded)[3] and merged(resumed) == merged(folded)
+
+
+def test_a_batch_is_the_same_samples_and_draws() -> None:
+    """By any way to give data: numbers of the run that keeps its stages, but for the order of sums."""
+    case = Case(stages=4, micro_batches=4, dropout=True, dynmo=BY_HAND)
+    sizes, steps = {2: 2, 3: 1, 5: 3}, 7
+    kept = run(4, replica_workloads.train, case, {}, steps)
+    whole = losses(kept)
+    for fresh_data in (False, True):
+        folded = run(4, replica_workloads.train, case, sizes, steps, fresh_data)
+        assert losses(folded) == pytest.approx(whole, rel=2e-5)
+        first = folded[0]
+        assert [shape[:2] for shape in first["shapes"]] == [(4, 1), (2, 2), (1, 4), (1, 4), (3, 1), (3, 1), (3, 1)]
+        assert first["before"] == pytest.approx(first["after"], rel=1e-6)  # of the same samples
+    kept, folded = (run(4, replica_workloads.train_on_a_dataset, case, given, steps) for given in ({}, sizes))
+    assert losses(folded) == pytest.approx(losses(kept), rel=2e-5)
+
+
+def test_they_are_parked_where_they_cannot_be_replicas() -> None:
+    """A batch of 3 micro-batches cannot be halved; a rank without data cannot read any."""
+    case = Case(stages=4, micro_batches=3, dynmo=BY_HAND)
+    found = run(4, replica_workloads.train, case, {1: 2}, 2)
+    assert [result["shapes"][1:] for result in found] == [[(2, 1, 3)], [], [], [(2, 1, 3)]]
+    even = replace(case, micro_batches=4)
+    assert run(4, replica_workloads.without_data_in_the_middle, even) == [(2, 1), (0, 0), (0, 0), (2, 1)]
+
+
+def test_it_folds_by_itself_and_unfolds() -> None:
+    """Decisions are about one pipeline alone: what is fast enough does not count what further replicas add."""
+    repack = {"enabled": True, "freed_ranks": "replicas", "max_slowdown": 0.2}
+    block = {"interval": 0, "profile": {"batches": 1}, "repack": repack}
+    shapes = run(4, replica_workloads.fold_by_itself, block, 12)
+    assert len({tuple(of_rank) for of_rank in shapes}) == 1
+    assert shapes[0][:3] == [(4, 1)] * 3 and shapes[0][-1] == (4, 1)
+    stages, replicas = shapes[0][8]
+    assert stages <= 2 and stages * replicas == 4

@@ -191,7 +191,7 @@ def client_optimizer(case: Case, parameters: list[Any]) -> Any:
     return None
 
 
-def build(case: Case, make_layers: Callable[[Case], list[Any]] = layers) -> Any:
+def build(case: Case, make_layers: Callable[[Case], list[Any]] = layers, training_data: Any = None) -> Any:
     """An engine for ``case``, started at ``case.start`` (default: DeepSpeed's uniform partition)."""
     torch.manual_seed(0)
     module = PipelineModule(
@@ -210,6 +210,7 @@ def build(case: Case, make_layers: Callable[[Case], list[Any]] = layers) -> Any:
         model=module,
         model_parameters=parameters,
         optimizer=client_optimizer(case, parameters),
+        training_data=training_data,
         config=config(replace(case, dynmo=dynmo)),
     )[0]
 
