@@ -36,7 +36,7 @@ from ds_dynmo.models import (
     dynamic_cases,
     model_layers,
 )
-from scripts.training.options import RESUME_FILE, Run, prepare
+from scripts.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
 from scripts.training.report import (
     History,
     Progress,
@@ -93,8 +93,12 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
     if run.resumed is not None:
         for case in cases:
             case.load_state_dict(run.resumed["cases"][case.name])
-    for case in cases if engine.dynmo is not None else ():
-        engine.share_state(case.name, case)
+            if run.resumed["in_step"]:
+                case.after_batch(run.resumed["step"])
+    if engine.dynmo is not None:
+        engine.share_state(RUN, RunFacts(run))
+        for case in cases:
+            engine.share_state(case.name, case)
     return cases
 
 

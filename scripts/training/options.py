@@ -15,6 +15,8 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, load_text, model_layers, read_model_config
 
 RESUME_FILE = "dynmo_train.json"
+LAUNCH_FILE = "launch.json"  # of the engine, which stopped the run
+RUN = "run"  # what RunFacts is shared as
 STEPS = 150
 
 
@@ -47,6 +49,19 @@ class Run:
     @property
     def first_step(self) -> int:
         return self.resumed["step"] if self.resumed else 0
+
+
+class RunFacts:
+    """What a job that stops to be launched anew leaves to that launch, beside its cases' states."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._run.steps, "model": self._run.model.model_dump(mode="json")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ranks of one job have the same."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -195,7 +210,7 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """What the run that is resumed was, if this one can go on from it."""
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder")
-    resumed = load_json(folder / RESUME_FILE)
+    resumed = {"in_step": False, **latest_part(folder)}
     missing = {"step", "steps", "tag", "partition", "model", "cases"} - resumed.keys()
     if missing:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
@@ -207,6 +222,18 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
                 f"this run has {getattr(model, key)}"
             )
     return resumed
+
+
+def latest_part(folder: Path) -> dict[str, Any]:
+    """What the run saved last: by itself, or where it stopped to be launched anew at another size."""
+    path = folder / LAUNCH_FILE
+    if not path.is_file():
+        return load_json(folder / RESUME_FILE)
+    launch = load_json(path)
+    cases = dict(launch["states"])
+    stopped = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
+    saved = load_json(folder / RESUME_FILE) if (folder / RESUME_FILE).is_file() else {"step": -1}
+    return stopped if stopped["step"] > saved.get("step", -1) else saved
 
 
 @contextmanager

@@ -193,7 +193,14 @@ def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> Non
     stopped = run(6, repack_workloads.train, case, {2: [0, 3, 8]}, 4)
     assert all(result["released"] == [2] for result in stopped)
     launch = json.loads((tmp_path / "launch.json").read_text())
-    assert launch == {"num_stages": 2, "ranks": 4, "tag": "global_step2", "partition": [0, 3, 8]}
+    assert launch == {
+        "num_stages": 2,
+        "ranks": 4,
+        "tag": "global_step2",
+        "partition": [0, 3, 8],
+        "step": 2,
+        "states": {},
+    }
     smaller = Case(stages=2, replicas=2)
     resumed = run(4, repack_workloads.train_through_checkpoint, smaller, str(tmp_path), 2, 4)
     straight = run(6, repack_workloads.train_alone, Case(stages=3, replicas=2), 4)

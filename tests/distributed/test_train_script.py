@@ -54,6 +54,24 @@ def test_a_resumed_run_is_the_run_in_one_go(name: str, killed_in: int | None, tm
     assert whole(resumed) == whole(in_one_go)
 
 
+def test_a_run_that_stopped_to_be_launched_anew_is_resumed(tmp_path: Path) -> None:
+    """At the size that launch.json says; in the middle of a step, whose end the cases have still to see."""
+    arguments = flags(tmp_path, "freezing and pruning", STEPS)
+    in_one_go = run(2, run_script, arguments)
+    folder = tmp_path / "saved"
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    repack = {"release": "checkpoint", "checkpoint": str(folder)}
+    path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": repack}}))
+    run(2, run_script, [*arguments, "--save", str(folder), "--save-interval", "2"], None, None, 5)
+    launch = json.loads((folder / "launch.json").read_text())
+    assert (launch["ranks"], launch["step"], launch["tag"]) == (1, 5, "global_step5")
+    assert json.loads((folder / RESUME_FILE).read_text())["step"] == 4
+    resumed = run(1, run_script, [*flags(tmp_path, "freezing and pruning"), "--resume", str(folder)])
+    assert resumed[0]["losses"] == in_one_go[0]["losses"][5:]
+    assert whole(resumed) == whole(in_one_go)
+
+
 @pytest.mark.parametrize("name", ["moe auxiliary loss", "dense"])
 def test_the_losses_are_told_apart_and_training_is_the_same(name: str, tmp_path: Path) -> None:
     results = run(4, losses_apart, [*flags(tmp_path, name, 3), "--stages", "2"])

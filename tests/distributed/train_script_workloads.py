@@ -17,12 +17,15 @@ class Killed(Exception):
     """Stands in for what ends a job in the middle."""
 
 
-def run_script(arguments: list[str], killed_in: int | None = None, joined_in: int | None = None) -> dict[str, Any]:
+def run_script(
+    arguments: list[str], killed_in: int | None = None, joined_in: int | None = None, packed_in: int | None = None
+) -> dict[str, Any]:
     """What scripts/train.py trains once its ranks have met.
 
     Args:
         killed_in: the step, counted from 1, in the middle of which everything ends.
         joined_in: the step before which another rank has joined.
+        packed_in: the step at whose end the engine goes on with one stage.
     """
     run = prepare(arguments)
     engine = build_engine(run)
@@ -36,13 +39,18 @@ def run_script(arguments: list[str], killed_in: int | None = None, joined_in: in
             raise Killed
         if engine.global_steps + 1 == joined_in:
             engine._repacker.world.store.wait(["place/1"])
-        return train_batch(data)
+        loss = train_batch(data)
+        if engine.global_steps == packed_in:
+            engine.repack(1)
+        return loss
 
     engine.train_batch = until_killed
     try:
         history = train(run, engine, cases)
     except Killed:
         return {}
+    if engine.released:
+        return {"losses": history.losses}
     return {
         "losses": history.losses,
         "ranks": history.ranks,

@@ -350,9 +350,10 @@ class ElasticEngine(EngineForModels):
         assert self._repacker is not None
         began = time.perf_counter()
         folder, tag = str(self.dynmo.repack.checkpoint), f"global_step{self.global_steps}"
+        states = {name: holder.state_dict() for name, holder in self._repacker.states.items()}
         self.save_checkpoint(folder, tag=tag)
         ranks = self.world_size * (len(new) - 1) // self.num_stages
-        launch = Launch(len(new) - 1, ranks, tag, new)
+        launch = Launch(len(new) - 1, ranks, tag, new, self.global_steps, states)
 
         def write() -> None:
             if self.global_rank == 0:
