@@ -234,6 +234,7 @@ class DynMoPipelineEngine(ElasticEngine):
             super()._exec_schedule(pipe_schedule)
             return
         training = not isinstance(pipe_schedule, schedule.InferenceSchedule)
+        self._streams.first_micro_batch = self._first_micro_batch
         with self._streams.batch(self.module, self._layers.random_streams(), step=self.global_steps, training=training):
             super()._exec_schedule(pipe_schedule)
 
@@ -305,7 +306,7 @@ class DynMoPipelineEngine(ElasticEngine):
         if costs.failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         self._profile = costs.profile_from(table, tuple(self.partition), self.global_steps, self.micro_batches)
-        self._experience.profiled(self._profile, costs.move_seconds(table))
+        self._experience.profiled(self._of_whole_batch(self._profile), costs.move_seconds(table))
         self._move_seconds = 0.0
         self._profiler.forget()
 

@@ -55,7 +55,7 @@ class FlatState:
         self._linked = False
         self._exchanged: dict[Unit, list[Member]] = {}  # of layers some of whose parameters are others since a load
         self._weights_lead = False
-        self._shards = grid.data_parallel_size
+        self._shards = self._shards_at_launch = grid.data_parallel_size
         for number in range(len(self._placeholders)):
             self._stash[number] = self._first_stash(number)
         self._mark_tied()
@@ -368,7 +368,7 @@ class FlatState:
         if number is None:
             return 0
         width = sum(tensor.dtype.itemsize for tensor in self._live(number).values())
-        state = parameter.numel() * width // self._shards
+        state = parameter.numel() * width // self._shards_at_launch  # of further replicas a re-packing goes back first
         if self._membership.is_parked(parameter):
             return state
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element

@@ -41,6 +41,7 @@ class MendedPipelineEngine(PipelineEngine):
     _members: list[list[nn.Parameter]]
     _timers_started: set[str]
     _replicas_differ = False  # does the model have parameters that are each replica's own?
+    _replicas_would_differ = False  # or would it have some if there were several replicas?
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         self.__dict__["dynmo"] = dynmo  # super().__init__ calls what is overridden here
@@ -69,9 +70,11 @@ class MendedPipelineEngine(PipelineEngine):
         if self.dynmo is not None:
             self._connect()
             self._comm.enter("initialize")
-            every = self._comm.gather_objects((self._unsupported(model), replicas.has_own(model)))
-            checks.check_layers(problem for problem, _ in every)
-            self._replicas_differ = any(differ for _, differ in every)
+            facts = (self._unsupported(model), replicas.has_own(model), replicas.shares_out(model))
+            every = self._comm.gather_objects(facts)
+            checks.check_layers(problem for problem, _, _ in every)
+            self._replicas_differ = any(differ for _, differ, _ in every)
+            self._replicas_would_differ = any(shares for _, _, shares in every)
         super()._configure_distributed_model(model)
 
     def _unsupported(self, model: Any) -> str | None:

@@ -25,6 +25,11 @@ def has_own(module: nn.Module) -> bool:
     return any(map(is_own, module.parameters()))
 
 
+def shares_out(module: nn.Module) -> bool:
+    """Would a part of it have such parameters if there were several replicas? It says so by ``shares_out``."""
+    return any(getattr(part, "shares_out", False) for part in module.modules())
+
+
 def use_replicas(modules: Iterable[nn.Module], group: Any) -> None:
     """Tell every layer part that asks for it who the replicas of this stage are.
 

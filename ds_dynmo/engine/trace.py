@@ -77,6 +77,10 @@ class Tracer:
         if failure is not None:
             raise ConfigError(f'dynmo.trace.path = "{config.path}": cannot be written: {failure}')
 
+    def mute(self) -> None:
+        """Another rank writes from now on, of another job."""
+        self._file = None
+
     def wants(self, step: int) -> bool:
         """Is the batch that will end with ``step`` to be traced?"""
         first, last = self._config.steps

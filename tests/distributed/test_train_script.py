@@ -82,3 +82,20 @@ def test_the_losses_are_told_apart_and_training_is_the_same(name: str, tmp_path:
         assert auxiliary > 0.01 if "moe" in name else auxiliary == 0
     assert all((rank["losses"], rank["auxiliary"]) == (first["losses"], first["auxiliary"]) for rank in results)
     assert whole(results) == whole([{**rank, "state": rank["plain"]} for rank in results])
+
+
+def test_freed_ranks_go_on_as_replicas_of_a_model_that_changes(tmp_path: Path) -> None:
+    """Frozen and pruned layers, with sharded state, on 2 stages, then on 1 in two copies: but for the order of sums."""
+    arguments = flags(tmp_path, "freezing and pruning", STEPS)
+    path = tmp_path / "config.json"
+    settings = {**json.loads(path.read_text()), "zero_optimization": {"stage": 1}}
+    path.write_text(json.dumps(settings))
+    kept = run(2, run_script, arguments)
+    repack = {"freed_ranks": "replicas"}
+    path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": repack}}))
+    folded = run(2, run_script, arguments, None, None, 3)
+    assert [result["replica"] for result in folded] == [0, 1]
+    assert folded[1]["losses"] == folded[0]["losses"] == pytest.approx(kept[0]["losses"], rel=1e-4)
+    assert [loss for _, loss in folded[0]["validation"]] == pytest.approx(
+        [loss for _, loss in kept[0]["validation"]], rel=1e-4
+    )

@@ -27,7 +27,8 @@ class DataPosition:
         self._engine = engine
         self._replica, self._replicas = replica, replicas
         self._iterator = engine.data_iterator
-        self._behind = 0  # micro-batches
+        self.passed = 0  # micro-batches of a replica's data since the engine was built
+        self._behind = 0
         self._was_given = False
 
     @property
@@ -41,9 +42,15 @@ class DataPosition:
         """Has this rank data, wherever its stage is?"""
         return self._was_given or self._engine.data_iterator is not None or bool(self._engine.training_data)
 
-    def others_took(self, samples: int) -> None:
-        """So many samples, of all replicas together, were trained on while this rank was away."""
-        self._behind += samples // (self._engine.train_micro_batch_size_per_gpu() * self._replicas)
+    def others_took(self, passed: int) -> None:
+        """The job has ``passed`` so many micro-batches by now, in part while this rank was away."""
+        self._behind += max(0, passed - self.passed)
+        self.passed = passed
+
+    @property
+    def first_of_batch(self) -> int:
+        """The number of this rank's first micro-batch in a batch."""
+        return self._parts()[0]
 
     def before_batch(self, data_iter: Any) -> None:
         """Before a batch: be where the others are. ``data_iter`` is what ``train_batch`` was given."""
@@ -55,6 +62,7 @@ class DataPosition:
         elif data_iter is not None and data_iter is not self._iterator:
             self._iterator, self._behind = data_iter, 0
         before, own, after = self._parts()
+        self.passed += before + own + after
         self._behind += before
         if reads:
             for _ in range(self._behind if self._iterator is not None else 0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -57,6 +56,7 @@ class ElasticEngine(EngineForModels):
     _profile: Profile | None
     _experience: Any
     _reporter: Any
+    _tracer: Any
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         super().__init__(*args, dynmo=dynmo, **kwargs)
@@ -105,7 +105,6 @@ class ElasticEngine(EngineForModels):
         facts = self._gather_facts(profiled=self._profile is not None)
         assert self._repacker is not None
         new, verdict = self._agreed(lambda: self._new_partition(num_stages, partition, facts))
-        self._repacker.newcomers = False
         return self._repack(new, "by hand", verdict, time.perf_counter() - began)
 
     @property
@@ -161,6 +160,8 @@ class ElasticEngine(EngineForModels):
         self._comm.enter("join")
         self._repacker.join(job)
         self._reporter.mute()
+        if self._tracer is not None:
+            self._tracer.mute()
 
     def most_stages(self) -> int:
         """How many stages :meth:`repack` can go on with now: at work, parked or joined. Collective."""
@@ -192,6 +193,11 @@ class ElasticEngine(EngineForModels):
     def _announce(self) -> None:
         assert self._repacker is not None
         self._repacker.announce()
+
+    @property
+    def _first_micro_batch(self) -> int:
+        """The number of this rank's first micro-batch in a batch."""
+        return 0 if self._repacker is None else self._repacker.data.first_of_batch
 
     def _evaluate_part(self, data_iter: Any, evaluate: Callable[[], Any]) -> Any:
         assert self._repacker is not None
@@ -243,9 +249,10 @@ class ElasticEngine(EngineForModels):
         """
         assert self._repacker is not None
         if self._repacker.newcomers:
-            fastest = planner.fastest()
+            present = self._predicted(tuple(self.partition))
+            assert present is not None
+            fastest = planner.fastest(present)
             if len(fastest.partition) > len(self.partition):
-                self._experience.first_seconds = min(planner.first_seconds or math.inf, fastest.iteration_seconds)
                 return fastest
         return planner.best()
 
@@ -279,19 +286,19 @@ class ElasticEngine(EngineForModels):
         self._welcome()
         limit = self._memory_limit_bytes()
         new, _ = self._agreed(lambda: (self._best(self._planner(limit, smoothed=True)).partition, ""))
-        self._repacker.newcomers = False
         if len(new) == len(self.partition):
+            self._repacker.newcomers = False
             return False
         self._repack(new, reason, f"best by planner {self.dynmo.repack.planner}", time.perf_counter() - began)
         return True
 
     def _planner(self, memory_limit: int | None, *, smoothed: bool) -> Planner:
         assert self._profile is not None and self._repacker is not None
-        whole = replace(self._profile, micro_batches=self._profile.micro_batches * self._repacker.world.copies)
+        whole = self._of_whole_batch(self._profile)
         return Planner(  # of one pipeline alone: what further replicas add comes on top
             outlook=self._experience.outlook(whole, tuple(self.partition), smoothed=smoothed),
             config=self.dynmo,
-            memory=memory_model(self._profile, memory_limit, self.module.activation_checkpoint_interval),
+            memory=memory_model(whole, memory_limit, self.module.activation_checkpoint_interval),
             most=self._repacker.most_stages,
             first_seconds=self._experience.first_seconds,
         )
@@ -301,7 +308,7 @@ class ElasticEngine(EngineForModels):
         old, step = tuple(self.partition), self.global_steps
         before, after = self._predicted(old), self._predicted(new)
         self._reporter.profiled(self._profile)  # afterwards it is of other stages
-        if self._policy.restarts and len(new) != len(old):
+        if self._policy.restarts and len(new) < len(old):
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
         elif len(new) == len(old):
@@ -309,6 +316,9 @@ class ElasticEngine(EngineForModels):
             done = Done((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
             done = self._resize(new)
+        self._repacker.newcomers = False
+        if self._profile is not None:
+            after = self._predicted(new)  # by as many copies as there are now
         report = RepackReport(
             step=step,
             reason=reason,
@@ -334,7 +344,7 @@ class ElasticEngine(EngineForModels):
         repacker, wanted = self._repacker, len(new) - 1
         assert repacker is not None
         if wanted > len(repacker.world.stages):
-            return repacker.grow(new)
+            return repacker.grow(new, self._first_seconds_with(new) if repacker.newcomers else None)
         copies = repacker.copies_for(wanted) if self.dynmo.repack.freed_ranks == "replicas" else 1
         if repacker.world.copies > 1:
             done = repacker.refold(new, park=self._policy.parks, copies=copies)
@@ -342,7 +352,7 @@ class ElasticEngine(EngineForModels):
             done = repacker.shrink(new, park=self._policy.parks, copies=copies)
         if repacker.world.home == 0 and done.released_ranks:
             self._tidy_up_at_exit()
-            self._messenger.release(*repacker.idle_and_busy())
+            self._messenger.release(*repacker.gone_and_staying())
         return done
 
     def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[Done, str]:
@@ -375,6 +385,19 @@ class ElasticEngine(EngineForModels):
             return None
         pipeline = self._experience.outlook(self._profile, tuple(self.partition), smoothed=False).pipeline
         return float(pipeline.on(len(partition) - 1).iteration_seconds(partition))
+
+    def _first_seconds_with(self, new: tuple[int, ...]) -> float | None:
+        """What counts as an iteration at the start of the run, where ranks that joined are taken onto ``new``."""
+        known = self._experience.first_seconds
+        if known is None or self._profile is None:
+            return None
+        outlook = self._experience.outlook(self._of_whole_batch(self._profile), tuple(self.partition), smoothed=False)
+        return min(known, float(outlook.pipeline.on(len(new) - 1).iteration_seconds(new)))
+
+    def _of_whole_batch(self, profile: Profile) -> Profile:
+        """As if one pipeline had all micro-batches, which copies of it share."""
+        copies = 1 if self._repacker is None else self._repacker.world.copies
+        return replace(profile, micro_batches=profile.micro_batches * copies)
 
     def _warn(self, message: str) -> None:
         self._reporter.warn(message)

@@ -10,28 +10,23 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.elastic.release import Place
 from ds_dynmo.engine.elastic.world import World, part_of
 from ds_dynmo.errors import ConfigError
 
 _JOB = "ds_dynmo/job"  # in the store of a launch: the name of the job that it runs now
-_EACH_LAUNCHS_OWN = {  # of DeepSpeed's configuration
-    "dynmo",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "comet",
-}
-_OF_BLOCK_TOO = {"initial_partition", "report", "log", "monitor", "trace"}  # likewise of the "dynmo" block
+_FORMAT = 1  # of what ranks tell each other here
+_EACH_LAUNCHS_OWN = {"dynmo", "steps_per_print"}  # of DeepSpeed's configuration
+_OF_BLOCK_TOO = {"initial_partition", "report", "log", "monitor"}  # likewise of the "dynmo" block
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,9 @@ def job_of(engine: Any, world: World) -> Job:
     return Job(
         world.axes,
         {
+            "ds_dynmo": str(_FORMAT),
+            "the accelerator": get_accelerator().device_name(),
+            "the backend": world.backend,
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
             "the optimizer": type(engine.basic_optimizer).__name__,
@@ -107,7 +105,10 @@ def find(launch_store: Any, timeout_seconds: float) -> tuple[Any, Job]:
             f"the launch runs no job of ds_dynmo, or had not begun it within {timeout_seconds:g} s"
         ) from error
     store = part_of(launch_store, launch_store.get(_JOB).decode())
-    return store, Job(**json.loads(store.get("what").decode()))
+    try:
+        return store, Job(**json.loads(store.get("what").decode()))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"the launch runs a job of another version, or has just ended it ({error})") from error
 
 
 def take_numbers(store: Any, job: Job, count: int) -> int:
@@ -127,8 +128,9 @@ def arrivals(store: Any, world: World, known: Mapping[int, Place]) -> tuple[list
     for stage in range(first, first + int(store.add("joined", 0))):
         homes = world.homes([stage])
         if homes[0] not in known and store.check([f"place/{home}" for home in homes]):
-            stages.append(stage)
-            places += [Place(**json.loads(store.get(f"place/{home}").decode())) for home in homes]
+            with suppress(TypeError, ValueError):  # what cannot be read has not joined
+                places += [Place(**json.loads(store.get(f"place/{home}").decode())) for home in homes]
+                stages.append(stage)
     return stages, places
 
 

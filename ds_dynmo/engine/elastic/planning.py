@@ -67,13 +67,17 @@ class Planner:
         gain = present.iteration_seconds - more.iteration_seconds
         return more if gain >= margin * within else present
 
-    def fastest(self) -> Packing:
-        """The number of stages that is predicted to be fastest, with more than now only if they are worth it."""
+    def fastest(self, present_seconds: float) -> Packing:
+        """The number of stages that is predicted to be fastest, with more than now only if they are worth it.
+
+        Args:
+            present_seconds: of an iteration as it is, with all replicas that there are.
+        """
         present = self._present()
         packings = [self.onto(count) for count in range(present.num_stages + 1, self.most + 1) if self._fits(count)]
         best = min(packings, key=lambda packing: packing.iteration_seconds, default=present)
-        gain = present.iteration_seconds - best.iteration_seconds
-        return best if gain > self.config.min_improvement * present.iteration_seconds else present
+        gain = present_seconds - best.iteration_seconds
+        return best if gain > self.config.min_improvement * present_seconds else present
 
     def _fewest(self, least: int, most: int, within_seconds: float) -> Packing | None:
         return partitioners.fewest_stages(

@@ -51,6 +51,7 @@ class Standing:
         old: boundaries, with those stages empty; ``new``: as they are to be.
         parked: stages of the job that stay parked.
         places: where every rank runs.
+        first_seconds: what an iteration at the start of the run took counts as from now on; None: as before.
         job: pickled, all that the ranks count alike.
     """
 
@@ -58,6 +59,7 @@ class Standing:
     new: tuple[int, ...]
     parked: tuple[int, ...]
     places: dict[int, Place]
+    first_seconds: float | None
     job: bytes
 
 
@@ -109,11 +111,16 @@ class Repacker:
         has_last = any(stage >= self.world.last_stage for stage in (*self.world.stages, *self.parked))
         return len(self.world.stages) + (len(self.parked) if has_last else 0)
 
-    def idle_and_busy(self) -> tuple[list[Place], list[Place]]:
-        """Where the ranks run that take no part now, and those that do."""
-        at_work = set(self.world.homes(self.world.stages))
-        idle = [place for place in self.places.values() if place.rank not in at_work]
-        return idle, [place for place in self.places.values() if place.rank in at_work]
+    def gone_and_staying(self) -> tuple[list[Place], list[Place]]:
+        """Where the ranks of this launch run that were released for good, and all that are at work or wait.
+
+        What a launch that joined runs on is its own to give back.
+        """
+        here = set(self.world.homes((*self.world.stages, *self.parked)))
+        gone = [
+            place for place in self.places.values() if place.rank not in here and not self.world.has_joined(place.rank)
+        ]
+        return gone, [place for place in self.places.values() if place.rank in here]
 
     def have_ended(self, places: Sequence[Place]) -> bool:
         """Do the processes of these released ranks end?"""
@@ -123,7 +130,8 @@ class Repacker:
         """On rank 0: tell all ranks that take no part that nobody will call them any more."""
         if self.world.home == 0:
             self._add(*joining.arrivals(self.world.store, self.world, self.places))
-            parking.dismiss(self.world.store, [place.rank for place in self.idle_and_busy()[0]])
+            at_work = self.world.homes(self.world.stages)
+            parking.dismiss(self.world.store, [rank for rank in self.places if rank not in at_work])
             self.parked = ()
 
     # -- ranks of another launch ----------------------------------------------------------------------
@@ -245,8 +253,12 @@ class Repacker:
 
     # -- more -----------------------------------------------------------------------------------------
 
-    def grow(self, new: tuple[int, ...]) -> Done:
-        """Go on with ``new``, over more stages, some of which are called back. Called by those at work."""
+    def grow(self, new: tuple[int, ...], first_seconds: float | None = None) -> Done:
+        """Go on with ``new``, over more stages, some of which are called back. Called by those at work.
+
+        Args:
+            first_seconds: see :class:`Standing`.
+        """
         world = self.world
         stages = self._with_parked(len(new) - 1)
         back = tuple(stage for stage in stages if stage not in world.stages)
@@ -259,7 +271,7 @@ class Repacker:
             self._draw_in()
             self._end()
             self.parked = tuple(stage for stage in self.parked if stage not in back)
-            done = self._enlarge(call, Standing(old, new, self.parked, self.places, job))
+            done = self._enlarge(call, Standing(old, new, self.parked, self.places, first_seconds, job))
         whole_seconds = time.perf_counter() - began
         return replace(done, recalled_ranks=world.homes(back), world_seconds=whole_seconds - done.migrate_seconds)
 
@@ -311,6 +323,8 @@ class Repacker:
         moved_bytes = migrate(plan, engine._site())
         migrate_seconds = time.perf_counter() - began
         self._stages_changed(standing.new)
+        if standing.first_seconds is not None:
+            engine._experience.first_seconds = standing.first_seconds
         self._load_states(job)
         return Done(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
 
@@ -326,7 +340,7 @@ class Repacker:
         micro_batches = engine.micro_batches * world.copies
         most = len(world.stages) // num_stages
         fitting = [copies for copies in range(2, most + 1) if micro_batches % copies == 0]
-        if not fitting or engine._replicas_differ or not world.has_replica_axis:
+        if not fitting or engine._replicas_would_differ or not world.has_replica_axis:
             return 1
         return fitting[-1] if all(engine._comm.gather_objects(self.data.can_read)) else 1
 
@@ -394,6 +408,7 @@ class Repacker:
         return {
             "attributes": {name: _on_cpu(getattr(engine, name)) for name in _COUNTED},
             "batch_size": engine.train_batch_size(),
+            "passed": self.data.passed,
             "counters": counters_of(engine),
             "options": [options_of(group) for group in optimizer.param_groups] if optimizer else [],
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
@@ -402,7 +417,7 @@ class Repacker:
 
     def _learn(self, job: dict[str, Any]) -> None:
         engine = self._engine
-        self.data.others_took(max(0, job["attributes"]["global_samples"] - engine.global_samples))
+        self.data.others_took(job["passed"])
         if engine.train_batch_size() != job["batch_size"]:
             engine.set_train_batch_size(job["batch_size"])
         for name, value in job["attributes"].items():
@@ -444,8 +459,6 @@ class Repacker:
         engine.set_train_batch_size(engine.train_batch_size())
         if engine._wrapper is not None:
             engine._wrapper.accumulate(engine.micro_batches)
-        if engine._streams is not None:
-            engine._streams.first_micro_batch = world.copy * engine.micro_batches
 
     def _stages_changed(self, partition: tuple[int, ...]) -> None:
         """What was learnt of the stages is of others now; what was learnt of the layers holds."""

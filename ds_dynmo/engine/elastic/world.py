@@ -48,9 +48,9 @@ class World:
         self.copies = 1
         self.store = store
         config = dist.get_backend_config()
-        self._backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
+        self.backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
         self._timeout = _timeout()
-        self._device = dist.distributed_c10d._get_default_group().bound_device_id  # private; read in torch 2.13.0
+        self._device = _bound_device()
         self._generation = 0
 
     @property
@@ -102,6 +102,10 @@ class World:
     def homes(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks at the launch of all replicas and slices of these stages."""
         return tuple(sorted(rank for stage in stages for rank in self._ranks(stage)))
+
+    def has_joined(self, home: int) -> bool:
+        """Is this a rank of another launch?"""
+        return home >= int(self._launch.world_size())
 
     @property
     def has_replica_axis(self) -> bool:
@@ -159,7 +163,7 @@ class World:
         if copies > 1:
             place = place._replace(data=self.copy * self.launch_replicas + alike.data)
         dist.init_process_group(
-            self._backend,
+            self.backend,
             store=part_of(self.store, f"world/{generation}"),
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
@@ -262,6 +266,12 @@ def store_at(address: str, timeout_seconds: float) -> Any:
         return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"no job answers at {address} within {timeout_seconds:g} s") from error
+
+
+def _bound_device() -> torch.device | None:
+    """What DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none yet."""
+    accelerator = get_accelerator()
+    return torch.device(accelerator.current_device_name()) if accelerator.device_name() == "cuda" else None
 
 
 def _timeout() -> timedelta:

@@ -59,6 +59,11 @@ class MixtureOfExperts(nn.Module):
         self._replicas = Replicas()
         self.start_batch()
 
+    @property
+    def shares_out(self) -> bool:
+        """Does each replica have other experts, where there are several?"""
+        return self.expert_parallel
+
     def use_replicas(self, group: Any) -> None:
         """Says who the data-parallel replicas are, here and now: the engine does, after every move.
 

@@ -47,7 +47,7 @@ class Slurm:
         job, began_with = os.environ.get(JOB), os.environ.get(NODES)
         if not job or not began_with:
             raise ReleaseRefused(f"this process does not run in a job of Slurm: {JOB} or {NODES} is not set")
-        hosts = {place.host for place in (*gone, *staying)}
+        hosts = {place.host for place in gone}
         if unknown := sorted(hosts - set(self._hostnames(began_with))):
             raise ReleaseRefused(f"{unknown} are no nodes of job {job}, {began_with}: ranks should be started by srun")
         described = self._scontrol("show", "job", "--oneliner", job)
