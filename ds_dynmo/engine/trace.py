@@ -65,11 +65,13 @@ class Tracer:
         self._times: list[Any] = []
         self._counts: Counter[str] = Counter()
         self._origin: float | None = None
+        self._writes = engine.global_rank == 0
         self._file: TraceFile | None = None
         failure = None
-        if engine.global_rank == 0:
+        if self._writes:
             try:
-                self._file = TraceFile(Path(config.path))
+                Path(config.path).parent.mkdir(parents=True, exist_ok=True)
+                Path(config.path).open("a").close()  # begun at the first batch: a launch that joins has the same path
             except OSError as error:
                 failure = str(error)
         self._comm.enter("initialize")
@@ -79,7 +81,7 @@ class Tracer:
 
     def mute(self) -> None:
         """Another rank writes from now on, of another job."""
-        self._file = None
+        self._writes = False
 
     def wants(self, step: int) -> bool:
         """Is the batch that will end with ``step`` to be traced?"""
@@ -149,13 +151,14 @@ class Tracer:
             Event(*mark, begin, end) for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
         )
         tracks = self._comm.gather_objects(Track(**self._place, clock_error_seconds=error_seconds, events=events))
-        if self._file is None:
+        if not self._writes:
             return
         names = []
         if self._origin is None:
             self._origin = min(event.begin_seconds for track in tracks for event in track.events)
             names = track_names(tracks)
         try:
+            self._file = self._file or TraceFile(Path(self._config.path))
             self._file.append([*names, *batch_events(step, partition, tracks, self._origin)])
         except OSError as error:
             self._warn(f"DynMo step {step}: the trace was not written: {error}")

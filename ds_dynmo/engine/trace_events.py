@@ -142,12 +142,10 @@ class TraceFile:
         self._path = path
         self._empty = True
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
 
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Write ``events`` behind those that are there."""
-        if self._empty:  # only now: a launch that joins the run has the same file
-            self._path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
         lines = ",\n".join(json.dumps(event) for event in events)
         with self._path.open("r+") as file:
             file.seek(self._path.stat().st_size - len(_END))

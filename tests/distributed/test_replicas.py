@@ -102,10 +102,10 @@ def test_they_are_parked_where_they_cannot_be_replicas() -> None:
 
 def test_it_folds_by_itself_and_unfolds() -> None:
     """Decisions are about one pipeline alone: what is fast enough does not count what further replicas add."""
-    repack = {"enabled": True, "freed_ranks": "replicas", "max_slowdown": 0.2}
+    repack = {"enabled": True, "freed_ranks": "replicas"}
     block = {"interval": 0, "profile": {"batches": 1}, "repack": repack}
     shapes = run(4, replica_workloads.fold_by_itself, block, 12)
     assert len({tuple(of_rank) for of_rank in shapes}) == 1
     assert shapes[0][:3] == [(4, 1)] * 3 and shapes[0][-1] == (4, 1)
     stages, replicas = shapes[0][8]
-    assert stages <= 2 and stages * replicas == 4
+    assert stages <= 2 and stages * replicas == 4  # 3 would be too slow by a quarter
