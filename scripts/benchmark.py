@@ -29,15 +29,22 @@ import torch
 from ds_dynmo.errors import ConfigError
 from scripts.benchmarks import parts
 from scripts.benchmarks.arms import engines_end_here
-from scripts.benchmarks.emulated import emulated_rows
+from scripts.benchmarks.emulated import ALWAYS, emulated_rows
 from scripts.benchmarks.real import real_rows
 from scripts.benchmarks.rows import print_rows
 from scripts.simulation.loads import CASES
+from scripts.simulation.runs import ARMS
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all; may be repeated")
+    parser.add_argument(
+        "--balancer",
+        action="append",
+        choices=[arm for arm in ARMS if arm not in ALWAYS],
+        help="emulated, beside the uniform partition and the dense model; default: all; may be repeated",
+    )
     parser.add_argument("--compute", choices=["emulated", "real"], default="emulated", help="default: %(default)s")
     parser.add_argument("--stages", type=int, help="of the pipeline: the number of processes")
     parser.add_argument("--layers", type=int, default=32, help="of emulated models, default %(default)s")

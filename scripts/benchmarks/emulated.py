@@ -26,6 +26,7 @@ from scripts.simulation.runs import ARMS, Setting
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
 LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
+ALWAYS = ("static_uniform", "dense")  # what others are compared with
 PROBES = 6  # pairs of a profiled and a plain batch
 
 
@@ -49,7 +50,8 @@ class Benchmark:
         self.batches = data()
         self.began = time.perf_counter()
         sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": case.interval}
-        self.arms = [Arm(name, quietly(partial(make_engine, name, **sizes))) for name in ARMS]
+        chosen = [name for name in ARMS if not arguments.balancer or name in (*arguments.balancer, *ALWAYS)]
+        self.arms = [Arm(name, quietly(partial(make_engine, name, **sizes))) for name in chosen]
         self.dense = Phase.of([1.0] * arguments.layers)
         self.rounds = arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
         count = PHASES if self.lasting else 1 + self.rounds * arguments.batches

@@ -47,6 +47,7 @@ def _train(
     found["state"] = state(engine)
     found["reports"] = engine.repacks
     found["most"] = engine.most_stages()
+    found["gone"] = [place.rank for place in engine._repacker.gone_and_staying()[0]]
     engine.dismiss_parked()
     return found
 

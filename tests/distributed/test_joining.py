@@ -83,6 +83,7 @@ def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int)
     assert (first.recalled_ranks, second.recalled_ranks) == tuple(map(tuple, awaited.values()))
     assert third.released_ranks == tuple(range(replicas, 3 * replicas))
     assert of_job[0]["most"] == 2  # they were not parked
+    assert of_job[0]["gone"] == []  # their own launches give back what they run on
 
 
 def test_who_does_something_else_cannot_join(store: TCPStore) -> None:

@@ -99,3 +99,15 @@ def test_freed_ranks_go_on_as_replicas_of_a_model_that_changes(tmp_path: Path) -
     assert [loss for _, loss in folded[0]["validation"]] == pytest.approx(
         [loss for _, loss in kept[0]["validation"]], rel=1e-4
     )
+
+
+def test_replicas_that_would_share_out_experts_are_not_made(tmp_path: Path) -> None:
+    """Each would have other experts: the freed rank is released instead."""
+    arguments = flags(tmp_path, "moe auxiliary loss", 3)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    settings["model"]["moe"]["expert_parallel"] = True
+    settings["dynmo"]["repack"] = {"freed_ranks": "replicas"}
+    path.write_text(json.dumps(settings))
+    stays, leaves = run(2, run_script, arguments, None, None, 1)
+    assert len(stays["losses"]) == 3 and leaves == {"losses": []}
