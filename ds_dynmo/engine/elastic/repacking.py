@@ -15,17 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.checkpoint.progress import counters_of, restore_counters
-from ds_dynmo.engine.elastic import joining, parking
+from ds_dynmo.engine.elastic import joining, parking, standings
 from ds_dynmo.engine.elastic.copying import copy_stage
 from ds_dynmo.engine.elastic.data import DataPosition
 from ds_dynmo.engine.elastic.release import Place
+from ds_dynmo.engine.elastic.standings import Standing
 from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed, store_at
 from ds_dynmo.engine.migration import migrate
-from ds_dynmo.engine.parameter_groups import options_of
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.partitioners import hosts, with_empty
 from ds_dynmo.plan import MigrationPlan
@@ -41,39 +39,6 @@ class Done:
     bytes_moved: int = 0
     migrate_seconds: float = 0.0
     world_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How things stand when stages come back.
-
-    Attributes:
-        old: boundaries, with those stages empty; ``new``: as they are to be.
-        parked: stages of the job that stay parked.
-        places: where every rank runs.
-        first_seconds: what an iteration at the start of the run took counts as from now on; None: as before.
-        job: pickled, all that the ranks count alike.
-    """
-
-    old: tuple[int, ...]
-    new: tuple[int, ...]
-    parked: tuple[int, ...]
-    places: dict[int, Place]
-    first_seconds: float | None
-    job: bytes
-
-
-_COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
-    "global_steps",
-    "global_samples",
-    "skipped_steps",
-    "_global_grad_norm",
-    "agg_train_loss",
-    "agg_additional_losses",
-    "_profile",
-    "_trainable",
-    "_prefix",
-)
 
 
 class Repacker:
@@ -206,7 +171,7 @@ class Repacker:
             joining=_without_layers(engine.partition),
         )
         began = time.perf_counter()
-        job = self._gather_job()
+        job = standings.gather_job(engine, self.data, self.states)
         moved_bytes = migrate(plan, engine._site())
         moved = time.perf_counter()
         gone = tuple(world.stages[stage] for stage in leaving if stage not in copying)
@@ -227,7 +192,7 @@ class Repacker:
                 else:
                     engine._layers.tie(engine.grid, engine._comm.tied_group)
                 self._stages_changed(new)
-                self._load_states(pickle.loads(job))
+                standings.load_states(pickle.loads(job), self.states)
             else:
                 self._let_go()
                 if not park:
@@ -264,7 +229,7 @@ class Repacker:
         back = tuple(stage for stage in stages if stage not in world.stages)
         old = self._among(stages)
         began = time.perf_counter()
-        job = self._gather_job()
+        job = standings.gather_job(self._engine, self.data, self.states)
         call = parking.Call(world.generation + 1, tuple(stages))
         self._call(back, call)
         with no_way_back():
@@ -315,7 +280,7 @@ class Repacker:
         assert standing is not None
         job = pickle.loads(standing.job)
         if away:
-            self._learn(job)
+            standings.learn(engine, self.data, job)
             self.parked, self.places = standing.parked, standing.places
         engine._layers.renumber(standing.old, engine.stage_id)
         plan = MigrationPlan.between(standing.old, standing.new, joining=_without_layers(standing.old))
@@ -325,7 +290,7 @@ class Repacker:
         self._stages_changed(standing.new)
         if standing.first_seconds is not None:
             engine._experience.first_seconds = standing.first_seconds
-        self._load_states(job)
+        standings.load_states(job, self.states)
         return Done(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
 
     # -- further replicas -----------------------------------------------------------------------------
@@ -393,46 +358,6 @@ class Repacker:
             engine._layers.clear()
             engine._state.clear()
 
-    # -- how the job stands ---------------------------------------------------------------------------
-
-    def _gather_job(self) -> bytes:
-        """:meth:`_job` of rank 0, pickled: while all that takes part is still together, and a failure is harmless."""
-        every = self._engine._comm.gather_or_fail("telling how the job stands", lambda: pickle.dumps(self._job()))
-        job: bytes = every[0]
-        return job
-
-    def _job(self) -> dict[str, Any]:
-        """What a rank that comes back cannot know: all that the ranks count alike. States may be gathered for it."""
-        engine = self._engine
-        optimizer, scheduler = engine.basic_optimizer, engine.lr_scheduler
-        return {
-            "attributes": {name: _on_cpu(getattr(engine, name)) for name in _COUNTED},
-            "batch_size": engine.train_batch_size(),
-            "passed": self.data.passed,
-            "counters": counters_of(engine),
-            "options": [options_of(group) for group in optimizer.param_groups] if optimizer else [],
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "states": {name: holder.state_dict() for name, holder in self.states.items()},
-        }
-
-    def _learn(self, job: dict[str, Any]) -> None:
-        engine = self._engine
-        self.data.others_took(job["passed"])
-        if engine.train_batch_size() != job["batch_size"]:
-            engine.set_train_batch_size(job["batch_size"])
-        for name, value in job["attributes"].items():
-            setattr(engine, name, value)
-        restore_counters(engine, job["counters"], same_partition=True)
-        for group, options in zip(engine.basic_optimizer.param_groups if job["options"] else (), job["options"]):
-            group.update(options)
-        if job["scheduler"] is not None:
-            engine.lr_scheduler.load_state_dict(job["scheduler"])
-
-    def _load_states(self, job: dict[str, Any]) -> None:
-        """On every rank, as when a job is resumed: what a rank kept of them for itself went with it."""
-        for name, holder in self.states.items():
-            holder.load_state_dict(job["states"][name])
-
     # -- both -----------------------------------------------------------------------------------------
 
     def _end(self) -> None:
@@ -473,12 +398,6 @@ class Repacker:
 
 def _without_layers(partition: Sequence[int]) -> list[int]:
     return [stage for stage in range(len(partition) - 1) if partition[stage] == partition[stage + 1]]
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
