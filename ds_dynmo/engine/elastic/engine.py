@@ -145,7 +145,7 @@ class ElasticEngine(EngineForModels):
         stages that holds the model, with as many replicas as the job; call this before the training loop and
         :meth:`wait_for_recall` next. ``released`` is True until the job calls: by ``repack``, or because throughput
         asks for it. A rank reads on where the job is in ``training_data``; data that the script makes itself has to
-        begin at ``global_steps``, as after a checkpoint was loaded.
+        begin at :attr:`micro_batches_taken`, as after a checkpoint was loaded.
 
         Args:
             job: "HOST:PORT", the job's MASTER_ADDR and MASTER_PORT; or the ``torch.distributed.Store`` of its launch.
