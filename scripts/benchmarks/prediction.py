@@ -16,9 +16,7 @@ relative errors, and tried on the other half.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher run
 
 import deepspeed
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ds_dynmo.partitioners import simulate
@@ -38,7 +37,9 @@ from scripts.benchmarks.arms import quietly, say, timed
 from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 
 SPREAD = 0.6  # of the logarithm of costs
-FIRST_STEP_SECONDS, LAST_STEP_SECONDS = 1e-3, 1e-6  # of the fit
+MOST_STEPS, STEP_SECONDS = 50, 1e-6  # of the fit
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -126,26 +127,25 @@ def _by_stage(passes: Sequence[Sequence[float]], partition: list[int]) -> tuple[
 
 
 def fit(draws: list[Draw], micro_batches: int) -> Fit:
-    """The numbers that explain ``draws`` best, least squares of relative errors: a search by shrinking steps."""
+    """The numbers, none negative, that explain ``draws`` best: least squares of relative errors, by Gauss and Newton.
 
-    def misfit(numbers: tuple[float, ...]) -> float:
-        if min(numbers) < 0:
-            return math.inf
-        return sum((Fit(*numbers).predicts(draw.profiled, micro_batches) / draw.seconds - 1) ** 2 for draw in draws)
+    An iteration is linear in them as long as the same passes make up its critical path.
+    """
 
-    best, step = (0.0, 0.0, 0.0), FIRST_STEP_SECONDS
-    least = misfit(best)
-    while step >= LAST_STEP_SECONDS:
-        around = [
-            (best[0] + a * step, best[1] + b * step, best[2] + c * step)
-            for a, b, c in itertools.product((-1, 0, 1), repeat=3)
-        ]
-        nearest = min(around, key=misfit)
-        if misfit(nearest) < least:
-            best, least = nearest, misfit(nearest)
-        else:
-            step /= 2
-    return Fit(*best)
+    def misfits(numbers: Floats) -> Floats:
+        return np.array([Fit(*numbers).predicts(draw.profiled, micro_batches) / draw.seconds - 1 for draw in draws])
+
+    best = np.zeros(3)
+    errors = misfits(best)
+    for _ in range(MOST_STEPS):
+        slopes = [(misfits(best + STEP_SECONDS * unit) - errors) / STEP_SECONDS for unit in np.eye(3)]
+        step = np.linalg.lstsq(np.array(slopes).T, -errors, rcond=None)[0]
+        tries = [np.maximum(best + step / 2**halvings, 0.0) for halvings in range(6)]
+        nearer = next((found for found in tries if np.sum(misfits(found) ** 2) < np.sum(errors**2)), None)
+        if nearer is None:
+            break
+        best, errors = nearer, misfits(nearer)
+    return Fit(*best.tolist())
 
 
 def errors_of(draws: list[Draw], fitted: Fit, micro_batches: int) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ def test_a_part_is_asked_for_by_the_first_argument() -> None:
         (["--layers", "7"], "--layers 7: should be at least the number of stages, 8"),
         (["--rounds", "0"], "--rounds 0: should be at least 1"),
         (["--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
-        (["--steps", "2"], "--steps 2: should be at least the rounds, 3"),
+        (["--steps", "1"], "--steps 1: should be at least the rounds, 2"),
     ],
 )
 def test_sizes_that_make_no_pipeline_are_refused(
