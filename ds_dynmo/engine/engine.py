@@ -234,8 +234,11 @@ class DynMoPipelineEngine(ElasticEngine):
             super()._exec_schedule(pipe_schedule)
             return
         training = not isinstance(pipe_schedule, schedule.InferenceSchedule)
-        self._streams.first_micro_batch = self._first_micro_batch
-        with self._streams.batch(self.module, self._layers.random_streams(), step=self.global_steps, training=training):
+        first = self._first_micro_batch if training else 0
+        streams = self._layers.random_streams()
+        with self._streams.batch(
+            self.module, streams, step=self.global_steps, training=training, first_micro_batch=first
+        ):
             super()._exec_schedule(pipe_schedule)
 
     def _profiled_batch(self, data_iter: Any) -> torch.Tensor:

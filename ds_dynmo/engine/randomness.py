@@ -85,7 +85,6 @@ class LayerStreams:
         self._replica = replica
         self._torch = TorchGenerators()
         self._python = PythonGenerators()
-        self.first_micro_batch = 0  # of this rank in a batch, where others train on those before
         self._begun = 0  # forward passes of this batch: they come in the order of the micro-batches
         self._in_buffer: dict[int, int] = {}  # the micro-batch in each of DeepSpeed's pipeline buffers
         self._now: dict[str, Any] = {}  # step, training, micro_batch: what tells the streams of a layer apart
@@ -93,13 +92,16 @@ class LayerStreams:
         self._outer: tuple[Any, Any] | None = None
 
     @contextmanager
-    def batch(self, module: Any, numbers: Sequence[int], *, step: int, training: bool) -> Iterator[None]:
+    def batch(
+        self, module: Any, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0
+    ) -> Iterator[None]:
         """While a batch runs, the PipelineModule's ``forward_funcs`` draw from their streams; afterwards they are bare.
 
         ``numbers`` are those of the stage's layers; an evaluation (not ``training``) has streams of its own.
+        ``first_micro_batch`` is this rank's in the batch, where others train on those before.
         """
         bare = module.forward_funcs
-        self._now, self._begun = {"step": step, "training": training}, self.first_micro_batch if training else 0
+        self._now, self._begun = {"step": step, "training": training}, first_micro_batch
         module.forward_funcs = [self._drawing(number, layer) for number, layer in zip(numbers, bare, strict=True)]
         try:
             yield

@@ -82,14 +82,15 @@ class Benchmark:
 
     def measure_changing(self, profiling: float) -> None:
         size = self.arguments.batches
-        phases = self.phases
         for arm in self.arms:  # the first iteration, before which nothing is known, is not counted
-            set_loads(arm.engine, self.phase_of(arm, phases[0]), self.forward_seconds)
+            set_loads(arm.engine, self.phase_of(arm, self.phases[0]), self.forward_seconds)
             self.timed_batch(arm), arm.new_costs()
         for number in range(self.rounds):
             for arm in turns(self.arms, number):
                 for place in range(1 + number * size, 1 + (number + 1) * size):
-                    arm.rounds[number].append(self.one_iteration(arm, phases[place], phases[place - 1], profiling))
+                    arm.rounds[number].append(
+                        self.one_iteration(arm, self.phases[place], self.phases[place - 1], profiling)
+                    )
             self.say(f"round {number + 1} of {self.rounds}")
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:

@@ -230,10 +230,10 @@ def latest_part(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return load_json(folder / RESUME_FILE)
     launch = load_json(path)
-    cases = dict(launch["states"])
+    cases = dict(launch.get("states", {}))
     stopped = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
     saved = load_json(folder / RESUME_FILE) if (folder / RESUME_FILE).is_file() else {"step": -1}
-    return stopped if stopped["step"] > saved.get("step", -1) else saved
+    return stopped if stopped.get("step", 0) > saved.get("step", -1) else saved
 
 
 @contextmanager

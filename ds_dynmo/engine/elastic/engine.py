@@ -103,7 +103,6 @@ class ElasticEngine(EngineForModels):
         self._comm.enter("repack")
         self._welcome()
         facts = self._gather_facts(profiled=self._profile is not None)
-        assert self._repacker is not None
         new, verdict = self._agreed(lambda: self._new_partition(num_stages, partition, facts))
         return self._repack(new, "by hand", verdict, time.perf_counter() - began)
 
