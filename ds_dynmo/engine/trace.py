@@ -44,6 +44,7 @@ METHODS = {
     "_decide": ("decide", "decide"),
     "_go_to": ("migrate", "migrate"),
 }
+_BEGINNINGS = 3
 
 
 class Tracer:
@@ -65,6 +66,7 @@ class Tracer:
         self._times: list[Any] = []
         self._counts: Counter[str] = Counter()
         self._origin: float | None = None
+        self._base_error_seconds = 0.0
         self._writes = engine.global_rank == 0
         self._file: TraceFile | None = None
         failure = None
@@ -100,8 +102,8 @@ class Tracer:
         }
         generation = engine._repacker.world.generation
         get_accelerator().synchronize()
-        base_seconds = time.perf_counter()
-        self._marks, self._times, self._counts = [], [self._clock.now()], Counter()
+        beginning, base_seconds, self._base_error_seconds = begin(self._clock)
+        self._marks, self._times, self._counts = [], [beginning], Counter()
         with ExitStack() as recording:
             for name, (category, what) in METHODS.items():
                 recording.enter_context(_replaced(engine, name, self._recorded(getattr(engine, name), category, what)))
@@ -150,6 +152,7 @@ class Tracer:
         events = tuple(
             Event(*mark, begin, end) for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
         )
+        error_seconds += self._base_error_seconds
         tracks = self._comm.gather_objects(Track(**self._place, clock_error_seconds=error_seconds, events=events))
         if not self._writes:
             return
@@ -162,6 +165,20 @@ class Tracer:
             self._file.append([*names, *batch_events(step, partition, tracks, self._origin)])
         except OSError as error:
             self._warn(f"DynMo step {step}: the trace was not written: {error}")
+
+
+def begin(clock: Any) -> tuple[Any, float, float]:
+    """A time of the clock, that of the host then, and the most that the latter can be wrong by, in seconds.
+
+    The process may be put aside between the two: the quickest of a few tries counts.
+    """
+    tries = []
+    for _ in range(_BEGINNINGS):
+        before = time.perf_counter()
+        mark = clock.now()
+        half = (time.perf_counter() - before) / 2
+        tries.append((mark, before + half, half))
+    return min(tries, key=lambda tried: tried[2])
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def named(events: list[dict[str, Any]], step: int) -> Found:
 
 
 def check_batch(found: Found, pipelines: int, stages: int, micro_batches: int, error: float) -> None:
-    """Every pass is there, in an order that data allow; ``error``: microseconds that clocks may be off by."""
+    """Every pass is there, in an order that data allow; ``error``: microseconds that a rank may be off rank 0."""
     for place in [(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)]:
         events = sorted((e for key, e in found.items() if key[:2] == place), key=lambda e: e["ts"])
         assert all(before["ts"] <= end(before) <= after["ts"] + 0.002 for before, after in zip(events, events[1:]))
@@ -53,8 +53,8 @@ def check_batch(found: Found, pipelines: int, stages: int, micro_batches: int, e
                     sent = found[pipeline, stage - 1, "send activation", micro_batch]
                     returned = found[pipeline, stage, "send gradient", micro_batch]
                     assert end(found[pipeline, stage - 1, "forward", micro_batch]) <= sent["ts"]
-                    assert sent["ts"] - error < forward["ts"]
-                    assert returned["ts"] - error < found[pipeline, stage - 1, "backward", micro_batch]["ts"]
+                    assert sent["ts"] - 2 * error < forward["ts"]
+                    assert returned["ts"] - 2 * error < found[pipeline, stage - 1, "backward", micro_batch]["ts"]
 
 
 def test_the_timeline_of_sleeping_layers_on_ranks_whose_clocks_differ(tmp_path: Path) -> None:

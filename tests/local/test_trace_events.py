@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from ds_dynmo.engine import trace
 from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, track_names, with_waits
 
 
@@ -64,3 +67,17 @@ def test_the_file_is_whole_after_every_batch(tmp_path: Path) -> None:
     for count in range(4):
         assert json.loads(path.read_text())["traceEvents"] == [{"n": n} for n in range(count)]
         file.append([{"n": count}])
+
+
+def test_a_pause_at_the_beginning_is_part_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a mark of the accelerator's clock and the time of the host the process may be put aside."""
+    host, pauses = [100.0], iter([7.0, 0.25, 3.0])
+
+    class Clock:
+        def now(self) -> float:
+            host[0] += next(pauses)
+            return host[0]
+
+    monkeypatch.setattr(trace.time, "perf_counter", lambda: host[0])
+    mark, seconds, error = trace.begin(Clock())
+    assert error == 0.125 and abs(seconds - mark) <= error
