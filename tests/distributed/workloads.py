@@ -241,6 +241,8 @@ def state(engine: Any) -> dict[str, Any]:
     optimizer = engine.basic_optimizer
     if engine._wrapper is None:
         engine._state.count_steps_per_parameter(engine._comm.gather_objects)
+    members = engine._state.members if engine._wrapper else [group["params"] for group in optimizer.param_groups]
+    numbers = {parameter: number for number, group in enumerate(members) for parameter in group}
     for index, module in engine._layers.counted_modules().items():
         for name, parameter in module.named_parameters():
             own = getattr(parameter, "replica_own", False)
@@ -251,10 +253,9 @@ def state(engine: Any) -> dict[str, Any]:
                     found["shards"][f"{key}/{what}"] = (value[0], raw(value[1]))
                 else:
                     found[f"{key}/{what}"] = raw(value) if isinstance(value, torch.Tensor) else value
-            for number, group in enumerate(optimizer.param_groups):
-                members = engine._state.members[number] if engine._wrapper else group["params"]
-                if any(parameter is member for member in members):
-                    found[f"{key}/group"] = (number, group["lr"], group["weight_decay"])
+            if parameter in numbers:
+                group = optimizer.param_groups[numbers[parameter]]
+                found[f"{key}/group"] = (numbers[parameter], group["lr"], group["weight_decay"])
     return found
 
 
