@@ -1,5 +1,6 @@
 """Every balancer on one of the models of ds_configs, side by side, on real text.
 
+Engines take turns batch by batch, so that whatever else the machine does is shared alike.
 Training is bitwise the same under every balancer, so that the layers' seconds that one engine profiles, those of
 "partition_time", hold for all. Nobody knows true costs here, so there is no oracle.
 """
@@ -39,12 +40,13 @@ def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, objec
     reference = next(one.arm.engine for one in trained if one.arm.name == REFERENCE)
     profiles: list[Profile | None] = []
     for number in range(arguments.rounds):
-        for one in turns(trained, number):
-            steps = range(number * size, (number + 1) * size)
-            seconds = sum(timed(partial(one.batch, step)) for step in steps)
-            costs = costs_of(one.arm, size, profiling)
-            done = Slice(size, seconds, NOT_KNOWN_YET, tuple(one.arm.engine.partition), costs)
-            one.arm.rounds.append([done])
+        seconds = dict.fromkeys((one.arm.name for one in trained), 0.0)
+        for step in range(number * size, (number + 1) * size):
+            for one in turns(trained, step):
+                seconds[one.arm.name] += timed(partial(one.batch, step))
+        for one in trained:
+            costs, partition = costs_of(one.arm, size, profiling), tuple(one.arm.engine.partition)
+            one.arm.rounds.append([Slice(size, seconds[one.arm.name], NOT_KNOWN_YET, partition, costs)])
         profiles.append(reference.profile)
         say(f"{case.name}: round {number + 1} of {arguments.rounds}")
     for one in trained:

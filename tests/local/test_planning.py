@@ -1,0 +1,65 @@
+"""How many stages a re-packing goes to, whatever the balancer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.engine import controller
+from ds_dynmo.engine.decision import Outlook
+from ds_dynmo.engine.elastic.planning import Planner
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import uniform
+from ds_dynmo.plan import LayerCost, Profile
+
+BALANCERS = ["partition", "diffusion", "schedule"]
+LAYERS, STAGES = 16, 8
+
+
+def planner(share: float, limit: int | None = None, most: int = STAGES, **block: Any) -> Planner:
+    """Of a run that began with layers of one second; they take ``share`` of that now, and 10 bytes each."""
+    layers = (LayerCost(share / 3, 2 * share / 3, 5, 5, static_bytes=10, activation_bytes=0, input_bytes=0),) * LAYERS
+    profile = Profile(7, uniform(LAYERS, STAGES), layers, micro_batches=8, batch_seconds=1.0)
+    outlook = Outlook.of(profile)
+    return Planner(
+        outlook=outlook,
+        config=parse_block(DynMoConfig, block, "dynmo"),
+        memory=controller.memory_model(profile, limit, 0),
+        most=most,
+        first_seconds=outlook.pipeline.iteration_seconds(outlook.current) / share,
+    )
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize("num_stages", range(1, STAGES + 1))
+def test_equal_layers_are_spread_evenly_over_any_number(balancer: str, num_stages: int) -> None:
+    partition = planner(1.0, balancer=balancer).onto(num_stages).partition
+    sizes = [stop - start for start, stop in zip(partition, partition[1:])]
+    assert len(sizes) == num_stages and sum(sizes) == LAYERS
+    assert max(sizes) == -(-LAYERS // num_stages)
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_the_fewest_stages_that_are_as_fast_as_at_first(balancer: str) -> None:
+    """8 micro-batches on n stages take (n + 7) times the busiest stage's: 30 s at first, at most 31.6 with 5% less."""
+    assert planner(1.0, balancer=balancer).best().num_stages == STAGES
+    assert planner(0.5, balancer=balancer).best().num_stages == 3  # 10 x 6 x 0.5 = 30; on 2 it is 36
+    assert planner(0.2, balancer=balancer).best().num_stages == 1  # 8 x 16 x 0.2 = 25.6
+    assert planner(0.2, balancer=balancer, repack={"min_stages": 2}).best().num_stages == 2
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_memory_keeps_stages_that_throughput_would_give_up(balancer: str) -> None:
+    small = planner(0.2, limit=50, balancer=balancer)  # 5 layers a stage
+    assert small.best().num_stages == 4
+    with pytest.raises(PartitionError, match="repack onto 2 stages: .*; 4 stages would do"):
+        small.onto(2)
+
+
+def test_first_fit_goes_by_memory_alone() -> None:
+    settings = {"planner": "first_fit"}
+    assert planner(1.0, limit=50, repack=settings).best().num_stages == 4
+    with pytest.raises(PartitionError, match="first_fit.* there is no memory_limit"):
+        planner(1.0, repack=settings).best()
