@@ -54,12 +54,12 @@ def test_the_fewest_stages_that_are_as_fast_as_at_first(balancer: str) -> None:
 def test_memory_keeps_stages_that_throughput_would_give_up(balancer: str) -> None:
     small = planner(0.2, limit=50, balancer=balancer)  # 5 layers a stage
     assert small.best().num_stages == 4
-    with pytest.raises(PartitionError, match="repack onto 2 stages: .*; 4 stages would do"):
+    with pytest.raises(PartitionError, match=r"repack onto 2 stages: .*; 4 stages would do"):
         small.onto(2)
 
 
 def test_first_fit_goes_by_memory_alone() -> None:
     settings = {"planner": "first_fit"}
     assert planner(1.0, limit=50, repack=settings).best().num_stages == 4
-    with pytest.raises(PartitionError, match="first_fit.* there is no memory_limit"):
+    with pytest.raises(PartitionError, match=r"first_fit.* there is no memory_limit"):
         planner(1.0, repack=settings).best()
