@@ -102,6 +102,8 @@ def _rank_main(
         import tests.distributed.preload  # a fork server started in another folder could not  # noqa: F401
 
         torch.set_num_threads(1)
+        # as everywhere on Linux: the workers of a DataLoader would get a fork server of their own, which imports torch
+        multiprocessing.set_start_method("fork", force=True)
         store: Any = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
         if port is not None:
             store = torch.distributed.TCPStore("localhost", port, is_master=False)
@@ -113,4 +115,6 @@ def _rank_main(
     except BaseException:
         result = (False, traceback.format_exc())
     pipe.send(result)
+    for worker in multiprocessing.active_children():  # of a DataLoader: would notice seconds later, and be waited for
+        worker.kill()
     os._exit(0)

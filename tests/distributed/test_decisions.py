@@ -19,14 +19,14 @@ def test_the_schedule_moves_layers_and_training_is_untouched() -> None:
     # No partition has a smaller bottleneck than [0, 2, 4, 6], but stages that are busy forward and back in turn wait.
     milliseconds = [(4.0, 0.0), (4.0, 2.0), (8.0, 0.0), (2.0, 16.0), (16.0, 0.0), (16.0, 2.0)]
     block = {"interval": 3, "balancer": "schedule"}
-    moved = run(3, work.train_unsteady, block, milliseconds, 8, [1.0] * 3)
-    still = run(3, work.train_unsteady, {"enabled": False}, milliseconds, 8, [1.0] * 3)
-    report = moved[0]["reports"][0]
-    assert report.moved and report.step == 3 and report.verdict == "worth it"
+    moved = run(3, work.train_unsteady, block, milliseconds, 11, [1.0] * 3)
+    still = run(3, work.train_unsteady, {"enabled": False}, milliseconds, 11, [1.0] * 3)
+    report = next(report for report in moved[0]["reports"] if report.moved)  # the first, unless the machine is busy
+    assert report.verdict == "worth it"
     assert report.iteration_seconds_after < 0.9 * report.iteration_seconds_before
     assert all(result["partition"] == [0, 4, 5, 6] for result in moved)
     seconds = moved[0]["batch_seconds"]
-    measured = min(seconds[4:]) / min(seconds[1:3])
+    measured = min(seconds[report.step + 1 :]) / min(seconds[1:3])
     assert measured == pytest.approx(report.iteration_seconds_after / report.iteration_seconds_before, abs=0.12)
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
     assert weights(moved) == weights(still)
@@ -36,7 +36,7 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
     results = run(
         3,
         work.train_unsteady,
-        {"interval": 3, "balancer": "schedule"},
+        {"interval": 3, "balancer": "schedule", "min_improvement": 0.1},
         [(2.0, 4.0)] * 15,
         10,
         [1.0, 2.5, 1.0],
@@ -49,7 +49,8 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
         assert result["speeds"][1] < 0.75 * result["speeds"][0]  # 0.4, but for what else each layer takes
         assert result["loaded"] == (result["partition"], result["speeds"])
         assert result["state"][0] == result["state"][1] == results[0]["state"][0]
-        assert len(result["state"][0]["moves"]) == sum(report.moved for report in result["reports"])
+        last_move = result["state"][0]["moved_bytes"] is not None  # what it took is told with the next profile
+        assert len(result["state"][0]["moves"]) + last_move == sum(report.moved for report in result["reports"])
     assert results[0]["reports"][-1].old_partition == results[0]["reports"][-1].new_partition  # it came to rest
 
 
