@@ -16,6 +16,6 @@ setup(
         "huggingface": ["transformers>=5.23", "safetensors"],  # what was tested; before 5, experts were modules
         "kubernetes": ["kubernetes>=36"],  # the official client: release policy "kubernetes", nothing else
         "plots": ["matplotlib>=3.8"],  # pictures of a run: scripts/plot.py, nothing else
-        "test": ["pytest", "ruff>=0.17,<0.18", "mypy", "kubernetes>=36"],
+        "test": ["pytest", "pytest-xdist>=3.6", "ruff>=0.17,<0.18", "mypy", "kubernetes>=36"],
     },
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -151,7 +150,7 @@ def judge(
         return predict(outlook, proposed, "better")
     pipeline = outlook.pipeline
     saved = pipeline.iteration_seconds(current) - pipeline.iteration_seconds(proposed)
-    if saved <= _STANDARD_ERRORS * _saved_error(outlook, proposed, stakes.errors):
+    if not _certain(saved, outlook, proposed, stakes.errors):
         return predict(outlook, current, f"{list(proposed)} would save {saved:.3g} s a batch, no more than noise may")
     seconds = stakes.move_costs.seconds(moved_bytes(outlook.profile, current, proposed))
     if saved * stakes.batches + stakes.missed_seconds <= seconds:
@@ -197,16 +196,26 @@ def _stage_seconds(pipeline: PipelineModel, partition: Sequence[int]) -> list[fl
     return [load / speed for load, speed in zip(partitioners.loads(both, partition), pipeline.speeds)]
 
 
-def _saved_error(outlook: Outlook, proposed: tuple[int, ...], errors: Sequence[float]) -> float:
-    """The standard error of what an iteration saves: of the two slowest stages, what only one of them has."""
-    pipeline = outlook.pipeline
-    weights = np.zeros(len(errors))
-    for sign, partition in ((1.0, outlook.current), (-1.0, proposed)):
-        loads = _stage_seconds(pipeline, partition)
-        slowest = int(np.argmax(loads))
-        weights[partition[slowest] : partition[slowest + 1]] += sign / pipeline.speeds[slowest]
+def _certain(saved: float, outlook: Outlook, proposed: tuple[int, ...], errors: Sequence[float]) -> bool:
+    """Is what an iteration saves more than noise explains, whichever stage turns out to be the slowest then?
+
+    Against each stage to be: what the slowest present one has more than it, of which the standard error is that of the
+    layers that only one of the two has.
+    """
+    pipeline, current = outlook.pipeline, outlook.current
     seconds = np.add(pipeline.forward_seconds, pipeline.backward_seconds)
-    return pipeline.micro_batches * math.hypot(*(weights * seconds * errors))
+    noise = seconds * errors * pipeline.micro_batches
+    slowest = int(np.argmax(_stage_seconds(pipeline, current)))
+    share = np.zeros(len(seconds))
+    share[current[slowest] : current[slowest + 1]] = 1.0 / pipeline.speeds[slowest]
+    loads = _stage_seconds(pipeline, proposed)
+    for stage, (start, stop, load) in enumerate(zip(proposed, proposed[1:], loads)):
+        only_one = share.copy()
+        only_one[start:stop] -= 1.0 / pipeline.speeds[stage]
+        gain = saved + pipeline.micro_batches * (max(loads) - load)
+        if gain <= _STANDARD_ERRORS * float(np.linalg.norm(only_one * noise)):
+            return False
+    return True
 
 
 def _fits(partition: Sequence[int], memory: MemoryModel | None) -> bool:

@@ -19,7 +19,7 @@ __all__ = ["CostHistory"]
 
 _WINDOW = 8  # profiles in an average of costs, and in the estimate of noise
 _EVIDENCE = 32  # latest pieces of evidence for speeds
-_NOISE_UNKNOWN = 0.05  # relative, before two profiles could be compared
+_NOISE_UNKNOWN = 0.05  # relative, before two profiles could be compared, and one vote among what they say
 _NOISE_RANGE = (0.01, 0.1)  # what is beyond is no noise
 _CHANGED = 4.0  # standard errors from a layer's average that are a change
 _SHIFTED = 3.5  # likewise of a stage's layers together
@@ -41,7 +41,7 @@ class CostHistory:
     def noise(self) -> float:
         """Relative standard deviation of one measurement of one layer."""
         least, most = _NOISE_RANGE
-        return min(max(statistics.median(self._noises), least), most) if self._noises else _NOISE_UNKNOWN
+        return min(max(statistics.median([_NOISE_UNKNOWN, *self._noises]), least), most)
 
     @property
     def errors(self) -> tuple[float, ...]:

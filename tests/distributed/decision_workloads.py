@@ -12,7 +12,25 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo.engine.profiler import CpuClock
 from tests.distributed.workloads import Case, config
+
+
+class ToldClock(CpuClock):
+    """Goes on by what layers say that they take, and by nothing else: what else the machine does is not measured."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+told = ToldClock()
+sleep = time.sleep
 
 
 class Sleep(torch.autograd.Function):
@@ -40,7 +58,7 @@ class UnsteadyLayer(nn.Module):
 
     def sleep(self, seconds: float) -> None:
         off = random.Random(1000 * self.batch + self.number).uniform(1 - self.jitter, 1 + self.jitter)
-        time.sleep(seconds * off * self.slowdowns[torch.distributed.get_rank()])
+        sleep(seconds * off * self.slowdowns[torch.distributed.get_rank()])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return Sleep.apply(hidden * self.weight, self)  # type: ignore[no-any-return]
@@ -49,6 +67,7 @@ class UnsteadyLayer(nn.Module):
 def unsteady_engine(
     block: dict[str, Any], seconds: Sequence[tuple[float, float]], slowdowns: Sequence[float], jitter: float
 ) -> tuple[Any, Iterator[Any]]:
+    """Layers that sleep, unless :data:`sleep` is the clock's."""
     module = PipelineModule(
         layers=[LayerSpec(UnsteadyLayer, number, own, slowdowns, jitter) for number, own in enumerate(seconds)],
         num_stages=len(slowdowns),
@@ -57,6 +76,8 @@ def unsteady_engine(
     )
     settings = {**config(Case(micro_batches=4)), "dynmo": block}
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+    if sleep != time.sleep:
+        engine._profiler._clock = told
 
     def data() -> Iterator[Any]:
         numbers = torch.Generator().manual_seed(0)
@@ -73,7 +94,10 @@ def train_unsteady(
     slowdowns: Sequence[float],
     jitter: float = 0.0,
     folder: str | None = None,
+    by_told_clock: bool = False,
 ) -> dict[str, Any]:
+    global sleep
+    sleep = told.sleep if by_told_clock else time.sleep
     seconds = [(forward / 1e3, backward / 1e3) for forward, backward in milliseconds]
     engine, data = unsteady_engine(block, seconds, slowdowns, jitter)
     losses, batch_seconds = [], []
