@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,8 +28,7 @@ class ToldClock(CpuClock):
         self.seconds += seconds
 
 
-told = ToldClock()
-sleep = time.sleep
+clock = ToldClock()
 
 
 class Sleep(torch.autograd.Function):
@@ -47,7 +45,7 @@ class Sleep(torch.autograd.Function):
 
 
 class UnsteadyLayer(nn.Module):
-    """Sleeps for its cost, times what its rank is slowed down by, in each batch off by up to a share of it."""
+    """Says that it took its cost, times what its rank is slowed down by, in each batch off by up to a share of it."""
 
     def __init__(self, number: int, seconds: tuple[float, float], slowdowns: Sequence[float], jitter: float) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ class UnsteadyLayer(nn.Module):
 
     def sleep(self, seconds: float) -> None:
         off = random.Random(1000 * self.batch + self.number).uniform(1 - self.jitter, 1 + self.jitter)
-        sleep(seconds * off * self.slowdowns[torch.distributed.get_rank()])
+        clock.sleep(seconds * off * self.slowdowns[torch.distributed.get_rank()])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return Sleep.apply(hidden * self.weight, self)  # type: ignore[no-any-return]
@@ -67,7 +65,6 @@ class UnsteadyLayer(nn.Module):
 def unsteady_engine(
     block: dict[str, Any], seconds: Sequence[tuple[float, float]], slowdowns: Sequence[float], jitter: float
 ) -> tuple[Any, Iterator[Any]]:
-    """Layers that sleep, unless :data:`sleep` is the clock's."""
     module = PipelineModule(
         layers=[LayerSpec(UnsteadyLayer, number, own, slowdowns, jitter) for number, own in enumerate(seconds)],
         num_stages=len(slowdowns),
@@ -76,8 +73,7 @@ def unsteady_engine(
     )
     settings = {**config(Case(micro_batches=4)), "dynmo": block}
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
-    if sleep != time.sleep:
-        engine._profiler._clock = told
+    engine._profiler._clock = clock
 
     def data() -> Iterator[Any]:
         numbers = torch.Generator().manual_seed(0)
@@ -94,25 +90,19 @@ def train_unsteady(
     slowdowns: Sequence[float],
     jitter: float = 0.0,
     folder: str | None = None,
-    by_told_clock: bool = False,
 ) -> dict[str, Any]:
-    global sleep
-    sleep = told.sleep if by_told_clock else time.sleep
     seconds = [(forward / 1e3, backward / 1e3) for forward, backward in milliseconds]
     engine, data = unsteady_engine(block, seconds, slowdowns, jitter)
-    losses, batch_seconds = [], []
+    losses = []
     for step in range(steps):
         for layer in engine.module.forward_funcs:
             layer.batch = step
-        began = time.perf_counter()
         losses.append(engine.train_batch(data).item())
-        batch_seconds.append(time.perf_counter() - began)
     result = {
         "losses": losses,
         "weights": {layer.number: layer.weight.tolist() for layer in engine.module.forward_funcs},
         "partition": engine.partition,
         "reports": engine.reports,
-        "batch_seconds": batch_seconds,
         "speeds": engine._experience.history.speeds,
     }
     if folder is not None:

@@ -19,15 +19,12 @@ def test_the_schedule_moves_layers_and_training_is_untouched() -> None:
     # No partition has a smaller bottleneck than [0, 2, 4, 6], but stages that are busy forward and back in turn wait.
     milliseconds = [(4.0, 0.0), (4.0, 2.0), (8.0, 0.0), (2.0, 16.0), (16.0, 0.0), (16.0, 2.0)]
     block = {"interval": 3, "balancer": "schedule"}
-    moved = run(3, work.train_unsteady, block, milliseconds, 11, [1.0] * 3)
-    still = run(3, work.train_unsteady, {"enabled": False}, milliseconds, 11, [1.0] * 3)
-    report = next(report for report in moved[0]["reports"] if report.moved)  # the first, unless the machine is busy
-    assert report.verdict == "worth it"
+    moved = run(3, work.train_unsteady, block, milliseconds, 5, [1.0] * 3)
+    still = run(3, work.train_unsteady, {"enabled": False}, milliseconds, 5, [1.0] * 3)
+    report = moved[0]["reports"][0]
+    assert report.moved and report.step == 3 and report.verdict == "worth it"
     assert report.iteration_seconds_after < 0.9 * report.iteration_seconds_before
     assert all(result["partition"] == [0, 4, 5, 6] for result in moved)
-    seconds = moved[0]["batch_seconds"]
-    measured = min(seconds[report.step + 1 :]) / min(seconds[1:3])
-    assert measured == pytest.approx(report.iteration_seconds_after / report.iteration_seconds_before, abs=0.12)
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
     assert weights(moved) == weights(still)
 
@@ -42,7 +39,6 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
         [1.0, 2.5, 1.0],
         0.0,
         str(tmp_path),
-        True,
     )
     for result in results:
         _, first, last, _ = result["partition"]
@@ -58,6 +54,6 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
 def test_jitter_moves_nothing() -> None:
     # The small layer between the stages may as well be on either side: 10% decide which looks better.
     milliseconds = [*[(3.0, 6.0)] * 3, (0.5, 1.0), *[(3.0, 6.0)] * 3]
-    results = run(2, work.train_unsteady, {"interval": 2}, milliseconds, 16, [1.0] * 2, 0.1, None, True)
+    results = run(2, work.train_unsteady, {"interval": 2}, milliseconds, 16, [1.0] * 2, 0.1)
     assert len(results[0]["reports"]) == 8
     assert all(result["partition"] == [0, 4, 7] for result in results)
