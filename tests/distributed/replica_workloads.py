@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_dynmo.partitioners import uniform
 from tests.distributed.repack_workloads import attributes
 from tests.distributed.workloads import Case, batches, build, micro_batch, sleeping_engine, state
 
@@ -19,9 +20,11 @@ def train(
     fresh_data: bool = False,
     evaluates: bool = True,
     saves: tuple[int, str] | None = None,
+    evenly: bool = False,
 ) -> dict[str, Any]:
     """Train, going on with so many stages after the steps of ``sizes``.
 
+    ``evenly``: with as many layers each, as launched: of four replicas the order of sums depends on the partition.
     ``fresh_data``: an iterator of its own for each batch, begun where the engine says; ``saves``: after which step a
     checkpoint, and where.
     """
@@ -36,7 +39,8 @@ def train(
         if engine.global_steps in sizes:
             if evaluates:
                 found["before"].append(engine.eval_batch(_micro_batches(replica, seed=7)).item())
-            engine.repack(sizes[engine.global_steps])
+            stages = sizes[engine.global_steps]
+            engine.repack(stages, partition=uniform(case.num_layers, stages) if evenly else None)
             if evaluates and not engine.released:
                 found["after"].append(engine.eval_batch(_micro_batches(replica, seed=7)).item())
         if engine.released and not engine.wait_for_recall():

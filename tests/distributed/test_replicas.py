@@ -38,7 +38,7 @@ def test_freed_stages_are_replicas(tmp_path: Path, precision: str, replicas: int
         scheduler=True,
         dynmo=BY_HAND,
     )
-    folded = run(case.ranks, replica_workloads.train, case, {2: 2, 4: 1, 6: 4}, 8)
+    folded = run(case.ranks, replica_workloads.train, case, {2: 2, 4: 1, 6: 4}, 8, False, True, None, True)
     first, expected = 0, {}
     for last, stages in [(2, 4), (4, 2), (6, 1), (8, 4)]:
         copies = 4 // stages

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ MpiDefault=none
 SelectType=select/linear
 SchedulerType=sched/builtin
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/controller.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/controller.log
@@ -63,11 +64,14 @@ class Cluster:
             f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=1"
             for name, port in zip(names, ports[1:], strict=True)
         ]
+        self._spool = tempfile.TemporaryDirectory()  # holds sockets, whose paths have to be short
         (folder / "state").mkdir()
         for name in names:
-            (folder / f"spool.{name}").mkdir()
+            Path(self._spool.name, name).mkdir()
         path = folder / "slurm.conf"
-        path.write_text(CONFIGURATION.format(host=host, ports=ports, folder=folder, nodes="\n".join(lines)))
+        path.write_text(
+            CONFIGURATION.format(host=host, ports=ports, folder=folder, spool=self._spool.name, nodes="\n".join(lines))
+        )
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.environment = {**kept, "SLURM_CONF": str(path)}
         self._daemons = [self._daemon("slurmctld", "-D", "-c")]
@@ -133,6 +137,7 @@ class Cluster:
             daemon.terminate()
         for daemon in self._daemons:
             daemon.wait(timeout=30)
+        self._spool.cleanup()
 
 
 def _free_ports(count: int) -> list[int]:
