@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_dynmo import partitioners
+from ds_dynmo.engine import migration
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
 from ds_dynmo.models import dynamic_cases
 from tests.distributed import case_workloads
@@ -179,7 +180,7 @@ def _leave(*_: Any, **__: Any) -> None:
 
 
 def killed(case: Case, who: str) -> str:
-    """A rank dies: a parked one before it is called, or one at work in the middle of a re-packing."""
+    """A rank dies: a parked one before it is called, or one at work while it sends layers or between two worlds."""
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
@@ -195,7 +196,9 @@ def killed(case: Case, who: str) -> str:
             engine.dismiss_parked()
             return f"{error} {len(losses)} {parked}"
         return "went on"
-    if home == 2:
+    if home == 2 and who == "sending":
+        migration._exchange = _leave
+    elif home == 2:
         engine._repacker.world.begin = _leave
     try:
         engine.repack(2, partition=[0, 1, 8])

@@ -180,7 +180,16 @@ def test_a_parked_rank_that_died_is_given_up_and_training_goes_on() -> None:
     assert at_work.endswith("1 (2,)")
 
 
-def test_a_rank_that_dies_in_between_is_named() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
+    case = Case(stages=3, precision=precision, dynmo={"interval": 0, "timeout_seconds": 4.0})
+    *left, died = run(3, repack_workloads.killed, case, "sending")
+    assert died == "gone"
+    for text in left:
+        assert "ranks [2] (as numbered at the launch) do not answer any more" in text and "last checkpoint" in text
+
+
+def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
     left, _, died = run(3, repack_workloads.killed, case, "at work")
     assert died == "gone"

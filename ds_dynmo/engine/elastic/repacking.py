@@ -172,7 +172,7 @@ class Repacker:
         )
         began = time.perf_counter()
         job = standings.gather_job(engine, self.data, self.states)
-        moved_bytes = migrate(plan, engine._site())
+        moved_bytes = self._migrate(plan)
         moved = time.perf_counter()
         gone = tuple(world.stages[stage] for stage in leaving if stage not in copying)
         at_work = [world.stages[place] for place in (*places, *copying)]
@@ -188,7 +188,8 @@ class Repacker:
                 else:
                     engine._state.forget()
                 if copies > 1:
-                    copy_stage(engine._site(), new, world.launch_replicas)
+                    with self._who_is_gone():
+                        copy_stage(engine._site(), new, world.launch_replicas)
                 else:
                     engine._layers.tie(engine.grid, engine._comm.tied_group)
                 self._stages_changed(new)
@@ -285,7 +286,7 @@ class Repacker:
         engine._layers.renumber(standing.old, engine.stage_id)
         plan = MigrationPlan.between(standing.old, standing.new, joining=_without_layers(standing.old))
         began = time.perf_counter()
-        moved_bytes = migrate(plan, engine._site())
+        moved_bytes = self._migrate(plan)
         migrate_seconds = time.perf_counter() - began
         self._stages_changed(standing.new)
         if standing.first_seconds is not None:
@@ -337,7 +338,7 @@ class Repacker:
         engine = self._engine
         plan = MigrationPlan.between(engine.partition, new, joining=_without_layers(engine.partition))
         began = time.perf_counter()
-        moved_bytes = migrate(plan, engine._site())
+        moved_bytes = self._migrate(plan)
         migrate_seconds = time.perf_counter() - began
         self._stages_changed(new)
         return Done(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
@@ -353,12 +354,33 @@ class Repacker:
         engine, world = self._engine, self.world
         if world.copies == 1:
             return
-        engine._state.draw_in(tuple(engine.partition), world.launch_replicas)
+        with self._who_is_gone():
+            engine._state.draw_in(tuple(engine.partition), world.launch_replicas)
         if world.copy:
             engine._layers.clear()
             engine._state.clear()
 
     # -- both -----------------------------------------------------------------------------------------
+
+    def _migrate(self, plan: MigrationPlan) -> int:
+        """The bytes that moved."""
+        with self._who_is_gone():
+            return migrate(plan, self._engine._site())
+
+    @contextmanager
+    def _who_is_gone(self) -> Iterator[None]:
+        """Where layers or state are on their way, a fatal error says which ranks do not answer any more."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, MigrationError) and error.harmless:
+                raise
+            silent = self.world.silent(self._engine.dynmo.timeout_seconds)
+            if not silent:
+                raise
+            raise MigrationError(
+                f"ranks {silent} (as numbered at the launch) do not answer any more: {error}"
+            ) from error
 
     def _end(self) -> None:
         self._engine._comm.all_done()

@@ -172,6 +172,19 @@ class World:
         )
         return topology
 
+    def silent(self, timeout_seconds: float) -> list[int]:
+        """Ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
+        alive = part_of(self.store, f"alive/{self._generation}")
+        homes = self.homes(self.stages)
+        try:
+            alive.set(str(self.home), "")
+            alive.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
+        except STORE_LOST:
+            return [0]
+        except RuntimeError:
+            return [home for home in homes if not alive.check([str(home)])]
+        return []
+
     def _meet(self, homes: Sequence[int], generation: int, timeout_seconds: float) -> None:
         """Wait until every one of ``homes`` is here: torch would wait for half an hour and not say for whom."""
         here = part_of(self.store, f"here/{generation}")
