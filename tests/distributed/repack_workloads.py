@@ -179,8 +179,15 @@ def _leave(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _fail(*_: Any, **__: Any) -> None:
+    raise ValueError("no room")
+
+
 def killed(case: Case, who: str) -> str:
-    """A rank dies: a parked one before it is called, or one at work while it sends layers or between two worlds."""
+    """A rank dies: a parked one before it is called, or one at work while it sends layers or between two worlds.
+
+    Or it fails ("failing"), and lives.
+    """
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
@@ -198,6 +205,8 @@ def killed(case: Case, who: str) -> str:
         return "went on"
     if home == 2 and who == "sending":
         migration._exchange = _leave
+    elif home == 2 and who == "failing":
+        migration._rebuild = _fail
     elif home == 2:
         engine._repacker.world.begin = _leave
     try:

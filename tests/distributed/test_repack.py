@@ -189,6 +189,13 @@ def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
         assert "ranks [2] (as numbered at the launch) do not answer any more" in text and "last checkpoint" in text
 
 
+def test_a_rank_that_fails_while_layers_move_is_not_taken_for_dead() -> None:
+    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 3.0})
+    *others, failed = run(3, repack_workloads.killed, case, "failing")
+    assert "rank 2 failed rebuilding the stage" in failed and "no room" in failed
+    assert not any("do not answer" in text for text in [*others, failed]), others
+
+
 def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
     left, _, died = run(3, repack_workloads.killed, case, "at work")

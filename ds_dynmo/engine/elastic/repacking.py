@@ -375,7 +375,8 @@ class Repacker:
         except Exception as error:
             if isinstance(error, MigrationError) and error.harmless:
                 raise
-            silent = self.world.silent(self._engine.dynmo.timeout_seconds)
+            # A rank that is alive may notice as late as at the end of its own time-out.
+            silent = self.world.silent(1.5 * self._engine.dynmo.timeout_seconds)
             if not silent:
                 raise
             raise MigrationError(
