@@ -109,6 +109,7 @@ def test_a_trace_changes_nothing(tmp_path: Path) -> None:
 def test_a_stage_that_is_frozen_does_no_backward_work(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     run(2, trace_workloads.train_half_frozen, str(path))
+    assert all(e["args"]["clock_error_microseconds"] >= 10_000 for e in read(path) if e["ph"] == "i")
     found = named(read(path), 2)
     assert all(found[0, 0, "backward", micro_batch]["dur"] < 4000 for micro_batch in range(4))
     assert all(found[0, 1, "backward", micro_batch]["dur"] > 8000 for micro_batch in range(4))

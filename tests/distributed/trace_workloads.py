@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.engine import trace
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.errors import ConfigError
 from tests.distributed.workloads import Case, batches, build, freeze, sleeping_engine
@@ -40,6 +41,9 @@ def train_with_shifted_clocks(path: str, seconds: float) -> list[int]:
 
 
 def train_half_frozen(path: str) -> None:
+    """On ranks that were put aside for 0.02 s when they began to record."""
+    begin = trace.begin
+    trace.begin = lambda clock: (*begin(clock)[:2], 0.01)
     engine, data = sleeping_engine({"interval": 0, "trace": {"path": path, "steps": [2, 2]}}, [0.002] * 4, 2)
     engine.train_batch(data)
     freeze(engine, 2)
