@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from ds_dynmo.errors import ConfigError
 from scripts.benchmarks import parts
 from scripts.benchmarks.arms import engines_end_here
 from scripts.benchmarks.emulated import ALWAYS, emulated_rows
+from scripts.benchmarks.machine import Stolen, machine
 from scripts.benchmarks.real import real_rows
 from scripts.benchmarks.rows import print_rows
 from scripts.simulation.loads import CASES
@@ -97,33 +97,24 @@ def main(given: list[str]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.init_distributed()
     measure = emulated_rows if arguments.compute == "emulated" else real_rows
-    table = []
+    table, stolen = [], Stolen()
     for name in arguments.case or CASES:
         with engines_end_here():
             rows = measure(CASES[name], arguments)
+        table += rows
         if torch.distributed.get_rank() == 0:
             print_rows(rows)
-        table += rows
-        write(table, arguments)
+            print(f"The machine's host took {stolen.share():.0%} of its cores so far.", flush=True)
+            write(table, arguments, stolen.share())
     torch.distributed.barrier()
 
 
-def write(table: list[dict[str, object]], arguments: argparse.Namespace) -> None:
-    """The rows so far."""
-    if arguments.json and torch.distributed.get_rank() == 0:
+def write(table: list[dict[str, object]], arguments: argparse.Namespace, stolen: float) -> None:
+    """The rows so far; ``stolen``: by the machine's host."""
+    if arguments.json:
         settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
-        result = {"machine": machine(), "settings": settings, "rows": table}
+        result = {"machine": {**machine(), "stolen": stolen}, "settings": settings, "rows": table}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def machine() -> dict[str, object]:
-    return {
-        "processor": platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "stages": torch.distributed.get_world_size(),
-    }
 
 
 if __name__ == "__main__":

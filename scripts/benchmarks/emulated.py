@@ -2,8 +2,9 @@
 
 Where loads change in every iteration, the engines rebalance in every iteration, on the clock, and a turn is some
 iterations. Else a run of 10,000 iterations is cut down to its phases: in each, every engine is told of the change and
-decides once, then the settled pipelines are timed in turns; a phase takes its iterations times that, and what
-rebalances were measured to cost is counted as often as the interval has them.
+decides, and decides once more as it would an interval later, with a second profile; then the settled pipelines are
+timed in turns. A phase takes its iterations times that, and what rebalances were measured to cost is counted as often
+as the interval has them.
 """
 
 from __future__ import annotations
@@ -110,34 +111,43 @@ class Benchmark:
         for number, phase in enumerate(self.phases):
             begun = [(arm, *self.change(arm, phase, profiling)) for arm in self.arms]
             for turn in range(self.arguments.rounds):
-                for arm, lag, lag_seconds, costs in turns(begun, turn):
+                for arm, unsettled, unsettled_seconds, costs in turns(begun, turn):
                     batch = statistics.fmean(self.timed_batch(arm) for _ in range(self.arguments.batches))
-                    seconds = lag * lag_seconds + (phase.iterations - lag) * batch + sum(costs)
+                    seconds = unsettled_seconds + (phase.iterations - unsettled) * batch + sum(costs)
                     passes = self.passes(self.phase_of(arm, phase))
                     done = Slice(phase.iterations, seconds, passes, tuple(arm.engine.partition), costs)
                     arm.rounds[turn].append(done)
             self.say(f"phase {number + 1} of {len(self.phases)}")
 
     def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[int, float, Costs]:
-        """Loads become those of ``phase``; a dynamic engine decides.
+        """Loads become those of ``phase``; a dynamic engine decides, and again an interval later.
 
         Returns:
-            How many iterations pass before it decides, the seconds of each, and of all rebalances in the phase.
+            How many iterations pass before the second decision, their seconds, and those of the phase's rebalances.
         """
         set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
         arm.engine.model_changed("the loads of another phase")
         if arm.name == "oracle":
             self.go_to_best(arm, phase)
         arm.new_costs()
-        seconds = self.timed_batch(arm)
-        profile, decide, migrate = arm.new_costs()
-        self.timed_batch(arm)  # warm up: new shapes, new memory
+        first, second = self.batch_and_costs(arm), self.batch_and_costs(arm, decides=arm.dynamic)
         if not arm.dynamic:
             return 0, 0.0, (0.0, 0.0, 0.0)
-        rebalances = phase.iterations / self.case.interval
-        lag = 1 if self.case.announces else self.case.interval
-        lag_seconds = seconds - profile - decide - migrate - profiling
-        return lag, lag_seconds, (rebalances * (profile + profiling), rebalances * decide, migrate)
+        interval = self.case.interval
+        lag = 1 if self.case.announces else interval
+        lasting = min(interval, phase.iterations - lag)
+        seconds = lag * (first[0] - profiling) + lasting * (second[0] - profiling)
+        profile, decide, migrate = (sum(parts) for parts in zip(first[1], second[1]))
+        rebalances = phase.iterations / interval
+        return lag + lasting, seconds, (rebalances * (profile / 2 + profiling), rebalances * decide / 2, migrate)
+
+    def batch_and_costs(self, arm: Arm, *, decides: bool = False) -> tuple[float, Costs]:
+        """Seconds of one batch, and of the rebalance after it; ``decides``: as it does at the end of an interval."""
+        if decides:
+            arm.engine._controller.request("interval")
+        seconds = self.timed_batch(arm)
+        costs = arm.new_costs()
+        return seconds - sum(costs), costs
 
     # -- small parts -----------------------------------------------------------------------------------
 

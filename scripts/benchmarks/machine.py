@@ -1,0 +1,39 @@
+"""What a benchmark ran on, and how much of it the machine had for itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+import deepspeed
+import psutil  # comes with DeepSpeed
+import torch
+
+
+def machine() -> dict[str, object]:
+    """For a benchmark's JSON."""
+    return {
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "stages": torch.distributed.get_world_size(),
+    }
+
+
+class Stolen:
+    """The share of a virtual machine's cores that its host gave to others; 0 where it does not say."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter(), _stolen_seconds()
+
+    def share(self) -> float:
+        """Since this was made: what was taken over the time of all cores."""
+        began, stolen = self._began
+        passed = (time.perf_counter() - began) * (os.cpu_count() or 1)
+        return (_stolen_seconds() - stolen) / passed if passed else 0.0
+
+
+def _stolen_seconds() -> float:
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
