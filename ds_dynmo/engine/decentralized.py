@@ -22,20 +22,23 @@ def decide_among_neighbours(
     memory: MemoryModel | None,
     stage: int,
     comm: Communicator,
+    *,
+    speed: float = 1.0,
 ) -> tuple[int, ...]:
     """The partition on which the stages agree, pair by pair. Collective over the pipeline.
 
     Args:
-        own_costs: of this stage's layers only, the same on every data-parallel replica.
+        own_costs: of this stage's layers only, on a stage of speed 1, the same on every data-parallel replica.
         partition: the one in force; used for this stage's bounds only.
         memory: used for this stage's layers and limit only.
+        speed: of this stage.
 
     Raises:
         PartitionError: on every rank, if no partition that meets the memory limit was found.
     """
     start, stop = partition[stage], partition[stage + 1]
     own_memory = memory.of_stage(stage, start, stop) if memory is not None else None
-    node = DiffusionNode(stage, len(partition) - 1, start, own_costs, memory=own_memory)
+    node = DiffusionNode(stage, len(partition) - 1, start, own_costs, memory=own_memory, speed=speed)
     while not node.done:
         exchange_round(node, comm)
     if not node.fits:

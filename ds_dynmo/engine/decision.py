@@ -103,24 +103,27 @@ def decide(outlook: Outlook, config: DynMoConfig, memory: MemoryModel | None, st
         PartitionError: no partition meets the memory limit, or a cost is no cost.
     """
     num_layers, num_stages = len(outlook.profile.layers), len(outlook.current) - 1
-    pipeline = outlook.pipeline if config.balance_by == "time" else None
-    name = config.balancer
+    costs, speeds = costs_and_speeds(outlook, config)
     proposed = partitioners.propose(
-        name,
-        _costs(outlook, config, pipeline),
+        config.balancer,
+        costs,
         num_stages,
         start=list(outlook.current),
         memory=memory,
-        pipeline=pipeline,
-        speeds=outlook.speeds if pipeline is not None else None,
+        pipeline=outlook.pipeline if config.balance_by == "time" else None,
+        speeds=speeds,
     )
     return judge(outlook, check_partition(proposed, num_layers, num_stages), config, memory, stakes)
 
 
-def _costs(outlook: Outlook, config: DynMoConfig, pipeline: PipelineModel | None) -> list[float]:
-    if pipeline is None or not any(partitioners.takes(config.balancer, offer) for offer in ("pipeline", "speeds")):
-        return outlook.costs(config.balance_by)
-    return [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+def costs_and_speeds(outlook: Outlook, config: DynMoConfig) -> tuple[list[float], tuple[float, ...] | None]:
+    """What the balancer is given: costs on a stage of speed 1 if it knows of speeds, else those where layers are."""
+    if config.balance_by != "time":
+        return outlook.costs(config.balance_by), None
+    if not any(partitioners.takes(config.balancer, offer) for offer in ("pipeline", "speeds")):
+        return outlook.costs("time"), outlook.speeds
+    pipeline = outlook.pipeline
+    return [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)], outlook.speeds
 
 
 def judge(

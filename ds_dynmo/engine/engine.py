@@ -18,7 +18,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
 from ds_dynmo.engine.checks import check_sharing
 from ds_dynmo.engine.decentralized import decide_among_neighbours
-from ds_dynmo.engine.decision import Decision, Experience, decide, judge, predict
+from ds_dynmo.engine.decision import Decision, Experience, costs_and_speeds, decide, judge, predict
 from ds_dynmo.engine.elastic import ElasticEngine
 from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.migration import Site, migrate
@@ -362,8 +362,10 @@ class DynMoPipelineEngine(ElasticEngine):
         stakes = self._experience.stakes(self._controller.batches_to_gain) if automatic else None
         if not self.dynmo.decentralized:
             return decide(outlook, self.dynmo, memory, stakes)
-        own_costs = outlook.costs(self.dynmo.balance_by)[self._layers.start : self._layers.stop]
-        proposed = decide_among_neighbours(own_costs, outlook.current, memory, self.stage_id, self._comm)
+        costs, speeds = costs_and_speeds(outlook, self.dynmo)
+        own_costs = costs[self._layers.start : self._layers.stop]
+        speed = speeds[self.stage_id] if speeds else 1.0
+        proposed = decide_among_neighbours(own_costs, outlook.current, memory, self.stage_id, self._comm, speed=speed)
         return judge(outlook, proposed, self.dynmo, memory, stakes)
 
     def _go_to(

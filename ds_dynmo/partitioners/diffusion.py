@@ -10,6 +10,7 @@ from ds_dynmo.partitioners.checks import check_costs, check_num_stages
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
 from ds_dynmo.partitioners.metrics import loads, potential
+from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.partitioners.uniform import uniform
 from ds_dynmo.plan import check_partition
@@ -23,8 +24,8 @@ class DiffusionTrace:
 
     Attributes:
         partitions: before the first round and after each: ``rounds + 1`` of them.
-        potentials: the paper's phi of each. It falls with every step between neighbours; the one commit of
-            the sweeps before them lowers the bottleneck and may raise it.
+        potentials: the paper's phi of each. It falls with every step between neighbours of equal speed; the one commit
+            of the sweeps before them lowers the bottleneck and may raise it.
         floats_sent: summed over all messages.
     """
 
@@ -45,16 +46,23 @@ class DiffusionTrace:
 
 @register("diffusion")
 def diffusion(
-    costs: Sequence[float], num_stages: int, start: Sequence[int] | None = None, *, memory: MemoryModel | None = None
+    costs: Sequence[float],
+    num_stages: int,
+    start: Sequence[int] | None = None,
+    *,
+    memory: MemoryModel | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> list[int]:
     """The partition on which a decentralised run lands, in which a stage hears from its neighbours only (Lemma 2).
 
-    Without ``memory`` its bottleneck is the smallest possible one, to the rounding of a stage's load. With it,
-    every stage fits, and the bottleneck is no larger than the start's, or than any if the start does not fit.
+    Without ``memory`` and with equal speeds its bottleneck is the smallest possible one, to the rounding of a stage's
+    load. With ``memory`` every stage fits; then, and with unlike speeds, the bottleneck is no larger than the start's,
+    or than any if the start does not fit.
 
     Args:
         costs: per layer, finite and >= 0.
         start: the partition in force; uniform if not given.
+        speeds: per stage: its load is its layers' costs over its speed; None: all are equal.
 
     >>> diffusion([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
@@ -64,26 +72,31 @@ def diffusion(
             which passing layers on finds none that does.
     """
     checked, bounds = _checked(costs, num_stages, start, memory)
-    nodes = _nodes(checked, bounds, memory)
+    nodes = _nodes(checked, bounds, memory, speeds)
     while not nodes[0].done:
         _deliver(nodes)
     return _landed(nodes, bounds, memory)
 
 
 def diffusion_trace(
-    costs: Sequence[float], num_stages: int, start: Sequence[int] | None = None, *, memory: MemoryModel | None = None
+    costs: Sequence[float],
+    num_stages: int,
+    start: Sequence[int] | None = None,
+    *,
+    memory: MemoryModel | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> DiffusionTrace:
     """The same run as :func:`diffusion`, with what happened in every round."""
     checked, bounds = _checked(costs, num_stages, start, memory)
-    nodes = _nodes(checked, bounds, memory)
+    nodes = _nodes(checked, bounds, memory, speeds)
     partitions = [bounds]
-    potentials = [potential(loads(checked, bounds))]
+    potentials = [_potential(checked, bounds, speeds)]
     floats_sent = 0
     while not nodes[0].done:
         floats_sent += _deliver(nodes)
         partition = _boundaries(nodes)
         moved = partition != partitions[-1]
-        potentials.append(potential(loads(checked, partition)) if moved else potentials[-1])
+        potentials.append(_potential(checked, partition, speeds) if moved else potentials[-1])
         partitions.append(partition)
     _landed(nodes, bounds, memory)
     return DiffusionTrace(tuple(partitions), tuple(potentials), floats_sent)
@@ -100,13 +113,21 @@ def _checked(
     return checked, check_partition(given, len(checked), num_stages)
 
 
-def _nodes(costs: Sequence[float], bounds: Sequence[int], memory: MemoryModel | None) -> list[DiffusionNode]:
+def _nodes(
+    costs: Sequence[float], bounds: Sequence[int], memory: MemoryModel | None, speeds: Sequence[float] | None
+) -> list[DiffusionNode]:
     num_stages = len(bounds) - 1
+    checked = check_speeds(speeds or (1.0,) * num_stages, num_stages)
     nodes = []
-    for stage, (start, stop) in enumerate(zip(bounds, bounds[1:])):
+    for stage, (start, stop, speed) in enumerate(zip(bounds, bounds[1:], checked)):
         own = None if memory is None else memory.of_stage(stage, start, stop)
-        nodes.append(DiffusionNode(stage, num_stages, start, costs[start:stop], memory=own))
+        nodes.append(DiffusionNode(stage, num_stages, start, costs[start:stop], memory=own, speed=speed))
     return nodes
+
+
+def _potential(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None) -> float:
+    of_stages = loads(costs, partition)
+    return potential([load / speed for load, speed in zip(of_stages, speeds or (1.0,) * len(of_stages))])
 
 
 def _deliver(nodes: list[DiffusionNode]) -> int:

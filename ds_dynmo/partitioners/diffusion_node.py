@@ -50,6 +50,9 @@ class _Survey(NamedTuple):
     total: float
     smallest_cost: float  # of those > 0, inf if there is none
     fits: float  # 1.0 if every stage is within its limit
+    speed: float  # of all together
+    fastest: float
+    slowest: float
 
     def joined(self, other: _Survey) -> _Survey:
         return _Survey(
@@ -58,6 +61,9 @@ class _Survey(NamedTuple):
             self.total + other.total,
             min(self.smallest_cost, other.smallest_cost),
             min(self.fits, other.fits),
+            self.speed + other.speed,
+            max(self.fastest, other.fastest),
+            min(self.slowest, other.slowest),
         )
 
 
@@ -85,8 +91,9 @@ class DiffusionNode:
     Args:
         stage, num_stages: its place.
         start: number of its first layer.
-        costs: of its own layers, at least one.
+        costs: of its own layers, at least one, on a stage of speed 1.
         memory: bytes of its own layers and its own limit; None where memory does not count.
+        speed: its own, relative to the others'.
 
     Every message is a flat list of floats or None: nothing travels. What a stage is about to receive is known
     from the round alone (:attr:`expects`), its length is not: at most ``message_capacity(num_layers)``.
@@ -95,21 +102,28 @@ class DiffusionNode:
         rounds: received so far; the same on every stage.
         layers: the layers that it owns now, with what travels with them.
         start_bottleneck: of the whole pipeline before the first round, known to all once done.
-        end_bottleneck: of the whole pipeline when done (an upper bound if memory counts); ``inf``, as long
-            as no partition that fits was found.
+        end_bottleneck: of the whole pipeline when done (an upper bound if memory counts or speeds differ); ``inf``, as
+            long as no partition that fits was found.
     """
 
     def __init__(
-        self, stage: int, num_stages: int, start: int, costs: Sequence[float], *, memory: StageMemory | None = None
+        self,
+        stage: int,
+        num_stages: int,
+        start: int,
+        costs: Sequence[float],
+        *,
+        memory: StageMemory | None = None,
+        speed: float = 1.0,
     ) -> None:
         self.stage = stage
         self.num_stages = num_stages
         self.layers = Stretch(start, _records(costs, memory))
         self.rounds = 0
-        self.start_bottleneck = self.layers.load(*self.bounds)
+        self._room = Room.of(memory, stage, num_stages, speed)
+        self.start_bottleneck = self.layers.load(self._room, *self.bounds)
         self.end_bottleneck = math.inf
         self._micro_batches = 1 if memory is None else memory.micro_batches
-        self._room = Room.of(memory, stage, num_stages)
         self._fits = self.layers.fits(self._room, *self.bounds)
         self._hops = num_stages - 1
         self._survey = self._own_survey()
@@ -151,7 +165,7 @@ class DiffusionNode:
         """What to deliver in this round to the (left, right) neighbour; None: nothing."""
         to_left, to_right = self._sends(self.stage)
         if self._even_out_from is not None:
-            told: Message = [float(self._quiet), self._room.limit_bytes, *self.layers.encoded()]
+            told: Message = [float(self._quiet), self._room.limit_bytes, self._room.speed, *self.layers.encoded()]
             return told if to_left else None, told if to_right else None
         if to_right:
             return None, self._sweep_right()
@@ -191,7 +205,10 @@ class DiffusionNode:
     def _own_survey(self) -> _Survey:
         costs = [record.cost for record in self.layers.records]
         smallest = min((cost for cost in costs if cost > 0), default=math.inf)
-        return _Survey(self.start_bottleneck, max(costs), self.start_bottleneck, smallest, float(self._fits))
+        speed = self._room.speed
+        return _Survey(
+            self.start_bottleneck, max(costs), math.fsum(costs), smallest, float(self._fits), speed, speed, speed
+        )
 
     def _sweep_right(self) -> Message:
         assert self._verdict is not None
@@ -210,11 +227,12 @@ class DiffusionNode:
         """Stage 0 only: what the finished pair of sweeps, or the first sweep, says."""
         if self._verdict is None:
             survey, place = self._survey, FAILED
-            # The sum of the loads is off by some roundings; no partition is below this.
-            low = max(survey.largest_cost, survey.total / self.num_stages * (1 - 1e-9))
-            high = survey.bottleneck if survey.fits else survey.total * (1 + 1e-9)
+            longest, shortest = survey.total / survey.slowest, survey.smallest_cost / survey.fastest
+            # Sums of what stages say are off by some roundings; no partition is below this.
+            low = max(survey.largest_cost / survey.fastest, survey.total / survey.speed * (1 - 1e-9))
+            high = survey.bottleneck if survey.fits else longest * (1 + 1e-9)
             bracket = Bracket(low, high, bool(survey.fits))
-            max_rounds = lemma2_bound(self.num_stages, survey.total, survey.smallest_cost)
+            max_rounds = lemma2_bound(self.num_stages, longest, shortest)
             start_bottleneck = survey.bottleneck
         else:
             place, bracket = choose(self._bracket(), self._to_left)
@@ -296,32 +314,32 @@ class DiffusionNode:
         before, partner_quiet = self.bounds, self._quiet
         if from_left is not None:
             partner_quiet = int(from_left[0])
-            left, _ = Stretch.decoded(from_left[2:])
-            both, bound = self._meet(left, self.layers, from_left[1], self.stage - 1)
+            left, _ = Stretch.decoded(from_left[3:])
+            both, bound = self._meet(left, self.layers, self._room_of(self.stage - 1, *from_left[1:3]), self._room)
             self.layers = both.part(bound, both.stop)
         elif from_right is not None:
             partner_quiet = int(from_right[0])
-            right, _ = Stretch.decoded(from_right[2:])
-            both, bound = self._meet(self.layers, right, from_right[1], self.stage + 1)
+            right, _ = Stretch.decoded(from_right[3:])
+            both, bound = self._meet(self.layers, right, self._room, self._room_of(self.stage + 1, *from_right[1:3]))
             self.layers = both.part(both.start, bound)
         self._quiet = 0 if self.bounds != before else 1 + min(self._quiet, partner_quiet)
 
-    def _meet(self, left: Stretch, right: Stretch, limit_bytes: float, partner: int) -> tuple[Stretch, int]:
+    @staticmethod
+    def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> tuple[Stretch, int]:
         """Both stages' layers, and their new boundary; both come to the same."""
         both = left.joined(right)
-        rooms = {self.stage: self._room, partner: self._partner_room(partner, limit_bytes)}
-        left_room, right_room = rooms[min(rooms)], rooms[max(rooms)]
 
         def fits(left_layers: int) -> bool:
             bound = both.start + left_layers
             return both.fits(left_room, both.start, bound) and both.fits(right_room, bound, both.stop)
 
         left_costs, right_costs = ([record.cost for record in stretch.records] for stretch in (left, right))
-        return both, both.start + diffusion_step(left_costs, right_costs, fits)
+        speeds = left_room.speed, right_room.speed
+        return both, both.start + diffusion_step(left_costs, right_costs, fits, speeds=speeds)
 
-    def _partner_room(self, partner: int, limit_bytes: float) -> Room:
+    def _room_of(self, partner: int, limit_bytes: float, speed: float) -> Room:
         in_flight = min(self.num_stages - partner, self._micro_batches)
-        return Room(limit_bytes, in_flight, self._room.checkpoint_interval)
+        return Room(limit_bytes, in_flight, self._room.checkpoint_interval, speed)
 
 
 def _encoded(attempts: Sequence[Attempt]) -> Message:

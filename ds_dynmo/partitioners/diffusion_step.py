@@ -9,34 +9,41 @@ __all__ = ["diffusion_step", "lemma2_bound"]
 
 
 def diffusion_step(
-    left_costs: Sequence[float], right_costs: Sequence[float], fits: Callable[[int], bool] = lambda left_layers: True
+    left_costs: Sequence[float],
+    right_costs: Sequence[float],
+    fits: Callable[[int], bool] = lambda left_layers: True,
+    *,
+    speeds: tuple[float, float] = (1.0, 1.0),
 ) -> int:
     """How many of their layers the left one of two neighbours should own, from what the two know alone.
 
     The heavier hands over layers at their common boundary, one after the other, for as long as the larger of the
     two loads falls (so the gap between them closes, and no gap to any third stage opens), neither is left empty,
-    and both fit.
+    and both fit. A stage's load is what its layers cost over its speed.
 
     Args:
         left_costs, right_costs: per layer, in layer order, each at least one.
         fits: given a number of layers on the left, whether both stages fit in memory.
+        speeds: of the left and the right one.
 
     >>> diffusion_step([4.0, 3.0, 1.0], [2.0])
     1
+    >>> diffusion_step([4.0, 3.0, 1.0], [2.0], speeds=(2.0, 1.0))
+    2
     """
     costs = [*left_costs, *right_costs]
 
-    def heavier(left_layers: int) -> float:
-        return max(math.fsum(costs[:left_layers]), math.fsum(costs[left_layers:]))
+    def both_loads(left_layers: int) -> tuple[float, float]:
+        return math.fsum(costs[:left_layers]) / speeds[0], math.fsum(costs[left_layers:]) / speeds[1]
 
     best = len(left_costs)
-    left_load, right_load = math.fsum(left_costs), math.fsum(right_costs)
+    left_load, right_load = both_loads(best)
     if left_load == right_load:
         return best
     lightest = max(left_load, right_load)
     step = -1 if left_load > right_load else 1
     for place in range(best + step, 0 if step < 0 else len(costs), step):
-        load = heavier(place)
+        load = max(both_loads(place))
         if load > lightest or not fits(place):
             break
         if load < lightest:

@@ -10,7 +10,8 @@ up to the last kept all it could, that is if ``[0, p_1)`` is the least that any 
 leaves for stage 0. If a target fails, so does every other up to the *next* one: the smallest sum at which
 some stage would have kept one layer more on the way left. (What the way right did is of no account then: every
 stage has handed on layers on the way left.) Within memory limits it is a heuristic: a layer that its neighbour
-has no room for cannot pass through it, so a partition that exists may not be found.
+has no room for cannot pass through it, so a partition that exists may not be found. Likewise with stages of unlike
+speeds: a target fails too where a slow stage's turn comes at a layer that is too heavy for it alone.
 
 Several targets travel in the same sweep. Layers that are handed on for different targets are the ends of one
 run of layers, so they travel once, with one boundary per target. Nothing moves before a target is adopted.
@@ -81,14 +82,18 @@ def pick_targets(bracket: Bracket) -> list[float]:
 
 
 def keep_left(known: Stretch, room: Room, stop: int, attempt: Attempt) -> Attempt:
-    """Sweep to the right: of layers ``[attempt.bound, stop)`` the stage keeps what it can from the left."""
+    """Sweep to the right: of layers ``[attempt.bound, stop)`` the stage keeps what it can from the left.
+
+    One layer at least, if it fits, however slow the stage is: whether it can keep it is seen on the way left.
+    """
     start = attempt.bound
     if start == FAILED:
         return attempt
     low, high = start, stop
     while low < high:  # the largest end; load and bytes never fall as it grows
         middle = (low + high + 1) // 2
-        if known.load(start, middle) <= attempt.target and known.fits(room, start, middle):
+        light = middle == start + 1 or known.load(room, start, middle) <= attempt.target
+        if light and known.fits(room, start, middle):
             low = middle
         else:
             high = middle - 1
@@ -103,7 +108,7 @@ def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Atte
     low, high = start, stop
     while low < high:  # the smallest start that is light enough
         middle = (low + high) // 2
-        if known.load(middle, stop) <= attempt.target:
+        if known.load(room, middle, stop) <= attempt.target:
             high = middle
         else:
             low = middle + 1
@@ -112,8 +117,8 @@ def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Atte
         low += 1
     next_target = attempt.next_target
     if start < low == light and known.fits(room, low - 1, stop):
-        next_target = min(next_target, known.load(low - 1, stop))
-    bottleneck = max(attempt.bottleneck, known.load(low, stop))
+        next_target = min(next_target, known.load(room, low - 1, stop))
+    bottleneck = max(attempt.bottleneck, known.load(room, low, stop))
     return Attempt(attempt.target, low if low < stop else FAILED, next_target, bottleneck)
 
 

@@ -23,25 +23,27 @@ class LayerRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Room:
-    """How much one stage may hold.
+    """How much one stage may hold, and how fast it is.
 
     Attributes:
         limit_bytes: ``inf`` where memory does not count.
         in_flight: micro-batches that the stage holds at its peak.
         checkpoint_interval: layers per checkpointed segment, 0 without.
+        speed: a layer takes its cost over this.
     """
 
     limit_bytes: float
     in_flight: int
     checkpoint_interval: int
+    speed: float
 
     @classmethod
-    def of(cls, memory: StageMemory | None, stage: int, num_stages: int) -> Room:
-        """The room of a stage that knows its own ``memory``."""
+    def of(cls, memory: StageMemory | None, stage: int, num_stages: int, speed: float) -> Room:
+        """The room of a stage that knows its own ``memory`` and ``speed``."""
         if memory is None:
-            return cls(math.inf, 1, 0)
+            return cls(math.inf, 1, 0, speed)
         in_flight = min(num_stages - stage, memory.micro_batches)
-        return cls(float(memory.limit), in_flight, memory.checkpoint_interval)
+        return cls(float(memory.limit), in_flight, memory.checkpoint_interval, speed)
 
 
 class Stretch:
@@ -53,9 +55,9 @@ class Stretch:
         self.records = list(records)
         self._costs = [record.cost for record in records]
 
-    def load(self, start: int, stop: int) -> float:
-        """What layers ``[start, stop)`` cost, correctly rounded; never falls as layers are added."""
-        return math.fsum(self._costs[start - self.start : stop - self.start])
+    def load(self, room: Room, start: int, stop: int) -> float:
+        """What layers ``[start, stop)`` take a stage with this ``room``; never falls as layers are added."""
+        return math.fsum(self._costs[start - self.start : stop - self.start]) / room.speed
 
     def fits(self, room: Room, start: int, stop: int) -> bool:
         """May a stage with this ``room`` own layers ``[start, stop)``?"""

@@ -5,7 +5,7 @@
 
 Layers are alike and sleep; on one rank they begin to take ``factor`` times as long, as on an accelerator that gets too
 hot or that others use too. Nobody is told. Engines take turns of one interval each, decisions included: a static
-partition, DynMo with each balancer that knows of uneven ranks, and the oracle, which is handed the best partition for
+partition, DynMo with each balancer, and the oracle, which is handed the best partition for
 the true speeds.
 """
 
@@ -27,8 +27,15 @@ from ds_dynmo.partitioners import PipelineModel, shortest, uniform
 from scripts.benchmarks.arms import Arm, quietly, say, timed, turns
 from scripts.benchmarks.emulation import data, make_engine, set_loads, slow_down, told_seconds
 from scripts.simulation.loads import Phase
+from scripts.simulation.runs import DYNAMIC
 
-ARMS = {"static": "static_uniform", "partition": "partition_time", "schedule": "schedule", "oracle": "oracle"}
+ARMS = {
+    "static": "static_uniform",
+    "partition": "partition_time",
+    "diffusion": "diffusion_time",
+    "schedule": "schedule",
+    "oracle": "oracle",
+}
 MOST_INTERVALS = 12  # that an engine trains on until it has settled
 
 
@@ -57,10 +64,7 @@ class Slowed:
         sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": arguments.interval}
         block = {"profile": {"warmup_batches": 1}}
         self.arms = [
-            Arm(
-                name,
-                quietly(partial(make_engine, arm, **sizes, block=block if name in ("partition", "schedule") else {})),
-            )
+            Arm(name, quietly(partial(make_engine, arm, **sizes, block=block if arm in DYNAMIC else {})))
             for name, arm in ARMS.items()
         ]
         for arm in self.arms:

@@ -406,8 +406,10 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any]:
         costs = [chooser.choice([0.0, 1.0, chooser.random()]) for _ in range(num_layers)]
         start = [0, *sorted(chooser.sample(range(1, num_layers), stages - 1)), num_layers]
         own = costs[start[module.stage_id] : start[module.stage_id + 1]]
-        decentralized.append(list(decide_among_neighbours(own, start, None, module.stage_id, comm)))
-        pure.append(partitioners.diffusion(costs, stages, start))
+        speeds = [chooser.choice([0.5, 1.0]) for _ in range(stages)]
+        speed = speeds[module.stage_id]
+        decentralized.append(list(decide_among_neighbours(own, start, None, module.stage_id, comm, speed=speed)))
+        pure.append(partitioners.diffusion(costs, stages, start, speeds=speeds))
     return decentralized, pure
 
 

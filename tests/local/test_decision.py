@@ -260,7 +260,7 @@ def test_a_small_lasting_gain_is_taken_when_it_is_certain() -> None:
 
 
 def test_a_slow_stage_is_recognised_and_gets_less() -> None:
-    for balancer in ("partition", "schedule"):
+    for balancer in ("partition", "diffusion", "schedule"):
         for seed in range(3):
             work = [1.0] * 24
             run = Run((0, 6, 12, 18, 24), seed, 0.03, balancer=balancer)
