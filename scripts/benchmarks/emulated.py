@@ -123,7 +123,7 @@ class Benchmark:
         """Loads become those of ``phase``; a dynamic engine decides, and again an interval later.
 
         Returns:
-            How many iterations pass before the second decision, their seconds, and those of the phase's rebalances.
+            As :func:`until_settled`; nothing of a static engine.
         """
         set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
         arm.engine.model_changed("the loads of another phase")
@@ -133,13 +133,7 @@ class Benchmark:
         first, second = self.batch_and_costs(arm), self.batch_and_costs(arm, decides=arm.dynamic)
         if not arm.dynamic:
             return 0, 0.0, (0.0, 0.0, 0.0)
-        interval = self.case.interval
-        lag = 1 if self.case.announces else interval
-        lasting = min(interval, phase.iterations - lag)
-        seconds = lag * (first[0] - profiling) + lasting * (second[0] - profiling)
-        profile, decide, migrate = (sum(parts) for parts in zip(first[1], second[1]))
-        rebalances = phase.iterations / interval
-        return lag + lasting, seconds, (rebalances * (profile / 2 + profiling), rebalances * decide / 2, migrate)
+        return until_settled(self.case, phase.iterations, first, second, profiling)
 
     def batch_and_costs(self, arm: Arm, *, decides: bool = False) -> tuple[float, Costs]:
         """Seconds of one batch, and of the rebalance after it; ``decides``: as it does at the end of an interval."""
@@ -168,6 +162,28 @@ class Benchmark:
 
     def say(self, what: str) -> None:
         say(f"{self.case.name}: {what}, {time.perf_counter() - self.began:.0f} s")
+
+
+def until_settled(
+    case: Case, iterations: int, first: tuple[float, Costs], second: tuple[float, Costs], profiling: float
+) -> tuple[int, float, Costs]:
+    """What a phase begins with: a decision as soon as the change is known, and another one an interval later.
+
+    Args:
+        iterations: of the phase.
+        first, second: seconds of a batch before each of the two decisions, and of the decision.
+        profiling: seconds of a batch that are its profile's.
+
+    Returns:
+        How many iterations pass before the second decision, their seconds, and those of all rebalances of the phase,
+        which are as many as it has intervals and of which these two alone move layers.
+    """
+    lag = 1 if case.announces else case.interval
+    lasting = min(case.interval, iterations - lag)
+    seconds = lag * (first[0] - profiling) + lasting * (second[0] - profiling)
+    profile, decide, migrate = (sum(parts) for parts in zip(first[1], second[1]))
+    rebalances = iterations / case.interval
+    return lag + lasting, seconds, (rebalances * (profile / 2 + profiling), rebalances * decide / 2, migrate)
 
 
 def mean_share(phases: Sequence[Phase]) -> float:

@@ -7,7 +7,10 @@ import torch
 
 from ds_dynmo.errors import ConfigError
 from scripts.benchmark import asks_for_part, check, parse
+from scripts.benchmarks.emulated import until_settled
 from scripts.benchmarks.emulation import EmulatedBlock
+from scripts.benchmarks.machine import Stolen
+from scripts.simulation.loads import CASES
 
 
 def test_a_part_is_asked_for_by_the_first_argument() -> None:
@@ -61,3 +64,22 @@ def test_the_parameters_that_train_are_the_share_it_is_told(share: float, units:
     hidden = block(torch.ones(2, requires_grad=True))
     hidden.sum().backward()
     assert [part.grad is not None for part in block.parts].count(True) == (1 if share else 0)
+
+
+def test_a_phase_begins_with_two_decisions() -> None:
+    first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.1))
+    passed, seconds, costs = until_settled(CASES["freezing"], 2500, first, second, profiling=0.05)
+    assert passed == 1 + 50
+    assert seconds == pytest.approx(1.95 + 50 * 0.95)
+    assert costs == pytest.approx((50 * (0.2 + 0.05), 50 * 0.1, 0.4))
+    # Early exit is found out after an interval of 100; a phase of pruning is as long as its interval.
+    assert until_settled(CASES["early_exit"], 2500, first, second, 0.0)[:2] == (200, pytest.approx(200.0 + 100.0))
+    assert until_settled(CASES["pruning"], 1000, first, second, 0.0)[:2] == (1000, pytest.approx(2.0 + 999.0))
+
+
+def test_what_the_host_takes_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stolen = iter([10.0, 14.0]), iter([100.0, 106.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("scripts.benchmarks.machine._stolen_seconds", lambda: next(stolen))
+    assert Stolen().share() == 6 / (4 * 3)
