@@ -3,16 +3,12 @@
 The library's own modules compute (:mod:`ds_dynmo.models.huggingface.modules` puts them together), so that logits and
 gradients are those of the library's model. Weights are fp32 whatever the files hold: precision is the engine's matter.
 Attention is torch's ``scaled_dot_product_attention`` ("sdpa"), the library's default.
-
-This is the one module that imports transformers, when one of its functions is called.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,49 +19,23 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.config import load_json
 from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.models.huggingface.configs import FAMILIES, config_of, name_of, router_loss, transformers, window
 from ds_dynmo.models.huggingface.modules import (
     DecoderLayer,
     FinalNorm,
     OutputHead,
     PositionEmbedding,
-    RouterLoss,
     TokenEmbedding,
     tied_logits,
 )
 from ds_dynmo.models.huggingface.weights import INDEX, Folder, InMemory, Stored, Tensors, check_tensors, stored
 from ds_dynmo.models.seeding import generator_for
 
-__all__ = ["check_blocks_draw_nothing", "export", "layers"]
+__all__ = ["export", "layers"]
 
 TIE = "embedding"
-DRAWS_IN_BLOCKS = ("attn_pdrop", "resid_pdrop", "attention_dropout", "router_jitter_noise")  # keys of configs
 PART = "part."  # in each of our layers, the name of the library's module
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Where the library keeps the parts of a model.
-
-    Attributes:
-        blocks, norm, positions: names in its model without the head.
-        router: path of the router in a decoder layer.
-    """
-
-    blocks: str = "layers"
-    norm: str = "norm"
-    positions: str | None = None
-    router: str | None = None
-
-
-_FAMILIES = {
-    "gpt2": _Family(blocks="h", norm="ln_f", positions="wpe"),
-    "llama": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "mixtral": _Family(router="mlp.gate"),
-}
 
 
 def layers(
@@ -96,7 +66,7 @@ def layers(
         raise ConfigError(f"sequence_length {sequence_length}: the model has {positions} positions")
     if vocab_size is not None and vocab_size > vocabulary:
         raise ConfigError(f"vocab_size {vocabulary}: should be at least {vocab_size}, the data's")
-    loss = _router_loss(config)
+    loss = router_loss(config)
     if source.tied:
         tie = {"tied_weight_attr": f"{PART}weight"}
         embedding = TiedLayerSpec(TIE, TokenEmbedding, source.of(0), 0, loss, **tie)
@@ -107,29 +77,13 @@ def layers(
         embedding = LayerSpec(TokenEmbedding, source.of(0), 0, loss)
         head = LayerSpec(OutputHead, source.of(last), last, loss)
     specs = [embedding]
-    if _FAMILIES[config.model_type].positions:
+    if FAMILIES[config.model_type].positions:
         specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, config.embd_pdrop))
     for block in range(config.num_hidden_layers):
         layer = len(specs)
-        specs.append(LayerSpec(DecoderLayer, source.of(layer), layer, _window(config, block), loss))
+        specs.append(LayerSpec(DecoderLayer, source.of(layer), layer, window(config, block), loss))
     layer = len(specs)
     return [*specs, LayerSpec(FinalNorm, source.of(layer), layer), head]
-
-
-def check_blocks_draw_nothing(model: Any, why: str) -> None:
-    """Refuse a model whose decoder layers draw random numbers in training.
-
-    Args:
-        model: as for :func:`layers`.
-        why: the reason, for the message.
-
-    Raises:
-        ConfigError: naming the config's key.
-    """
-    config = _config(_transformers(), model)
-    for key in DRAWS_IN_BLOCKS:
-        if getattr(config, key, None):
-            raise ConfigError(f"{key} {getattr(config, key)}: should be 0: {why}")
 
 
 def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
@@ -255,15 +209,14 @@ class _Source:
 
 
 def _source(model: Any, seed: int, *, weights: bool = True) -> _Source:
-    transformers = _transformers()
-    config = _config(transformers, model)
+    config = config_of(model)
     with torch.device("meta"):
         try:
-            skeleton = transformers.AutoModelForCausalLM.from_config(
+            skeleton = transformers().AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
         except Exception as error:  # whatever sizes that do not fit make the library raise
-            raise ConfigError(f"{_name(model)}: transformers cannot build the model: {error}") from error
+            raise ConfigError(f"{name_of(model)}: transformers cannot build the model: {error}") from error
     trainable: Mapping[str, bool] = {}
     tensors: Tensors | None = None
     if isinstance(model, nn.Module) and weights:
@@ -284,130 +237,14 @@ def _source(model: Any, seed: int, *, weights: bool = True) -> _Source:
     return source
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f'needs transformers, the extra "huggingface": pip install ds_dynmo[huggingface] ({error})'
-        ) from error
-    return transformers
-
-
 def _paths(skeleton: Any) -> tuple[str, ...]:
     """Per pipeline layer, the path of its part."""
-    family, base = _FAMILIES[skeleton.config.model_type], skeleton.base_model
+    family, base = FAMILIES[skeleton.config.model_type], skeleton.base_model
     parts = [skeleton.get_input_embeddings()]
     parts += [getattr(base, family.positions)] if family.positions else []
     parts += [*getattr(base, family.blocks), getattr(base, family.norm), skeleton.get_output_embeddings()]
     path = {id(module): name for name, module in skeleton.named_modules()}
     return tuple(path[id(part)] for part in parts)
-
-
-# -- its config ---------------------------------------------------------------------------------------------
-
-
-def _config(transformers: Any, model: Any) -> Any:
-    """A config object of our own."""
-    if isinstance(model, transformers.PreTrainedModel):
-        config = copy.deepcopy(model.config)
-    elif isinstance(model, transformers.PreTrainedConfig):
-        config = copy.deepcopy(model)
-    elif isinstance(model, dict):
-        config = _config_of(transformers, model, _name(model))
-        _check_keys(config, model)
-    elif isinstance(model, (str, os.PathLike)):
-        path = Path(model)
-        if not path.exists():
-            raise ConfigError(f"{path}: there is no such folder or file (models are not fetched)")
-        path = path / "config.json" if path.is_dir() else path
-        config = _config_of(transformers, load_json(path), str(path))
-    else:
-        raise ConfigError(f"a model should be a path, config or model of transformers, got {type(model).__name__}")
-    _check_family(config, _name(model))
-    return config
-
-
-def _config_of(transformers: Any, values: dict[str, Any], place: str) -> Any:
-    kind = values.get("model_type")
-    if kind not in _FAMILIES:
-        raise ConfigError(f"{place}: model_type {json.dumps(kind)}: should be one of {', '.join(_FAMILIES)}")
-    try:
-        return type(transformers.AutoConfig.for_model(kind)).from_dict(
-            copy.deepcopy(values)
-        )  # the library changes nested ones
-    except Exception as error:  # the library's own checks raise many kinds
-        raise ConfigError(f"{place}: is no config of a {kind} model: {error}") from error
-
-
-def _check_keys(config: Any, values: dict[str, Any]) -> None:
-    """Refuse keys that the library would keep and never look at."""
-    known = {
-        *type(config)().to_dict(),
-        *config.attribute_map,
-        "torch_dtype",
-        "rope_theta",
-        "rope_scaling",
-        "experts_implementation",
-    }
-    for key in values:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(f"{key}: a {config.model_type} config has no such key{hint}")
-
-
-def _check_family(config: Any, place: str) -> None:
-    if config.model_type not in _FAMILIES:
-        raise ConfigError(f"{place}: model_type {config.model_type}: should be one of {', '.join(_FAMILIES)}")
-    if getattr(config, "add_cross_attention", False):
-        raise ConfigError(f"{place}: add_cross_attention: there is no encoder to attend to")
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{place}: quantization_config: quantized weights cannot be trained in a pipeline")
-    _check_sizes(config, place)
-
-
-def _check_sizes(config: Any, place: str) -> None:
-    """Refuse sizes of which the library takes note in the first pass only."""
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if groups is not None and (groups < 1 or heads % groups):
-        raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
-    if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
-        raise ConfigError(f"{place}: num_attention_heads {heads}: should divide hidden_size, {config.hidden_size}")
-    if config.num_hidden_layers < 1:
-        raise ConfigError(f"{place}: num_hidden_layers {config.num_hidden_layers}: should be at least 1")
-    if _FAMILIES[config.model_type].router is None:
-        return
-    chosen, experts = config.num_experts_per_tok, config.num_local_experts
-    if not 1 <= chosen <= experts:
-        raise ConfigError(f"{place}: num_experts_per_tok {chosen}: should be in 1 to num_local_experts, {experts}")
-    if not 0 <= (config.router_aux_loss_coef or 0) < math.inf:
-        raise ConfigError(f"{place}: router_aux_loss_coef {config.router_aux_loss_coef}: should be 0 or more")
-
-
-def _window(config: Any, block: int) -> int | None:
-    """Sliding-window attention of decoder layer ``block``."""
-    kinds = getattr(config, "layer_types", None)
-    if config.model_type == "mixtral" or (kinds and kinds[block] == "sliding_attention"):
-        return getattr(config, "sliding_window", None)
-    return None
-
-
-def _router_loss(config: Any) -> RouterLoss | None:
-    router = _FAMILIES[config.model_type].router
-    if router is None or not config.output_router_logits or not config.router_aux_loss_coef:
-        return None
-    return RouterLoss(
-        experts=config.num_local_experts,
-        top_k=config.num_experts_per_tok,
-        layers=config.num_hidden_layers,
-        coefficient=config.router_aux_loss_coef,
-        router=router,
-    )
-
-
-def _name(model: Any) -> str:
-    return str(model) if isinstance(model, (str, os.PathLike)) else f"the {type(model).__name__}"
 
 
 # -- export -------------------------------------------------------------------------------------------------
