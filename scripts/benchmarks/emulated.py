@@ -120,7 +120,7 @@ class Benchmark:
             self.say(f"phase {number + 1} of {len(self.phases)}")
 
     def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[int, float, Costs]:
-        """Loads become those of ``phase``; a dynamic engine decides, and again an interval later.
+        """Loads become those of ``phase``; a dynamic engine decides, and again an interval later, if the phase lasts.
 
         Returns:
             As :func:`until_settled`; nothing of a static engine.
@@ -130,15 +130,19 @@ class Benchmark:
         if arm.name == "oracle":
             self.go_to_best(arm, phase)
         arm.new_costs()
-        first, second = self.batch_and_costs(arm), self.batch_and_costs(arm, decides=arm.dynamic)
+        decisions, moved_again = [self.batch_and_costs(arm)], False
+        if arm.dynamic and phase.iterations > known_after(self.case) + self.case.interval:
+            decided = arm.engine.partition
+            arm.engine._controller.request("interval")
+            decisions.append(self.batch_and_costs(arm))
+            moved_again = arm.engine.partition != decided
+        self.timed_batch(arm)  # warm up: new shapes, new memory
         if not arm.dynamic:
             return 0, 0.0, (0.0, 0.0, 0.0)
-        return until_settled(self.case, phase.iterations, first, second, profiling)
+        return until_settled(self.case, phase.iterations, decisions, profiling, moved_again=moved_again)
 
-    def batch_and_costs(self, arm: Arm, *, decides: bool = False) -> tuple[float, Costs]:
-        """Seconds of one batch, and of the rebalance after it; ``decides``: as it does at the end of an interval."""
-        if decides:
-            arm.engine._controller.request("interval")
+    def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
+        """Seconds of one batch, and of the rebalance after it."""
         seconds = self.timed_batch(arm)
         costs = arm.new_costs()
         return seconds - sum(costs), costs
@@ -164,26 +168,32 @@ class Benchmark:
         say(f"{self.case.name}: {what}, {time.perf_counter() - self.began:.0f} s")
 
 
+def known_after(case: Case) -> int:
+    """Iterations that pass until a change is known, and decided on."""
+    return 1 if case.announces else case.interval
+
+
 def until_settled(
-    case: Case, iterations: int, first: tuple[float, Costs], second: tuple[float, Costs], profiling: float
+    case: Case, iterations: int, decisions: Sequence[tuple[float, Costs]], profiling: float, *, moved_again: bool
 ) -> tuple[int, float, Costs]:
     """What a phase begins with: a decision as soon as the change is known, and another one an interval later.
 
     Args:
         iterations: of the phase.
-        first, second: seconds of a batch before each of the two decisions, and of the decision.
+        decisions: the one or two: seconds of a batch before it, and of itself.
         profiling: seconds of a batch that are its profile's.
+        moved_again: the second one moved layers; else they had settled with the first.
 
     Returns:
-        How many iterations pass before the second decision, their seconds, and those of all rebalances of the phase,
-        which are as many as it has intervals and of which these two alone move layers.
+        How many iterations pass before layers have settled, their seconds, and those of all rebalances of the phase,
+        which are as many as it has intervals and of which these alone move layers.
     """
-    lag = 1 if case.announces else case.interval
-    lasting = min(case.interval, iterations - lag)
-    seconds = lag * (first[0] - profiling) + lasting * (second[0] - profiling)
-    profile, decide, migrate = (sum(parts) for parts in zip(first[1], second[1]))
-    rebalances = iterations / case.interval
-    return lag + lasting, seconds, (rebalances * (profile / 2 + profiling), rebalances * decide / 2, migrate)
+    unsettled = (known_after(case), case.interval if moved_again else 0)
+    seconds = sum(count * (batch - profiling) for count, (batch, _) in zip(unsettled, decisions))
+    profile, decide, migrate = (sum(parts) for parts in zip(*(costs for _, costs in decisions)))
+    rebalances, profiled = iterations / case.interval, len(decisions)
+    costs = (rebalances * (profile / profiled + profiling), rebalances * decide / profiled, migrate)
+    return sum(unsettled), seconds, costs
 
 
 def mean_share(phases: Sequence[Phase]) -> float:

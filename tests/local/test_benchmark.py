@@ -68,13 +68,22 @@ def test_the_parameters_that_train_are_the_share_it_is_told(share: float, units:
 
 def test_a_phase_begins_with_two_decisions() -> None:
     first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.1))
-    passed, seconds, costs = until_settled(CASES["freezing"], 2500, first, second, profiling=0.05)
+    freezing, early_exit = CASES["freezing"], CASES["early_exit"]  # announced; found out after an interval of 100
+    passed, seconds, costs = until_settled(freezing, 2500, [first, second], 0.05, moved_again=True)
     assert passed == 1 + 50
     assert seconds == pytest.approx(1.95 + 50 * 0.95)
     assert costs == pytest.approx((50 * (0.2 + 0.05), 50 * 0.1, 0.4))
-    # Early exit is found out after an interval of 100; a phase of pruning is as long as its interval.
-    assert until_settled(CASES["early_exit"], 2500, first, second, 0.0)[:2] == (200, pytest.approx(200.0 + 100.0))
-    assert until_settled(CASES["pruning"], 1000, first, second, 0.0)[:2] == (1000, pytest.approx(2.0 + 999.0))
+    passed, seconds, _ = until_settled(early_exit, 2500, [first, second], 0.0, moved_again=True)
+    assert (passed, seconds) == (200, pytest.approx(200.0 + 100.0))
+
+
+def test_layers_that_stay_have_settled() -> None:
+    first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.0))
+    freezing, pruning = CASES["freezing"], CASES["pruning"]
+    assert until_settled(freezing, 2500, [first, second], 0.05, moved_again=False)[:2] == (1, pytest.approx(1.95))
+    # A phase of pruning that is as long as its interval has one decision.
+    passed, seconds, costs = until_settled(pruning, 1000, [first], 0.0, moved_again=False)
+    assert (passed, seconds, costs) == (1, 2.0, pytest.approx((0.1, 0.2, 0.3)))
 
 
 def test_what_the_host_takes_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
