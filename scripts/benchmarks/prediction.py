@@ -9,8 +9,8 @@ with its receipt) but for the first:
 "ideal": from the seconds that layers are told to sleep, with messages that take no time;
 "profile": from a profiled batch's seconds per layer, which is what DynMo decides with;
 "fitted": likewise, plus what DeepSpeed's engine takes for a pass beside its layers, for a message, and once for an
-iteration (the optimizer's step, the loss). All three are fitted to the first half of the draws, by least squares of the
-relative errors, and tried on the other half.
+iteration (the optimizer's step, the loss). All three are fitted to every other draw, by least squares of the relative
+errors, and tried on the draws between them, so that both halves see the same of what drifts on the machine.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch
 from ds_dynmo.partitioners import simulate
 from scripts.benchmarks.arms import quietly, say, timed
 from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
+from scripts.benchmarks.machine import Stolen
 
 SPREAD = 0.6  # of the logarithm of costs
 MOST_STEPS, STEP_SECONDS = 50, 1e-6  # of the fit
@@ -162,12 +163,11 @@ def errors_of(draws: list[Draw], fitted: Fit, micro_batches: int) -> dict[str, l
 
 
 def report(draws: list[Draw], arguments: argparse.Namespace) -> None:
-    """Fit to the first half, try on the other, print."""
-    half, stages = len(draws) // 2, len(draws[0].partition) - 1
-    fitted = fit(draws[:half], arguments.micro_batches)
-    errors = errors_of(draws[half:], fitted, arguments.micro_batches)
-    tried = f"{len(draws) - half} draws that were not fitted"
-    print(f"\n{stages} stages, {arguments.micro_batches} micro-batches, {tried}")
+    """Fit to every other draw, try on the others, print."""
+    stages, others = len(draws[0].partition) - 1, draws[1::2]
+    fitted = fit(draws[::2], arguments.micro_batches)
+    errors = errors_of(others, fitted, arguments.micro_batches)
+    print(f"\n{stages} stages, {arguments.micro_batches} micro-batches, {len(others)} draws that were not fitted")
     print(f"{'prediction':<12}{'mean error':>12}{'mean |error|':>14}{'largest':>10}")
     for name, values in errors.items():
         sizes = [abs(value) for value in values]
@@ -183,9 +183,11 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(1)
     deepspeed.init_distributed()
+    stolen = Stolen()
     draws = measure(arguments)
     if torch.distributed.get_rank() == 0:
         report(draws, arguments)
+        print(f"The machine's host took {stolen.share():.0%} of its cores.")
     torch.distributed.barrier()
 
 
