@@ -68,8 +68,8 @@ def diffusion(
     [0, 1, 2, 4]
 
     Raises:
-        PartitionError: costs that are no costs, more stages than layers, a start that does not fit and from
-            which passing layers on finds none that does.
+        PartitionError: costs that are no costs, more stages than layers, speeds that are none, a start that does not
+            fit and from which passing layers on finds none that does.
     """
     checked, bounds = _checked(costs, num_stages, start, memory)
     nodes = _nodes(checked, bounds, memory, speeds)
@@ -117,7 +117,7 @@ def _nodes(
     costs: Sequence[float], bounds: Sequence[int], memory: MemoryModel | None, speeds: Sequence[float] | None
 ) -> list[DiffusionNode]:
     num_stages = len(bounds) - 1
-    checked = check_speeds(speeds or (1.0,) * num_stages, num_stages)
+    checked = check_speeds((1.0,) * num_stages if speeds is None else speeds, num_stages)
     nodes = []
     for stage, (start, stop, speed) in enumerate(zip(bounds, bounds[1:], checked)):
         own = None if memory is None else memory.of_stage(stage, start, stop)
@@ -127,7 +127,7 @@ def _nodes(
 
 def _potential(costs: Sequence[float], partition: Sequence[int], speeds: Sequence[float] | None) -> float:
     of_stages = loads(costs, partition)
-    return potential([load / speed for load, speed in zip(of_stages, speeds or (1.0,) * len(of_stages))])
+    return potential(of_stages if speeds is None else [load / speed for load, speed in zip(of_stages, speeds)])
 
 
 def _deliver(nodes: list[DiffusionNode]) -> int:

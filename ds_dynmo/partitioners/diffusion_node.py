@@ -8,7 +8,8 @@ Every stage runs a :class:`DiffusionNode` and nothing else; a round is one hop o
    stop, and when it has reached the last stage every stage takes on the layers it kept for the best target.
 2. *Neighbours even out* (:func:`diffusion_step`). In turn, the pairs (0, 1), (2, 3), ... and (1, 2), (3, 4), ...
    tell each other their layers, and both come to the same new boundary: the one that makes the heavier of
-   the two lightest. Each such step lowers the paper's potential and never raises a bottleneck.
+   the two lightest. Each such step lowers the paper's potential, if the two are equally fast, and never raises a
+   bottleneck.
 
 The end is decentralised too. A stage's quiet counter is 0 after a round in which it changed, else one more
 than the smaller of its own and its partner's. The pairs of two rounds cover every boundary, so two rounds

@@ -18,8 +18,8 @@ def diffusion_step(
     """How many of their layers the left one of two neighbours should own, from what the two know alone.
 
     The heavier hands over layers at their common boundary, one after the other, for as long as the larger of the
-    two loads falls (so the gap between them closes, and no gap to any third stage opens), neither is left empty,
-    and both fit. A stage's load is what its layers cost over its speed.
+    two loads falls (so with equal speeds the gap between them closes, and no gap to any third stage opens), neither
+    is left empty, and both fit. A stage's load is what its layers cost over its speed.
 
     Args:
         left_costs, right_costs: per layer, in layer order, each at least one.

@@ -11,7 +11,8 @@ leaves for stage 0. If a target fails, so does every other up to the *next* one:
 some stage would have kept one layer more on the way left. (What the way right did is of no account then: every
 stage has handed on layers on the way left.) Within memory limits it is a heuristic: a layer that its neighbour
 has no room for cannot pass through it, so a partition that exists may not be found. Likewise with stages of unlike
-speeds: a target fails too where a slow stage's turn comes at a layer that is too heavy for it alone.
+speeds: a target fails too where a slow stage's turn comes at a layer that is too heavy for it alone, and a smaller one
+than the *next* may do.
 
 Several targets travel in the same sweep. Layers that are handed on for different targets are the ends of one
 run of layers, so they travel once, with one boundary per target. Nothing moves before a target is adopted.
@@ -59,7 +60,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Bracket:
-    """Where the smallest bottleneck lies: no partition is below ``low``, and one is at ``high``.
+    """Where the smallest bottleneck lies: none that sweeps find is below ``low``, and one is at ``high``.
 
     ``reached`` is False while no partition that fits is known; ``high`` then only bounds what one may cost.
     """
