@@ -130,16 +130,18 @@ class Benchmark:
         if arm.name == "oracle":
             self.go_to_best(arm, phase)
         arm.new_costs()
-        decisions, moved_again = [self.batch_and_costs(arm)], False
+        partitions, decisions = [arm.engine.partition], [self.batch_and_costs(arm)]
+        partitions.append(arm.engine.partition)
         if arm.dynamic and phase.iterations > known_after(self.case) + self.case.interval:
-            decided = arm.engine.partition
             arm.engine._controller.request("interval")
             decisions.append(self.batch_and_costs(arm))
-            moved_again = arm.engine.partition != decided
-        self.timed_batch(arm)  # warm up: new shapes, new memory
+            partitions.append(arm.engine.partition)
+        moved = [old != new for old, new in zip(partitions, partitions[1:])]
+        if moved[-1]:
+            self.timed_batch(arm)  # warm up: new shapes, new memory
         if not arm.dynamic:
             return 0, 0.0, (0.0, 0.0, 0.0)
-        return until_settled(self.case, phase.iterations, decisions, profiling, moved_again=moved_again)
+        return until_settled(self.case, phase.iterations, decisions, profiling, moved_again=any(moved[1:]))
 
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
         """Seconds of one batch, and of the rebalance after it."""
