@@ -25,7 +25,7 @@ from scripts.simulation.runs import ARMS, STATICS
 
 REFERENCE = "partition_time"
 NOT_KNOWN_YET: Passes = ((), ())
-PROBES = 4  # pairs of a profiled and a plain batch
+PROBES = 16  # pairs of a profiled and a plain batch: single batches differ by a tenth, a profile adds a hundredth
 
 
 def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
