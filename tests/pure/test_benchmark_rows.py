@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.benchmarks.rows import Measured, Slice, rows
+from scripts.benchmarks.rows import Measured, Slice, print_rows, rows
 
 DENSE = ((1.0,) * 4, (2.0,) * 4)
 HALF = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 2.0, 2.0))
@@ -62,3 +62,13 @@ def test_a_run_of_phases_counts_each_by_its_iterations() -> None:
 def test_without_an_oracle_there_is_no_share_of_it() -> None:
     real = {arm: one for arm, one in MEASURED.items() if arm != "oracle"}
     assert {row["share_of_ideal"] for row in rows("freezing", real, tokens=120)} == {None}
+
+
+def test_the_table_leaves_blank_what_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows(rows("freezing", {name: one for name, one in MEASURED.items() if name != "oracle"}, tokens=120))
+    head, *lines = capsys.readouterr().out.strip().splitlines()
+    assert head.split()[:2] == ["case", "balancer"] and head.split()[-3:] == ["profile", "decide", "migrate"]
+    cells = {line.split()[1]: line.split()[2:] for line in lines}
+    assert cells["partition_time"][:3] == ["3", "2.00", "4.00"]  # no share of an ideal that was not run
+    assert cells["partition_time"][-3:] == ["1.50%", "0.50%", "1.00%"]
+    assert len(cells["dense"]) == len(cells["static_uniform"]) == len(cells["partition_time"]) - 3
