@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import LayerCost, Profile
 from scripts import plot
 from scripts.plotting.data import Report, costs, loads_around, quality, read_report, read_trace, simulated, traced
+from scripts.plotting.html import rebalance_rows
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
@@ -24,7 +26,7 @@ def profile(step: int, partition: tuple[int, ...], slower: float = 1.0) -> dict[
     return Profile(step, partition, layers, micro_batches=4, batch_seconds=60.0).as_record()
 
 
-def decision(step: int, old: tuple[int, ...], new: tuple[int, ...], **changes: Any) -> dict[str, Any]:
+def decision(step: int, old: Sequence[int], new: Sequence[int], **changes: Any) -> dict[str, Any]:
     record = {
         **{"kind": "rebalance", "step": step, "reason": "<b>interval</b>", "old_partition": old, "new_partition": new},
         **{"bottleneck_seconds_before": 12.0, "bottleneck_seconds_after": 9.0, "imbalance_before": 0.67},
@@ -182,6 +184,19 @@ def test_all_pictures_are_in_the_page(tmp_path: Path) -> None:
     assert "<b>interval" not in page and "&lt;b&gt;interval" in page
     assert "[0, 2, 4] → [0, 3, 4]" in page and "12000.00 → 9000.00" in page
     assert page.count("<tr>") == 1 + 6 + 1 + 3
+
+
+def test_a_decision_is_a_row() -> None:
+    moved, kept, unknown = rebalance_rows(
+        [
+            decision(2, [0, 2, 4], [0, 3, 4]),
+            decision(4, [0, 3, 4], [0, 3, 4]),
+            decision(6, [0, 3, 4], [0, 2, 4], bottleneck_seconds_before=None),
+        ]
+    )
+    assert moved[2:7] == ("[0, 2, 4] → [0, 3, 4]", "1", "1.0", "12000.00 → 9000.00", "0.67 → 0.00")
+    assert kept[2:7] == ("[0, 3, 4] kept", "0", "1.0", "12000.00", "0.67")
+    assert unknown[5] == "-" and unknown[7:] == ("1.0", "2.0", "3.0")
 
 
 @pytest.mark.filterwarnings("error")

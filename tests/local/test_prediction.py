@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scripts.benchmarks.prediction import Draw, Fit, errors_of, fit
+from scripts.benchmarks.prediction import Draw, Fit, _by_stage, errors_of, fit
 
 MICRO_BATCHES = 4
 
@@ -35,3 +35,8 @@ def test_what_the_engine_adds_is_found() -> None:
 def test_nothing_is_added_where_nothing_is() -> None:
     found = fit(draws(Fit(), 3, seed=0), MICRO_BATCHES)
     assert found.pass_seconds == pytest.approx(0.0, abs=2e-6) and found.link_seconds == pytest.approx(0.0, abs=2e-6)
+
+
+def test_a_stage_takes_what_its_layers_take() -> None:
+    passes = (1.0, 2.0, 4.0, 8.0), (3.0, 5.0, 7.0, 11.0)
+    assert _by_stage(passes, [0, 1, 3, 4]) == ([1.0, 6.0, 8.0], [3.0, 12.0, 11.0])

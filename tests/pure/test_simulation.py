@@ -11,7 +11,17 @@ import pytest
 from scripts import simulate
 from scripts.simulation.loads import CASES, Phase
 from scripts.simulation.repacking import repack_rows, sustained_stages
-from scripts.simulation.runs import DYNAMIC, STATIC, Setting, Step, dense_steps, iteration, move_seconds, replay
+from scripts.simulation.runs import (
+    DYNAMIC,
+    STATIC,
+    Setting,
+    Step,
+    dense_steps,
+    iteration,
+    move_seconds,
+    replay,
+    worth_it,
+)
 
 HALF_FROZEN = Phase.of((0, 0, 0, 0, 1, 1, 1, 1), 1000, trainable=(0, 0, 0, 0, 1, 1, 1, 1))
 
@@ -74,6 +84,14 @@ def test_a_move_has_to_bring_three_percent() -> None:
     for small, moves in ((0.1, 0), (0.25, 1)):
         run = steps(Phase.of((1, 1, 1, 0.5, small, 1, 1, 2), 1000))
         assert replay(run, "partition_time", setting(announced=True)).moves == moves
+
+
+def test_only_the_schedule_gains_where_the_bottleneck_stays() -> None:
+    even, few = steps(Phase.of((1,) * 6, 1000))[0], setting(layers=6, stages=3, micro_batches=2)
+    late, middle = (0, 1, 2, 6), (0, 1, 5, 6)  # four layers on one stage either way, 30 s or 27 s an iteration
+    assert [iteration(even, partition, few)[1] for partition in (late, middle)] == [30, 27]
+    assert worth_it(even, late, middle, "schedule", few)
+    assert not any(worth_it(even, late, middle, arm, few) for arm in DYNAMIC if arm != "schedule")
 
 
 def test_bubbles_are_what_the_iteration_has_beside_work() -> None:
