@@ -50,6 +50,17 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
     assert results[0]["reports"][-1].old_partition == results[0]["reports"][-1].new_partition  # it came to rest
 
 
+def test_neighbours_take_the_decisions_that_diffusion_takes_of_a_slow_stage() -> None:
+    went = []
+    for decentralized in (False, True):
+        block = {"interval": 3, "balancer": "diffusion", "decentralized": decentralized}
+        results = run(3, work.train_unsteady, block, [(2.0, 4.0)] * 15, 10, [1.0, 2.5, 1.0], 0.0)
+        assert results[0]["speeds"][1] == pytest.approx(0.4 * results[0]["speeds"][0], rel=0.01)
+        went.append([report.new_partition for report in results[0]["reports"]])
+    assert went[0] == went[1] and went[0][-1] == went[0][-2]
+    assert went[0][-1][2] - went[0][-1][1] <= 3
+
+
 def test_jitter_moves_nothing() -> None:
     # The small layer between the stages may as well be on either side: 10% decide which looks better.
     milliseconds = [*[(3.0, 6.0)] * 3, (0.5, 1.0), *[(3.0, 6.0)] * 3]

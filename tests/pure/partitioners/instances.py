@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ds_dynmo.partitioners import MemoryModel
 
@@ -45,6 +45,11 @@ def every_partition(num_layers: int, num_stages: int) -> Iterator[list[int]]:
 
 def plain_bottleneck(costs: list[float], partition: list[int]) -> float:
     return max(math.fsum(costs[start:stop]) for start, stop in zip(partition, partition[1:]))
+
+
+def slowest_seconds(costs: list[float], partition: Sequence[int], speeds: list[float]) -> float:
+    """Of the slowest stage, where a layer takes its cost over the stage's speed."""
+    return max(math.fsum(costs[a:b]) / speed for a, b, speed in zip(partition, partition[1:], speeds))
 
 
 def overshoot(memory: MemoryModel, partition: list[int]) -> int:

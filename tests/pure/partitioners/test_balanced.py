@@ -14,6 +14,7 @@ from tests.pure.partitioners.instances import (
     random_costs,
     random_memory,
     random_start,
+    slowest_seconds,
 )
 
 
@@ -181,10 +182,6 @@ def test_stages_of_different_speeds_get_the_least_bottleneck() -> None:
             again = balanced(costs, num_stages, memory=memory, speeds=speeds, start=found)
             assert again == found
     assert with_memory > 50
-
-
-def slowest_seconds(costs: list[float], partition: list[int], speeds: list[float]) -> float:
-    return max(load / speed for load, speed in zip(loads(costs, partition), speeds))
 
 
 def test_equal_speeds_change_nothing() -> None:

@@ -1,6 +1,5 @@
 import random
 from array import array
-from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +13,6 @@ from ds_dynmo.partitioners import (
     diffusion_step,
     diffusion_trace,
     lemma2_bound,
-    loads,
     message_capacity,
     uniform,
 )
@@ -26,6 +24,7 @@ from tests.pure.partitioners.instances import (
     random_costs,
     random_memory,
     random_start,
+    slowest_seconds,
 )
 
 Message = list[float] | None
@@ -208,10 +207,6 @@ def test_nodes_that_are_fed_messages_only_land_where_diffusion_lands() -> None:
             assert node.start_bottleneck == bottleneck(costs, start)
             assert node.end_bottleneck == bottleneck(costs, landed)
             assert [record.cost for record in node.layers.records] == costs[slice(*node.bounds)]
-
-
-def slowest_seconds(costs: list[float], partition: Sequence[int], speeds: list[float]) -> float:
-    return max(load / speed for load, speed in zip(loads(costs, partition), speeds))
 
 
 def test_stages_of_different_speeds() -> None:
