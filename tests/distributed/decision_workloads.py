@@ -112,3 +112,15 @@ def train_unsteady(
         result["loaded"] = (again.partition, again._experience.history.speeds)
         result["state"] = (engine._experience.state_dict(), again._experience.state_dict())
     return result
+
+
+def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Sequence[list[int]]) -> dict[str, Any]:
+    """Where layers go from each of ``starts``, in turn, whatever a move takes."""
+    engine, data = unsteady_engine({"interval": 0, **block}, [(0.002, 0.004)] * 15, slowdowns, 0.0)
+    went = []
+    for start in starts:
+        engine.rebalance(start)
+        for _ in range(3):  # one to warm up, one to profile what came of the move
+            engine.train_batch(data)
+        went.append(engine.rebalance().new_partition)
+    return {"went": went, "speeds": engine._experience.history.speeds}
