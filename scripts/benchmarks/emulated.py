@@ -2,9 +2,9 @@
 
 Where loads change in every iteration, the engines rebalance in every iteration, on the clock, and a turn is some
 iterations. Else a run of 10,000 iterations is cut down to its phases: in each, every engine is told of the change and
-decides, and decides once more as it would an interval later, with a second profile; then the settled pipelines are
-timed in turns. A phase takes its iterations times that, and what rebalances were measured to cost is counted as often
-as the interval has them.
+decides, and, if the phase lasts, once more as it would an interval later, with a second profile; then the settled
+pipelines are timed in turns. A phase takes its iterations times that, and what rebalances were measured to cost is
+counted as often as the interval has them.
 """
 
 from __future__ import annotations
