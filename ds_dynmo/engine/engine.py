@@ -54,6 +54,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._profiler = Profiler(clock, size_every_pass=dynmo.memory_limit is not None)
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
+        self._profile_seconds = 0.0
         self._last_move_step: int | None = None
         self._failure: Exception | None = None
         self._waits_for_profile = False
@@ -113,9 +114,10 @@ class DynMoPipelineEngine(ElasticEngine):
             new = check_partition(partition, self._layers.num_layers, self.num_stages)
             self._comm.enter("rebalance")
             return self._go_to(new, reason="explicit")
-        if self._profile is None:
-            self._train_until_profiled()
-        return self._rebalance("by hand")
+        profile_seconds = self._train_until_profiled() if self._profile is None else 0.0
+        report = self._rebalance("by hand", profile_seconds)
+        self._reporter.profiled(self._profile)
+        return report
 
     def model_changed(self, reason: str) -> None:
         """A dynamic model says that its work just changed: the next batch is profiled and a decision follows.
@@ -158,7 +160,8 @@ class DynMoPipelineEngine(ElasticEngine):
             if self._controller.warm:
                 self._profiler.batch_took(time.perf_counter() - began)
         self._batch_done()
-        self._reporter.profiled(self._profile)
+        if not self._waits_for_profile:
+            self._reporter.profiled(self._profile)
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -258,25 +261,21 @@ class DynMoPipelineEngine(ElasticEngine):
         outcome, decision = self._controller.outcome_due(batches), self._controller.decision_due(batches)
         if not outcome and not decision:
             return
-        began = time.perf_counter()
-        self._comm.enter("rebalance")
         try:
-            self._gather_profile()
-        except MigrationError as error:
-            if not error.harmless:
+            self._profile_seconds = self._gather_profile()
+        except (PartitionError, MigrationError) as error:
+            if isinstance(error, MigrationError) and not error.harmless:
                 raise
             self._stay(error)
             return
-        profile_seconds = time.perf_counter() - began
         assert self._profile is not None
         if outcome:
             self._reporter.measured(controller.measured(self._profile, self._last_move_step), self.global_samples)
             self._controller.outcome_recorded()
-        if decision:
+        if decision and not self._waits_for_profile:
             reason = self._controller.reason or "interval"
-            repacks = self.dynmo.repack.enabled and not self._waits_for_profile
-            if not (repacks and self._repacked(reason)):
-                self._rebalance_or_stay(reason, profile_seconds)
+            if not (self.dynmo.repack.enabled and self._repacked(reason)):
+                self._rebalance_or_stay(reason, self._profile_seconds)
 
     def _repacked(self, reason: str) -> bool:
         """An automatic re-packing, where the planner finds that fewer ranks will do, or that more are needed."""
@@ -303,7 +302,15 @@ class DynMoPipelineEngine(ElasticEngine):
         self._profiler.forget()
         self._controller.decided(moved=False)
 
-    def _gather_profile(self) -> None:
+    def _gather_profile(self) -> float:
+        """Make the profile of what was measured, and return the seconds that it took here. Collective.
+
+        Raises:
+            PartitionError: a layer did not run; on every rank.
+            MigrationError: a rank cannot tell what its layers cost; on every rank, harmless.
+        """
+        began = time.perf_counter()
+        self._comm.enter("rebalance")
         table = costs.stage_costs(self._layers, self._profiler, self._state, self._move_seconds)
         self._comm.max_over_world(table)
         if costs.failed(table):
@@ -312,8 +319,10 @@ class DynMoPipelineEngine(ElasticEngine):
         self._experience.profiled(self._of_whole_batch(self._profile), costs.move_seconds(table))
         self._move_seconds = 0.0
         self._profiler.forget()
+        return time.perf_counter() - began
 
-    def _train_until_profiled(self) -> None:
+    def _train_until_profiled(self) -> float:
+        """Train until there is a profile, decide nothing, and return the seconds that gathering it took. Collective."""
         self._comm.enter("rebalance")
         edge = self.is_first_stage() or self.is_last_stage()
         lacking = torch.tensor([float(edge and self.data_iterator is None)])
@@ -330,6 +339,8 @@ class DynMoPipelineEngine(ElasticEngine):
                     raise self._failure
         finally:
             self._waits_for_profile = False
+            self._controller.decided(moved=False)  # whoever waited decides
+        return self._profile_seconds
 
     # -- decide and migrate ---------------------------------------------------------------------------
 

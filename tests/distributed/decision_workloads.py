@@ -12,6 +12,7 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.profiler import CpuClock
+from ds_dynmo.errors import PartitionError
 from tests.distributed.workloads import Case, config
 
 
@@ -124,3 +125,21 @@ def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Se
             engine.train_batch(data)
         went.append(engine.rebalance().new_partition)
     return {"went": went, "speeds": engine._experience.history.speeds}
+
+
+def decide_first(block: dict[str, Any], call: str) -> dict[str, Any]:
+    """``engine.rebalance()`` or ``engine.repack()`` before any batch was trained."""
+    milliseconds = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]
+    engine, data = unsteady_engine(block, [(ms / 1e3, 2 * ms / 1e3) for ms in milliseconds], [1.0] * 2, 0.0)
+    engine.set_dataiterator(data)
+    try:
+        returned = getattr(engine, call)()
+    except PartitionError as error:
+        returned = str(error)
+    result = {"returned": returned, "rebalances": list(engine.reports), "repacks": engine.repacks}
+    result.update(steps=engine.global_steps, released=engine.released, partition=None, profile=engine.profile)
+    if not engine.released:
+        result["partition"] = engine.partition
+        engine.train_batch(data)
+        result["rebalances later"] = engine.reports[len(result["rebalances"]) :]
+    return result

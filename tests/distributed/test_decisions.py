@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,35 @@ def test_neighbours_take_the_decisions_that_diffusion_takes_of_a_slow_stage() ->
         went.append(result["went"])
     assert went[0] == went[1]
     assert all(last - first <= 3 for _, first, last, _ in went[0])
+
+
+@pytest.mark.parametrize("block", [{"interval": 0}, {"interval": 1}, {"interval": 0, "profile": {"batches": 2}}])
+def test_a_rebalance_without_a_profile_decides_once(block: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    for result in run(2, work.decide_first, {**block, "report": str(path)}, "rebalance"):
+        assert result["rebalances"] == [result["returned"]]
+        report = result["returned"]
+        assert (report.reason, report.old_partition, report.new_partition) == ("by hand", (0, 3, 6), (0, 5, 6))
+        assert report.layers_moved == 2 and report.bytes_moved > 0 and report.profile_seconds > 0
+        assert result["partition"] == [0, 5, 6] and result["steps"] == block.get("profile", {}).get("batches", 1)
+        assert [later.reason for later in result["rebalances later"]] in ([], ["interval"])
+    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+    assert kinds[:3] == ["measured", "rebalance", "profile"]
+
+
+def test_a_repack_without_a_profile_moves_layers_once() -> None:
+    block = {"interval": 1, "repack": {"max_slowdown": 0.5, "enabled": True}}
+    stays, leaves = run(2, work.decide_first, block, "repack")
+    (report,) = stays["repacks"]
+    assert stays["rebalances"] == leaves["rebalances"] == [] and leaves["released"]
+    assert report.reason == "by hand" and report == stays["returned"]
+    assert report.old_partition == (0, 3, 6) and report.new_partition == (0, 6) and report.layers_moved == 3
+
+
+def test_a_first_rebalance_that_finds_no_room_leaves_nothing_to_decide() -> None:
+    for result in run(2, work.decide_first, {"interval": 0, "memory_limit": 50}, "rebalance"):
+        assert "bytes" in result["returned"] and result["partition"] == [0, 3, 6]
+        assert result["rebalances"] == result["rebalances later"] == [] and result["profile"] is not None
 
 
 def test_jitter_moves_nothing() -> None:
