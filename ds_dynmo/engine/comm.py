@@ -88,12 +88,6 @@ class Communicator:
             raise self._control_failed(error) from error
         return numbers
 
-    def max_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over the data-parallel replicas of this stage, of a CPU tensor."""
-        moved = numbers.to(self._device)
-        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self._grid.get_data_parallel_group())
-        return moved.cpu()
-
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over all ranks; the result is on the device of ``numbers``."""
         moved = numbers.to(self._device, copy=True)

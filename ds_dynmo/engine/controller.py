@@ -50,6 +50,8 @@ class Controller:
     that nothing is measured that is not used. After a move the outcome is measured once.
     """
 
+    _SAVED = ("_settled", "_reason", "_urgent", "_outcome_wanted", "_unchanged", "_span")  # in a checkpoint
+
     def __init__(self, config: DynMoConfig) -> None:
         self._config = config
         self._settled = 0  # batches since the start or since layers last moved
@@ -123,11 +125,12 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {name: value for name, value in vars(self).items() if name != "_config"}
+        return {name: getattr(self, name) for name in self._SAVED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where :meth:`state_dict` was taken."""
-        vars(self).update(state)
+        for name in self._SAVED:
+            setattr(self, name, state[name])
 
     def _due(self, step: int) -> bool:
         config = self._config

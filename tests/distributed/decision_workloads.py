@@ -127,6 +127,33 @@ def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Se
     return {"went": went, "speeds": engine._experience.history.speeds}
 
 
+def skip_a_layer(block: dict[str, Any], skipped: int, steps: int) -> dict[str, Any]:
+    """A module that leaves a layer out in the first batches, as stochastic depth may; then ``engine.rebalance()``."""
+    engine, data = unsteady_engine(block, [(0.001, 0.002)] * 3 + [(0.005, 0.01)], [1.0] * 2, 0.0)
+    module = engine.module
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        leaves_out = engine.global_steps < steps
+        for position, layer in enumerate(module.forward_funcs):
+            if not (leaves_out and engine._layers.start + position == skipped):
+                hidden = layer(hidden)
+        return hidden
+
+    module.forward = forward
+    engine.set_dataiterator(data)
+    warned = []
+    engine._reporter.warn = warned.append
+    losses = [engine.train_batch(data).item() for _ in range(steps - 1)]
+    found = {"losses": losses, "warned": warned, "profile": engine.profile, "partition": engine.partition}
+    try:
+        engine.rebalance()
+    except PartitionError as error:
+        found["refused"] = str(error)
+    found["steps"] = engine.global_steps
+    engine.rebalance()
+    return {**found, "partition later": engine.partition}
+
+
 def decide_first(block: dict[str, Any], call: str) -> dict[str, Any]:
     """``engine.rebalance()`` or ``engine.repack()`` before any batch was trained."""
     milliseconds = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]

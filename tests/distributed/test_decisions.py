@@ -92,6 +92,16 @@ def test_a_first_rebalance_that_finds_no_room_leaves_nothing_to_decide() -> None
         assert result["rebalances"] == result["rebalances later"] == [] and result["profile"] is not None
 
 
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_layer_that_did_not_run_ends_no_training(interval: int) -> None:
+    missing = "layer 1 has no measured forward seconds"
+    for result in run(2, work.skip_a_layer, {"interval": interval, "profile": {"warmup_batches": 0}}, 1, 4):
+        assert len(result["losses"]) == 3 and result["profile"] is None and result["partition"] == [0, 2, 4]
+        assert all(missing in text for text in result["warned"]) and len(result["warned"]) == 4
+        assert missing in result["refused"] and result["steps"] == 4
+        assert result["partition later"] == [0, 3, 4]
+
+
 def test_jitter_moves_nothing() -> None:
     # The small layer between the stages may as well be on either side: 10% decide which looks better.
     milliseconds = [*[(3.0, 6.0)] * 3, (0.5, 1.0), *[(3.0, 6.0)] * 3]

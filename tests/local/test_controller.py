@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -88,6 +89,21 @@ def test_how_long_a_decision_is_expected_to_last() -> None:
             steering.batch_done(step)
         steering.model_changed("pruned")
         assert steering.batches_to_gain == batches_to_gain
+
+
+def test_a_checkpoint_has_all_that_a_controller_counts_and_sets_nothing_else() -> None:
+    before = Controller(config(interval=7))
+    for step in range(1, 7):
+        before.batch_done(step)
+    before.model_changed("pruned")
+    before.outcome_recorded()
+    saved = json.loads(json.dumps(before.state_dict()))
+    after = Controller(config(interval=3))
+    after.load_state_dict({**saved, "_config": None, "decided": None, "_later": 1})
+    assert after.batches_to_gain == 3 and callable(after.decided) and not hasattr(after, "_later")
+    assert vars(after) == {**vars(before), "_config": config(interval=3)}
+    with pytest.raises(KeyError, match="_urgent"):
+        after.load_state_dict({name: value for name, value in saved.items() if name != "_urgent"})
 
 
 def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
