@@ -231,7 +231,7 @@ _ELEMENTWISE = (  # treat every element alike, and begin with a state of zeros (
 
 
 def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
-    """Refuse by name what keeps state that is not per parameter or, where it is flat, not per element."""
+    """Refuse by name, before anything is built, what :func:`check_optimizer` would refuse then."""
     if optimizer is None and isinstance(block, Mapping):
         name = str(block.get("type", ""))
         if name.lower() in _JSON_OPTIMIZERS:
@@ -241,7 +241,16 @@ def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
             raise ConfigError(f'optimizer.type = "{name}" is no optimizer of torch.optim: its state cannot be moved')
         _check_kind(kind, f'optimizer.type = "{name}"', flat)
     elif isinstance(optimizer, torch.optim.Optimizer):
-        _check_kind(type(optimizer), f"optimizer is {type(optimizer).__name__}", flat)
+        check_optimizer(optimizer, flat=flat)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, flat: bool) -> None:
+    """Refuse an optimizer whose state cannot be moved. ``flat``: it will lie in flat buffers (bf16, ZeRO-1).
+
+    Raises:
+        ConfigError: naming its class.
+    """
+    _check_kind(type(optimizer), f"optimizer is {type(optimizer).__name__}", flat)
 
 
 def _check_kind(kind: type, named: str, flat: bool) -> None:

@@ -201,19 +201,26 @@ class Communicator:
                 harmless=True,
             )
 
-    def all_ready(self, ready: bool, outgoing_bytes: int) -> int:
-        """All ranks are ready to send; bytes that will leave each.
+    def all_ready(self, failure: Exception | None, outgoing_bytes: int) -> int:
+        """Agree that every rank is ready to send.
+
+        Args:
+            failure: what keeps this rank from it; None: it is ready.
+            outgoing_bytes: that will leave this rank.
 
         Returns:
             Bytes that move in this rank's pipeline.
 
         Raises:
-            MigrationError: on every rank, if one is not ready. Nothing has moved.
+            MigrationError: on every rank, if one is not ready, with the first one's failure. Nothing has moved.
         """
-        every = self._gather([int(ready), outgoing_bytes])
+        every = self._gather([int(failure is None), outgoing_bytes])
         unready = [rank for rank, (is_ready, _) in enumerate(every) if not is_ready]
         if unready:
-            raise MigrationError(f"ranks {unready} could not get their layers ready. No layer has moved", harmless=True)
+            first = self.gather_objects(None if failure is None else str(failure))[unready[0]]
+            raise MigrationError(
+                f"ranks {unready} could not get their layers ready: {first}. No layer has moved", harmless=True
+            )
         return sum(every[rank][1] for rank in self._grid.pp_group)
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:

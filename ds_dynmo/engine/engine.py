@@ -413,7 +413,16 @@ class DynMoPipelineEngine(ElasticEngine):
         return report
 
     def _site(self) -> Site:
-        return Site(self.stage_id, self._layers, self._state, self.grid, self.device, self._comm, self._name_parameters)
+        return Site(
+            self.stage_id,
+            self._layers,
+            self._state,
+            self.grid,
+            self.device,
+            self._comm,
+            check=self._check_optimizer,
+            rebuilt=self._name_parameters,
+        )
 
     def _layers_moved(self) -> None:
         """Make everything in the engine that depends on the stage's layers right again."""
@@ -447,6 +456,11 @@ class DynMoPipelineEngine(ElasticEngine):
         self._refit_optimizer()
         self._trainable = trainable
         self._prefix = frozen.frozen_prefix(self._trainable)
+        self._set_instructions()
+
+    def _follow_optimizer(self) -> None:
+        super()._follow_optimizer()
+        self._origin = self._origin.with_optimizer(self)
         self._set_instructions()
 
     def _refit_optimizer(self) -> None:

@@ -90,6 +90,9 @@ class FlatState:
 
     # -- OptimizerState -------------------------------------------------------------------------------
 
+    def trained(self) -> dict[int, nn.Parameter] | None:
+        return {id(parameter): parameter for parameter in self._layers.parameters() if parameter in self._membership}
+
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return self._shards.state_of(parameter)
 

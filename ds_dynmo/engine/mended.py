@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine import checks, replicas
+from ds_dynmo.engine import checks, optimizer_check, replicas
 from ds_dynmo.engine.clipping import (
     Place,
     counts,
@@ -39,6 +39,7 @@ class MendedPipelineEngine(PipelineEngine):
     _comm: Any
     _wrapper: FlatWrapper | None = None
     _members: list[list[nn.Parameter]]
+    _configured: Any = None  # the optimizer that the state below is of
     _timers_started: set[str]
     _replicas_differ = False  # does the model have parameters that are each replica's own?
     _replicas_would_differ = False  # or would it have some if there were several replicas?
@@ -113,10 +114,15 @@ class MendedPipelineEngine(PipelineEngine):
             self._comm = Communicator(self.mpu, self.device, self.dynmo.timeout_seconds)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        """Build the optimizer as DeepSpeed does, but keep every parameter group on every rank, empty ones too."""
+        """Build the optimizer as DeepSpeed does, but keep every parameter group on every rank, empty ones too.
+
+        DeepSpeed calls it in its constructor. Programs that need other parameter groups than they can name before call
+        it themselves, after ``initialize``: from then on that optimizer follows the layers.
+        """
         if self.dynmo is None:
             super()._configure_optimizer(client_optimizer, model_parameters)
             return
+        late = "_layers" in self.__dict__
         parameters = model_parameters or [{"params": []}]  # a stage with nothing to train: torch wants a group
         if isinstance(client_optimizer, torch.optim.Optimizer):
             optimizer = client_optimizer
@@ -126,22 +132,45 @@ class MendedPipelineEngine(PipelineEngine):
             optimizer = self._configure_basic_optimizer(parameters)
         if not model_parameters:
             optimizer.param_groups.clear()
+        flat = self.zero_optimization() or self.bfloat16_enabled()
+        checks.check_optimizer(optimizer, flat=flat)
         self._connect()
         scheduler = self.client_lr_scheduler
         self._comm.enter("initialize")
+        if late:
+            strangers = optimizer_check.strangers(optimizer, self._layers)
+            optimizer_check.refuse_strangers(self._comm.gather_objects(strangers))
         complete_groups(optimizer, None if callable(scheduler) else scheduler, self._comm.gather_objects)
         groups = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in groups]
-        if self.zero_optimization() or self.bfloat16_enabled():
+        if flat:
             in_order(optimizer, StageLayers(self.module).parameters())
             self._placeholders = Placeholders(optimizer, self.param_names, self.get_data_types()[0], self.device)
         super()._configure_optimizer(optimizer, model_parameters)
         optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
+        if late:
+            self._follow_optimizer()
+
+    def _follow_optimizer(self) -> None:
+        """Let go of the optimizer before, if there was one: this one is to follow the layers from now on."""
+        if self._wrapper is not None:
+            self._wrapper.release()
+            self._wrapper = None
+        self._state = self._optimizer_state()
+
+    def _check_optimizer(self) -> None:
+        """Refuse to move layers unless the optimizer trains exactly what is trainable here.
+
+        Raises:
+            ValueError: naming the optimizer, or the first parameter.
+        """
+        optimizer_check.check(self.optimizer, self._configured, self._layers, self._state)
 
     def _optimizer_state(self) -> OptimizerState:
         """What follows the layers when they move; DeepSpeed's wrapper is made to clip by the whole model's norm."""
-        wrapper = flat_wrapper(self.optimizer)
-        if wrapper is None:
+        self._configured = self.optimizer
+        wrapper = flat_wrapper(self.optimizer) if self.basic_optimizer is not None else None
+        if wrapper is None:  # DeepSpeed wraps no optimizer too, under bf16
             self._members.clear()
             return PerParameterState(self.basic_optimizer)
         if isinstance(wrapper, Bf16Wrapper):

@@ -36,6 +36,7 @@ class Site:
         state: what the optimizer holds for them.
         grid: DeepSpeed's grid.
         device: where arriving layers go.
+        check: raises what would make a move wrong; called before anything is changed.
         rebuilt: called when the stage's modules are in place, before the optimizer settles.
     """
 
@@ -45,6 +46,7 @@ class Site:
     grid: Any
     device: torch.device
     comm: Communicator
+    check: Callable[[], None]
     rebuilt: Callable[[], None]
 
 
@@ -65,6 +67,7 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
     outgoing_bytes = 0
     try:
         outgoing_bytes = site.state.prepare(plan)
+        site.check()
         packed = _pack_departing(plan, site)
         outgoing_bytes += sum(layer.num_bytes for layer in packed.values())
     except MigrationError:
@@ -73,7 +76,7 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
         logger.error(f"rank {site.grid.get_global_rank()} cannot get its layers ready to move: {error!r}")
         failure = error
     try:
-        moved_bytes = site.comm.all_ready(failure is None, outgoing_bytes)
+        moved_bytes = site.comm.all_ready(failure, outgoing_bytes)
     except MigrationError as error:
         raise error from failure
     step = "sending layers"

@@ -21,6 +21,10 @@ from ds_dynmo.plan import MigrationPlan
 class OptimizerState(Protocol):
     """The optimizer's part in a migration. The methods are called in this order, on every rank."""
 
+    def trained(self) -> dict[int, nn.Parameter] | None:
+        """The parameters that it updates, or would if they were not frozen, by ``id``; None: there is no optimizer."""
+        ...
+
     def prepare(self, plan: MigrationPlan) -> int:
         """Find out what has to be sent. May gather; changes nothing.
 
@@ -99,6 +103,11 @@ class PerParameterState:
     @property
     def _state(self) -> dict[Any, Any]:
         return self._optimizer.state if self._optimizer is not None else {}
+
+    def trained(self) -> dict[int, nn.Parameter] | None:
+        if self._optimizer is None:
+            return None
+        return {id(parameter): parameter for group in self._groups for parameter in group["params"]}
 
     def prepare(self, plan: MigrationPlan) -> int:
         if plan.moves:

@@ -98,6 +98,10 @@ class FlatWrapper(ABC):
 
         self._wrapper.state_dict = state_dict
 
+    def release(self) -> None:
+        """Another wrapper has taken over the parameters: react to their gradients no more."""
+        self._remove_hooks()
+
     def use_grid(self, grid: Any) -> None:
         """The ranks are a new world: reduce over its process groups from now on."""
         wrapper, group = self._wrapper, grid.get_data_parallel_group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,8 +89,15 @@ class Origin:
         every = engine._comm.gather_objects((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}
-        layout = optimizer_files(engine).layout(named_parameters(layers))
-        return cls(tuple(engine.partition), dict(sorted(whole.items())), layout)
+        return cls(tuple(engine.partition), dict(sorted(whole.items())), _layout(engine))
+
+    def with_optimizer(self, engine: Any) -> Origin:
+        """The same with the optimizer that ``engine`` was given since; layers that moved before stay as described."""
+        return replace(self, layout=_layout(engine)) if tuple(engine.partition) == self.partition else self
+
+
+def _layout(engine: Any) -> StageLayout:
+    return optimizer_files(engine).layout(named_parameters(engine._layers))
 
 
 def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
