@@ -40,13 +40,15 @@ from scripts.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
 from scripts.training.report import (
     History,
     Progress,
+    Record,
+    begin_report,
     case_lines,
     closing_line,
     closing_table,
+    record_nothing,
     repack_lines,
     step_record,
     summary,
-    write_record,
 )
 
 VALIDATIONS = 5
@@ -102,8 +104,11 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
     return cases
 
 
-def train(run: Run, engine: Any, cases: list[DynamicCase]) -> History:
-    """Trains up to ``run.stop``, on every rank alike; ranks that joined a run take part once it calls them."""
+def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
+    """Trains up to ``run.stop``, on every rank alike; ranks that joined a run take part once it calls them.
+
+    ``record`` is given each step by rank 0.
+    """
     history = History()
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
@@ -128,7 +133,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase]) -> History:
         history.step_seconds.append(time.perf_counter() - began)
         history.decisions_seen(engine)
         if engine.global_rank == 0:
-            write_record(run.report, step_record(run, engine, history), "a")
+            record(step_record(run, engine, history))
         for case in cases:
             case.after_batch(step + 1)
         progress.step(step + 1, history)
@@ -166,11 +171,15 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
     """A checkpoint, and then beside it what a run that is resumed begins with, which names it.
 
     A run that is killed in between goes on from the checkpoint before.
+
+    Raises:
+        CheckpointError: on every rank, where rank 0 cannot write either.
     """
     assert run.save is not None
     tag = f"global_step{engine.global_steps}"
     engine.save_checkpoint(str(run.save), tag=tag)
     states = {case.name: case.state_dict() for case in cases}
+    failure: list[str | None] = [None]
     if engine.global_rank == 0:
         resume = {
             "step": engine.global_steps,
@@ -180,9 +189,15 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
             "model": run.model.model_dump(mode="json"),
             "cases": states,
         }
-        new = run.save / f"{RESUME_FILE}.new"
-        new.write_text(json.dumps(resume, indent=2) + "\n")
-        new.replace(run.save / RESUME_FILE)
+        try:
+            new = run.save / f"{RESUME_FILE}.new"
+            new.write_text(json.dumps(resume, indent=2) + "\n")
+            new.replace(run.save / RESUME_FILE)
+        except OSError as error:
+            failure = [str(error)]
+    torch.distributed.broadcast_object_list(failure, device=engine.device)
+    if failure[0] is not None:
+        raise CheckpointError(f"{run.save / RESUME_FILE}: cannot be written: {failure[0]}")
 
 
 def main(arguments: list[str]) -> int:
@@ -198,6 +213,7 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)
     random.seed(run.model.seed)
+    record = begin_report(run.report) if first_rank else record_nothing
     if first_rank:
         start = {
             "kind": "start",
@@ -209,7 +225,7 @@ def main(arguments: list[str]) -> int:
             "model": run.model.model_dump(mode="json"),
             "config": run.settings,
         }
-        write_record(run.report, start, "w")
+        record(start)
 
     deepspeed.init_distributed()
     try:
@@ -219,10 +235,10 @@ def main(arguments: list[str]) -> int:
             engine.join(run.join)
     except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse(error)
-    history = train(run, engine, cases)
+    history = train(run, engine, cases, record)
     if first_rank:
         numbers = summary(run, engine, history)
-        write_record(run.report, numbers, "a")
+        record(numbers)
         closing = [
             *closing_table(run, engine, history),
             *repack_lines(engine),

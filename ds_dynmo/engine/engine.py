@@ -20,6 +20,7 @@ from ds_dynmo.engine.checks import check_sharing
 from ds_dynmo.engine.decentralized import decide_among_neighbours
 from ds_dynmo.engine.decision import Decision, Experience, costs_and_speeds, decide, judge, predict
 from ds_dynmo.engine.elastic import ElasticEngine
+from ds_dynmo.engine.files import check_writable
 from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.migration import Site, migrate
 from ds_dynmo.engine.optimizer_state import PerParameterState
@@ -52,6 +53,8 @@ class DynMoPipelineEngine(ElasticEngine):
         self._move_seconds = 0.0
         clock = EventClock(get_accelerator()) if _has_events() else CpuClock()
         self._profiler = Profiler(clock, size_every_pass=dynmo.memory_limit is not None)
+        if dynmo.report is not None:
+            check_writable(dynmo.report, "dynmo.report", self._comm, writes=self.global_rank == 0)
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
         self._profile_seconds = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from deepspeed.utils.logging import LoggerFactory
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.decision import Decision
+from ds_dynmo.engine.files import guard_monitors, record_writer
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, RepackReport
 
 # DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
@@ -18,7 +18,10 @@ logger = LoggerFactory.create_logger(name="DynMo", level=logging.INFO)
 
 
 class Reporter:
-    """Keeps every report; on rank 0 logs, writes and monitors them as the config says."""
+    """Keeps every report; on rank 0 logs, writes and monitors them as the config says.
+
+    Where rank 0 cannot write, it warns once, and training goes on.
+    """
 
     def __init__(self, config: DynMoConfig, is_first_rank: bool, monitor: Any) -> None:
         self.rebalances: list[RebalanceReport] = []
@@ -27,15 +30,15 @@ class Reporter:
         self._profiled_step: int | None = None
         self._is_first_rank = is_first_rank
         self._log = config.log and is_first_rank
-        self._path = Path(config.report) if config.report is not None and is_first_rank else None
+        writes = config.report is not None and is_first_rank
+        self._write = record_writer(Path(str(config.report)), self.warn) if writes else _write_nothing
         self._monitor = monitor if config.monitor and is_first_rank and monitor.enabled else None
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+        guard_monitors(monitor, self.warn)
 
     def mute(self) -> None:
         """Another rank reports from now on, of another job."""
         self._is_first_rank = self._log = False
-        self._path = self._monitor = None
+        self._write, self._monitor = _write_nothing, None
 
     def rebalanced(self, report: RebalanceReport, samples: int) -> None:
         """Record a decision. ``samples`` is DeepSpeed's x-axis for monitors."""
@@ -101,16 +104,15 @@ class Reporter:
         if self._log:
             logger.info(message)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._path is not None:
-            with self._path.open("a") as lines:
-                lines.write(json.dumps(record) + "\n")
-
     def _send(self, numbers: dict[str, float | None], samples: int) -> None:
         if self._monitor is not None:
             self._monitor.write_events(
                 [(f"DynMo/{name}", value, samples) for name, value in numbers.items() if value is not None]
             )
+
+
+def _write_nothing(record: dict[str, Any]) -> None:
+    """No report is asked for, or another rank writes it."""
 
 
 def rebalance_report(

@@ -23,8 +23,8 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.config import TraceConfig
 from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.files import check_writable
 from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, track_names
-from ds_dynmo.errors import ConfigError
 
 INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
     schedule.ForwardPass: ("forward", "forward"),
@@ -69,17 +69,8 @@ class Tracer:
         self._base_error_seconds = 0.0
         self._writes = engine.global_rank == 0
         self._file: TraceFile | None = None
-        failure = None
-        if self._writes:
-            try:
-                Path(config.path).parent.mkdir(parents=True, exist_ok=True)
-                Path(config.path).open("a").close()  # begun at the first batch: a launch that joins has the same path
-            except OSError as error:
-                failure = str(error)
-        self._comm.enter("initialize")
-        failure = self._comm.gather_objects(failure)[0]
-        if failure is not None:
-            raise ConfigError(f'dynmo.trace.path = "{config.path}": cannot be written: {failure}')
+        # The file is begun at the first batch: a launch that joins has the same path.
+        check_writable(config.path, "dynmo.trace.path", self._comm, writes=self._writes)
 
     def mute(self) -> None:
         """Another rank writes from now on, of another job."""

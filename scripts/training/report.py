@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from ds_dynmo.engine.files import record_writer
 from ds_dynmo.plan import Profile, RebalanceReport
 from scripts.training.options import Run
+
+Record = Callable[[dict[str, Any]], None]
 
 PROGRESS_LINES = 20
 LAST_STEPS = 10  # the training loss that is reported at the end is their mean
@@ -183,7 +187,14 @@ def _losses(loss: float, auxiliary: float) -> str:
     return f"{loss:.3f} + auxiliary {auxiliary:.3f}" if auxiliary else f"{loss:.3f}"
 
 
-def write_record(path: Path | None, record: dict[str, Any], mode: str) -> None:
-    if path is not None:
-        with path.open(mode) as lines:
-            lines.write(json.dumps(record) + "\n")
+def record_nothing(record: dict[str, Any]) -> None:
+    """No report is asked for, or another rank writes it."""
+
+
+def begin_report(path: Path | None) -> Record:
+    """Empty the file, and return a function that appends a record to it, or says once that it cannot."""
+    if path is None:
+        return record_nothing
+    with suppress(OSError):  # the first record will say so
+        path.write_text("")
+    return record_writer(path, lambda message: print(f"train.py: {message}", file=sys.stderr, flush=True))

@@ -12,7 +12,7 @@ from scripts.training.options import RESUME_FILE
 from tests.distributed.case_workloads import CASES, SIZES
 from tests.distributed.harness import run
 from tests.distributed.test_bitwise import whole
-from tests.distributed.train_script_workloads import losses_apart, run_script
+from tests.distributed.train_script_workloads import failure_to_save, losses_apart, reported, run_script
 
 STEPS = 8
 
@@ -70,6 +70,24 @@ def test_a_run_that_stopped_to_be_launched_anew_is_resumed(tmp_path: Path) -> No
     resumed = run(1, run_script, [*flags(tmp_path, "freezing and pruning"), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][5:]
     assert whole(resumed) == whole(in_one_go)
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    arguments = flags(tmp_path, "dense", 3)
+    plain = run(2, run_script, arguments)[0]["losses"]
+    (first, said), (second, nothing) = run(2, reported, [*arguments, "--report", "/dev/full"])
+    assert first == second == plain and nothing == ""
+    assert said.count("train.py: /dev/full: was not written: [Errno 28]") == 1
+    first, said = run(2, reported, [*arguments, "--report", str(tmp_path / "report.jsonl")])[0]
+    records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
+    assert [record["train_loss"] for record in records if record["kind"] == "step"] == first and said == ""
+
+
+def test_a_resume_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    (folder / f"{RESUME_FILE}.new").mkdir(parents=True)
+    for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), "--save", str(folder)]):
+        assert message.startswith(f"{folder / RESUME_FILE}: cannot be written: [Errno 21] Is a directory")
 
 
 @pytest.mark.parametrize("name", ["moe auxiliary loss", "dense"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
+from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import language_model_loss, model_layers
 from scripts.train import batches, build_cases, build_engine, train
 from scripts.training.options import prepare
+from scripts.training.report import begin_report, record_nothing
 from tests.distributed import workloads
 
 
@@ -58,6 +62,24 @@ def run_script(
         "state": workloads.state(engine),
         "replica": engine.grid.get_data_parallel_id(),
     }
+
+
+def reported(arguments: list[str]) -> tuple[list[float], str]:
+    """The losses of a run that writes its report from rank 0, and what rank 0 had to say of it."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        run = prepare(arguments)
+        engine = build_engine(run)
+        record = begin_report(run.report) if engine.global_rank == 0 else record_nothing
+        return train(run, engine, build_cases(run, engine), record).losses, said.getvalue()
+
+
+def failure_to_save(arguments: list[str]) -> str:
+    try:
+        run_script(arguments)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def losses_apart(arguments: list[str]) -> dict[str, Any]:

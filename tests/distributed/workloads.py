@@ -191,8 +191,17 @@ def client_optimizer(case: Case, parameters: list[Any]) -> Any:
     return None
 
 
-def build(case: Case, make_layers: Callable[[Case], list[Any]] = layers, training_data: Any = None) -> Any:
-    """An engine for ``case``, started at ``case.start`` (default: DeepSpeed's uniform partition)."""
+def build(
+    case: Case,
+    make_layers: Callable[[Case], list[Any]] = layers,
+    training_data: Any = None,
+    more: dict[str, Any] | None = None,
+) -> Any:
+    """An engine for ``case``, started at ``case.start`` (default: DeepSpeed's uniform partition).
+
+    Args:
+        more: blocks of DeepSpeed's configuration.
+    """
     torch.manual_seed(0)
     module = PipelineModule(
         layers=make_layers(case),
@@ -211,7 +220,7 @@ def build(case: Case, make_layers: Callable[[Case], list[Any]] = layers, trainin
         model_parameters=parameters,
         optimizer=client_optimizer(case, parameters),
         training_data=training_data,
-        config=config(replace(case, dynmo=dynmo)),
+        config={**config(replace(case, dynmo=dynmo)), **(more or {})},
     )[0]
 
 

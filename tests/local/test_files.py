@@ -1,0 +1,46 @@
+"""Files that one rank writes alone."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_dynmo.engine.files import append_line, guard_monitors
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    append_line(path, "a" * 9)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))  # five more bytes fit, then the disk is full
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_line(path, "b" * 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_line(path, "é")
+    assert path.read_bytes() == b"aaaaaaaaa\n\xc3\xa9\n"
+
+
+def test_monitors_that_fail_are_named_once_each_and_the_others_go_on() -> None:
+    written: list[Any] = []
+    warnings: list[str] = []
+
+    def fail(events: Any) -> None:
+        written.append(("tried", events))
+        raise ConnectionError("no route")
+
+    failing = SimpleNamespace(write_events=fail)
+    working = SimpleNamespace(write_events=lambda events: written.append(("written", events)))
+    master = SimpleNamespace(tb_monitor=None, wandb_monitor=failing, csv_monitor=working, enabled=True)
+    guard_monitors(master, warnings.append)
+    for events in (1, 2):
+        for monitor in (master.wandb_monitor, master.csv_monitor):
+            monitor.write_events(events)
+    assert written == [("tried", 1), ("written", 1), ("tried", 2), ("written", 2)]
+    (warning,) = warnings
+    assert warning.startswith("wandb_monitor: was not written: no route.")
