@@ -48,6 +48,11 @@ class RepackConfig(Block):
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
+    accept_joins: bool = Field(
+        default=False,
+        description="true: ranks of other launches can join that know the secret in the environment variable "
+        "DS_DYNMO_JOIN_SECRET",
+    )
     freed_ranks: Literal["release", "replicas"] = Field(
         default="release",
         description='"replicas": where half of the stages or more are free, they become further data-parallel '

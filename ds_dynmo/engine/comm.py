@@ -121,6 +121,25 @@ class Communicator:
             raise self._control_failed(error) from error
         return gathered
 
+    def broadcast_object(self, value: Any) -> Any:
+        """The picklable value of rank 0, whatever the others pass."""
+        box = [value]
+        try:
+            dist.broadcast_object_list(box, src=0, group=self._control)
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        return box[0]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """A byte string of every rank, all of one length, in rank order; nothing is unpickled."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        try:
+            dist.all_gather(every, mine, group=self._control)
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        return [row.numpy().tobytes() for row in every]
+
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Seconds that this rank's clock is ahead of rank 0's, and the most that they can be wrong by.
 

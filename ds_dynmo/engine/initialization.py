@@ -13,6 +13,7 @@ from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import checks, costs
 from ds_dynmo.engine.elastic.release import check_policy
+from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 
 
@@ -56,6 +57,7 @@ def initialize(
         checks.check_partitioned_activations(settings, model)
         checks.check_initial_partition(dynmo, model)
         check_policy(dynmo.repack)
+        secret_for(dynmo.repack)
     with _engine_class(dynmo):
         results = deepspeed.initialize(
             args=args,

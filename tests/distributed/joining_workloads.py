@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import pickle
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.engine.elastic import repacking
+from ds_dynmo.engine.elastic.secret import VARIABLE
+from ds_dynmo.errors import ConfigError, MigrationError
+from tests.distributed import train_script_workloads
 from tests.distributed.workloads import Case, batches, build, sleeping_engine, state
 
 SLEEPS = [0.02] * 4  # seconds
+SECRET = "known to the job and to those that join it"
+
+
+def know(secret: str = SECRET) -> None:
+    """This rank's environment has the secret."""
+    os.environ[VARIABLE] = secret
 
 
 def job(case: Case, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int]], steps: int) -> dict[str, Any]:
     """Train, re-packing after the steps of ``sizes``, once the ranks of ``awaited`` have said that they joined."""
+    know()
     engine = build(case)
     return _train(engine, batches(engine), sizes, awaited, steps)
 
 
 def newcomer(case: Case, address: str, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
     """Join the job at ``address``, wait to be called, and take part."""
+    know()
     engine = build(case)
     engine.join(address)
     assert engine.released
@@ -39,7 +52,7 @@ def _train(
     while engine.global_steps < steps:
         loss = engine.train_batch(data).item()
         found["losses"][engine.global_steps] = loss
-        engine._repacker.world.store.wait([f"place/{rank}" for rank in awaited.get(engine.global_steps, ())])
+        engine._repacker.world.store.wait([f"ready/{rank}" for rank in awaited.get(engine.global_steps, ())])
         if engine.global_steps in sizes:
             engine.repack(sizes[engine.global_steps])
         if engine.released and not engine.wait_for_recall():
@@ -54,6 +67,7 @@ def _train(
 
 def refused(case: Case, address: str) -> list[Any]:
     """Try to join; training goes on here if the job does not fit."""
+    know()
     engine = build(case)
     data = batches(engine)
     try:
@@ -64,28 +78,83 @@ def refused(case: Case, address: str) -> list[Any]:
 
 
 def quiet_job(case: Case) -> int:
-    """A job that stays at a step until all that want to join have looked at it."""
+    """A job that stays at a step until all that want to join have looked at it; how many stages it can go on with."""
+    know()
     engine = build(case)
     engine._repacker.world.store.wait(["looked"])
-    return int(dist.get_world_size())
+    return int(engine.most_stages())
+
+
+def job_beside_a_stranger(case: Case) -> int:
+    """How many stages the job can go on with, once a stranger wrote what ranks that joined used to write."""
+    know()
+    engine = build(case)
+    store = engine._repacker.world.store
+    store.add("joined", 10**15)
+    store.set("place/1", pickle.dumps(Bomb()))
+    return int(engine.most_stages())
+
+
+class Bomb:
+    """Its pickle ends the process that loads it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def deceived_job(case: Case) -> str:
+    know()
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    engine._repacker.world.store.wait(["ready/1"])
+    try:
+        engine.repack(2)
+    except MigrationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def impostor(case: Case, address: str) -> None:
+    """Takes part in all that follows without the secret, and sends a pickle that nobody may load."""
+    know()
+    engine = build(case)
+    engine.join(address)
+
+    def pretend(_: Any, gather: Callable[[bytes], list[bytes]], *facts: Any) -> None:
+        gather(secrets.token_bytes(32))
+        gather(secrets.token_bytes(32))
+        with suppress(RuntimeError):  # the others leave
+            engine._comm.gather_objects(Bomb())
+
+    repacking.check_members = pretend
+    with suppress(MigrationError):
+        engine.wait_for_recall()
 
 
 def sleeping_job(block: dict[str, Any], steps: int) -> list[int]:
     """Stages after each step, the fourth of which begins when a rank has joined; layers sleep for their cost."""
+    know()
     engine, data = sleeping_engine(block, SLEEPS, 1)
     sizes: list[int] = []
     while engine.global_steps < steps:
         if engine.global_steps == 3:
-            engine._repacker.world.store.wait(["place/1"])
+            engine._repacker.world.store.wait(["ready/1"])
         engine.train_batch(data)
         sizes.append(engine.num_stages)
     return sizes
 
 
 def sleeping_newcomer(block: dict[str, Any], address: str, steps: int) -> None:
+    know()
     engine, data = sleeping_engine(block, SLEEPS, 1)
     engine.join(address)
     if not engine.wait_for_recall():
         return
     while not engine.released and engine.global_steps < steps:
         engine.train_batch(data)
+
+
+def run_script(*arguments: Any) -> dict[str, Any]:
+    know()
+    return train_script_workloads.run_script(*arguments)

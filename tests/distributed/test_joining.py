@@ -20,7 +20,7 @@ from tests.distributed.test_train_script import flags
 from tests.distributed.train_script_workloads import run_script
 from tests.distributed.workloads import Case
 
-BY_HAND = {"interval": 0, "timeout_seconds": 60.0}
+BY_HAND: dict[str, Any] = {"interval": 0, "timeout_seconds": 60.0, "repack": {"accept_joins": True}}
 STEPS = 6
 SECONDS = 60.0
 
@@ -75,7 +75,7 @@ def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int)
         lambda: launch(2),
     )
     everyone = [*of_job, *of_newcomers[0], *of_newcomers[1]]
-    alone = run(case.ranks, repack_workloads.train_alone, case, STEPS)
+    alone = run(case.ranks, repack_workloads.train_alone, replace(case, dynmo={"interval": 0}), STEPS)
     assert losses(everyone) == losses(alone)
     assert merged(everyone) == merged(alone)
     assert all(result["called"] for result in everyone)
@@ -102,21 +102,41 @@ def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
         finally:
             store.set("ds_dynmo/" + store.get("ds_dynmo/job").decode() + "/looked", "")
 
-    _, found = together(lambda: run(1, joining_workloads.quiet_job, case, port=store.port, seconds=SECONDS), look)
+    most, found = together(lambda: run(1, joining_workloads.quiet_job, case, port=store.port, seconds=SECONDS), look)
+    assert most == [1]
     for expected, (text, released, trains) in zip(others, found, strict=True):
         assert text.startswith("engine.join: the job does something else") and expected in text
         assert not released and trains
 
 
 def test_there_is_no_job(store: TCPStore) -> None:
-    case = Case(stages=1, dynmo={"interval": 0, "timeout_seconds": 0.5})
+    case = Case(stages=1, dynmo={**BY_HAND, "timeout_seconds": 0.5})
     for address, expected in [
         ("nowhere", 'engine.join: "nowhere": should be HOST:PORT'),
-        (f"localhost:{store.port}", "engine.join: the launch runs no job"),
+        (f"localhost:{store.port}", "engine.join: the launch runs no job that can be joined"),
         ("localhost:1", "engine.join: no job answers at localhost:1 within 0.5 s"),
     ]:
         text, released, trains = run(1, joining_workloads.refused, case, address)[0]
         assert text.startswith(expected) and not released and trains
+
+
+def test_without_accept_joins_nobody_is_looked_for(store: TCPStore) -> None:
+    """A count that a stranger writes, as large as it likes, and what it offers there, is not even read."""
+    for accepts in (False, True):
+        case = Case(stages=1, dynmo={**BY_HAND, "repack": {"accept_joins": accepts}})
+        assert run(1, joining_workloads.job_beside_a_stranger, case, seconds=SECONDS) == [1]
+    refusals = run(1, joining_workloads.refused, Case(stages=1, dynmo={"interval": 0}), f"localhost:{store.port}")
+    assert refusals[0][0].startswith("engine.join: dynmo.repack.accept_joins = false")
+
+
+def test_who_takes_the_place_of_one_that_was_let_in_is_found_out_in_the_new_world(store: TCPStore) -> None:
+    """Before anything is unpickled of what comes over its connections."""
+    case, address = Case(stages=1, dynmo=BY_HAND), f"localhost:{store.port}"
+    messages, _ = together(
+        lambda: run(1, joining_workloads.deceived_job, case, port=store.port, seconds=SECONDS),
+        lambda: run(1, joining_workloads.impostor, case, address, seconds=SECONDS),
+    )
+    assert "ranks [1] of the new world do not know the secret in DS_DYNMO_JOIN_SECRET" in messages[0]
 
 
 def test_a_job_that_ends_lets_them_go(store: TCPStore) -> None:
@@ -136,12 +156,17 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     settings = json.loads(path.read_text())
     path.write_text(
-        json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": {"enabled": True, "min_stages": 2}}})
+        json.dumps(
+            {
+                **settings,
+                "dynmo": {**settings["dynmo"], "repack": {"enabled": True, "min_stages": 2, "accept_joins": True}},
+            }
+        )
     )
     others = [*arguments, "--join", f"localhost:{store.port}"]
     of_run, joined = together(
-        lambda: run(1, run_script, arguments, None, 4, port=store.port, seconds=SECONDS),
-        lambda: run(1, run_script, others, seconds=SECONDS),
+        lambda: run(1, joining_workloads.run_script, arguments, None, 4, port=store.port, seconds=SECONDS),
+        lambda: run(1, joining_workloads.run_script, others, seconds=SECONDS),
     )
     ranks = of_run[0]["ranks"]
     assert ranks == sorted(ranks) and ranks[-4:] == [2] * 4
@@ -153,7 +178,7 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
 
 def test_a_run_that_repacks_by_itself_takes_newcomers_and_keeps_them(store: TCPStore) -> None:
     """What is fast enough is measured with them from then on: one stage was fast enough before."""
-    block = {**BY_HAND, "interval": 2, "profile": {"batches": 1}, "repack": {"enabled": True}}
+    block = {**BY_HAND, "interval": 2, "profile": {"batches": 1}, "repack": {"enabled": True, "accept_joins": True}}
     sizes, _ = together(
         lambda: run(1, joining_workloads.sleeping_job, block, 8, port=store.port, seconds=SECONDS)[0],
         lambda: run(1, joining_workloads.sleeping_newcomer, block, f"localhost:{store.port}", 8, seconds=SECONDS),

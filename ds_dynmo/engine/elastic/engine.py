@@ -144,14 +144,16 @@ class ElasticEngine(EngineForModels):
         stages that holds the model, with as many replicas as the job; call this before the training loop and
         :meth:`wait_for_recall` next. ``released`` is True until the job calls: by ``repack``, or because throughput
         asks for it. A rank reads on where the job is in ``training_data``; data that the script makes itself has to
-        begin at :attr:`micro_batches_taken`, as after a checkpoint was loaded.
+        begin at :attr:`micro_batches_taken`, as after a checkpoint was loaded. Both are configured with
+        ``dynmo.repack.accept_joins``, and prove to each other that they know the secret in DS_DYNMO_JOIN_SECRET.
 
         Args:
             job: "HOST:PORT", the job's MASTER_ADDR and MASTER_PORT; or the ``torch.distributed.Store`` of its launch.
 
         Raises:
-            ConfigError: no job is there, or it differs in its model, configuration, replicas or versions (says in
-                which), or this engine has no "dynmo" block or one that is switched off. Nothing has changed.
+            ConfigError: no job is there, or one that does not know the secret or differs in its model, configuration,
+                replicas or versions (says in which), or this engine has no "dynmo" block, one that is switched off,
+                or one without ``accept_joins``. Nothing has changed.
             MigrationError: a rank of this launch failed.
         """
         self._require_enabled("join")

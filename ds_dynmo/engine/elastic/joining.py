@@ -1,15 +1,15 @@
-"""How ranks of another launch come into a running job: as stages of it that wait to be called, like parked ones.
+"""What a job is that ranks of another launch can join, as stages of it that wait to be called, like parked ones.
 
-The job says over the store of its launch what it is. Whoever wants to join finds out whether it would fit in, takes the
-next free numbers of stages, gives up its own layers and its own world, and says where it runs.
+How they come in is in ``admission``; the name of the job is all that its launch's store says of it to everybody.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,12 +19,11 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.elastic.release import Place
-from ds_dynmo.engine.elastic.world import World, part_of
+from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.errors import ConfigError
 
 _JOB = "ds_dynmo/job"  # in the store of a launch: the name of the job that it runs now
-_FORMAT = 1  # of what ranks tell each other here
+_FORMAT = 2  # of what ranks tell each other here
 _EACH_LAUNCHS_OWN = {"dynmo", "steps_per_print"}  # of DeepSpeed's configuration
 _OF_BLOCK_TOO = {"initial_partition", "report", "log", "monitor"}  # likewise of the "dynmo" block
 
@@ -86,52 +85,34 @@ def new_name() -> str:
     return uuid.uuid4().hex
 
 
-def announce(launch_store: Any, name: str, job: Job) -> None:
-    """Say in the store of the launch that it runs this job. Rank 0 does this."""
-    part_of(launch_store, name).set("what", json.dumps(asdict(job)))
+def announce(launch_store: Any, name: str) -> None:
+    """Say in the store of the launch that it runs this job, which can be joined. Rank 0 does this."""
     launch_store.set(_JOB, name)
 
 
-def find(launch_store: Any, timeout_seconds: float) -> tuple[Any, Job]:
-    """The job that a launch runs: its part of the launch's store, and what it is.
+def withdraw(launch_store: Any) -> None:
+    """The job cannot be joined any more."""
+    with suppress(RuntimeError):  # the store went with the job
+        launch_store.delete_key(_JOB)
+
+
+def find(launch_store: Any, timeout_seconds: float) -> str:
+    """The name of the job that a launch runs. Anybody may have written it: nothing is believed of it.
 
     Raises:
-        ConfigError: it runs none.
+        ConfigError: it runs none that can be joined.
     """
     try:
         launch_store.wait([_JOB], timedelta(seconds=timeout_seconds))
-    except RuntimeError as error:
+        name: str = launch_store.get(_JOB).decode()
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the launch runs no job of ds_dynmo, or had not begun it within {timeout_seconds:g} s"
+            f"the launch runs no job that can be joined (dynmo.repack.accept_joins = true), or had not begun it within "
+            f"{timeout_seconds:g} s"
         ) from error
-    store = part_of(launch_store, launch_store.get(_JOB).decode())
-    try:
-        return store, Job(**json.loads(store.get("what").decode()))
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"the launch runs a job of another version, or has just ended it ({error})") from error
-
-
-def take_numbers(store: Any, job: Job, count: int) -> int:
-    """The first of so many stages that join; each number is given once."""
-    return job.axes["pipe"] + int(store.add("joined", count)) - count
-
-
-def say_where(store: Any, place: Place) -> None:
-    """This rank, which joined, can be called."""
-    store.set(f"place/{place.rank}", json.dumps(place.as_record()))
-
-
-def arrivals(store: Any, world: World, known: Mapping[int, Place]) -> tuple[list[int], list[Place]]:
-    """The stages that have joined, all of whose ranks can be called, and where those run; without ``known`` ranks."""
-    first = world.axes["pipe"]
-    stages, places = [], []
-    for stage in range(first, first + int(store.add("joined", 0))):
-        homes = world.homes([stage])
-        if homes[0] not in known and store.check([f"place/{home}" for home in homes]):
-            with suppress(TypeError, ValueError):  # what cannot be read has not joined
-                places += [Place(**json.loads(store.get(f"place/{home}").decode())) for home in homes]
-                stages.append(stage)
-    return stages, places
+    if not re.fullmatch(r"[0-9a-f]{32}", name):
+        raise ConfigError(f"the launch runs a job of another version: {name[:40]!r}")
+    return name
 
 
 def check_fits(job: Job, own: Job) -> None:
@@ -142,4 +123,9 @@ def check_fits(job: Job, own: Job) -> None:
     """
     differ = job.differences(own)
     if differ:
-        raise ConfigError(f"the job does something else. What differs: {', '.join(differ)}")
+        raise ConfigError(refusal(differ))
+
+
+def refusal(differences: Sequence[str]) -> str:
+    """Why a launch does not fit."""
+    return f"the job does something else. What differs: {', '.join(differences)}"

@@ -17,12 +17,14 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.elastic import joining, parking, standings
+from ds_dynmo.engine.elastic import joining, newcomer, parking, standings
+from ds_dynmo.engine.elastic.admission import Admissions, Arrival, ready_key
 from ds_dynmo.engine.elastic.copying import copy_stage
 from ds_dynmo.engine.elastic.data import DataPosition
 from ds_dynmo.engine.elastic.release import Place
+from ds_dynmo.engine.elastic.secret import check_members, secret_for
 from ds_dynmo.engine.elastic.standings import Standing
-from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed, store_at
+from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed
 from ds_dynmo.engine.migration import migrate
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.partitioners import hosts, with_empty
@@ -56,7 +58,9 @@ class Repacker:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._name = engine._comm.gather_objects(joining.new_name())[0]
+        self._name: str = engine._comm.broadcast_object(joining.new_name())
+        self._secret = secret_for(engine.dynmo.repack)
+        self._admissions: Admissions | None = None
         self.world = World(engine.module.topology(), part_of(launch_store(), self._name))
         self.parked: tuple[int, ...] = ()
         self.newcomers = self.joined = False
@@ -94,7 +98,9 @@ class Repacker:
     def dismiss(self) -> None:
         """On rank 0: tell all ranks that take no part that nobody will call them any more."""
         if self.world.home == 0:
-            self._add(*joining.arrivals(self.world.store, self.world, self.places))
+            if self._admissions is not None:
+                joining.withdraw(launch_store())
+                self._add(self._admissions.close())
             at_work = self.world.homes(self.world.stages)
             parking.dismiss(self.world.store, [rank for rank in self.places if rank not in at_work])
             self.parked = ()
@@ -102,52 +108,61 @@ class Repacker:
     # -- ranks of another launch ----------------------------------------------------------------------
 
     def announce(self) -> None:
-        """Ranks of other launches can join from now on. The engine is complete."""
-        if self.world.home == 0:
-            joining.announce(launch_store(), self._name, joining.job_of(self._engine, self.world))
+        """Ranks of other launches can join from now on, where they may at all. The engine is complete."""
+        engine, world = self._engine, self.world
+        if self._secret is None or world.home != 0:
+            return
+        self._admissions = Admissions(
+            part_of(launch_store().clone(), self._name),
+            self._name,
+            self._secret,
+            joining.job_of(engine, world),
+            ranks_of_stage=len(world.homes([0])),
+            most_stages=engine._layers.num_layers,
+            timeout_seconds=engine.dynmo.timeout_seconds,
+            warn=engine._warn,
+        )
+        self._admissions.start()
+        joining.announce(launch_store(), self._name)
 
     def welcome(self) -> tuple[int, ...]:
         """Stages that have joined meanwhile can be called from now on; the ranks of these. Collective."""
-        arrived: tuple[list[int], list[Place]] = ([], [])
-        if self.world.home == 0:
-            arrived = joining.arrivals(self.world.store, self.world, self.places)
-        stages, places = self._engine._comm.gather_objects(arrived)[0]
-        self._add(stages, places)
-        return tuple(place.rank for place in places)
+        if self._secret is None:
+            return ()
+        arrivals: list[Arrival] = []
+        if self._admissions is not None:
+            at_hand = (*self.world.stages, *self.parked)
+            arrivals = self._admissions.arrived(sum(stage > self.world.last_stage for stage in at_hand))
+        arrivals = self._engine._comm.broadcast_object(arrivals)
+        self._add(arrivals)
+        return tuple(place.rank for arrival in arrivals for place in arrival.places)
 
-    def _add(self, stages: Sequence[int], places: Sequence[Place]) -> None:
-        self.parked = tuple(self.world.in_order([*self.parked, *stages]))
-        self.places.update({place.rank: place for place in places})
-        self.newcomers |= bool(stages)
+    def _add(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            self.parked = tuple(self.world.in_order([*self.parked, *arrival.stages]))
+            self.places.update({place.rank: place for place in arrival.places})
+            self.newcomers = True
 
     def join(self, where: Any) -> None:
         """Give up this launch's own world, and wait to be called by the job at ``where``. Collective.
 
         Raises:
-            ConfigError: there is none, or one that does something else. Nothing has changed.
+            ConfigError: there is none, or it does something else or does not know the secret. Nothing has changed.
         """
-        engine, world = self._engine, self.world
-        patience = engine.dynmo.timeout_seconds
-        problem, first = "", 0
-        try:
-            store, job = joining.find(store_at(where, patience) if isinstance(where, str) else where, patience)
-            joining.check_fits(job, joining.job_of(engine, world))
-        except ConfigError as error:
-            problem = str(error)
-        problem = next(filter(None, engine._comm.gather_objects(problem)), "")
-        if problem:
-            raise ConfigError(f"engine.join: {problem}")
-        if world.home == 0:
-            first = joining.take_numbers(store, job, engine.num_stages)
-        first = engine._comm.gather_objects(first)[0]
+        engine, world, secret = self._engine, self.world, self._secret
+        if secret is None:
+            raise ConfigError("engine.join: dynmo.repack.accept_joins = false: set it to true, in the job too")
+        own, patience = joining.job_of(engine, world), engine.dynmo.timeout_seconds
+        job = newcomer.enter(where, own, self.places[world.home], world, engine._comm, secret, patience)
         with no_way_back("joining failed after this launch had given up its layers", "Launch it anew"):
             engine._layers.clear()
             engine._state.clear()
             self._end()
             self._let_go()
-            world.join(job.axes, first + world.home_stage, store)
+            self._name = job.name
+            world.join(job.axes, job.first_stage + world.home_stage, job.store)
             self.joined = True
-            joining.say_where(store, Place.here(world.home, str(engine.device)))
+            world.store.set(ready_key(world.home), "")
 
     # -- fewer ----------------------------------------------------------------------------------------
 
@@ -395,6 +410,9 @@ class Repacker:
         refit_deepspeed(engine, topology)
         forget_batch(engine)
         engine._comm.connect("repack")
+        if self._secret is not None:
+            name = f"{self._name}/{generation}"
+            check_members(self._secret, engine._comm.gather_bytes, engine.global_rank, name)
         engine._state.use_grid()
         self._share_batch()
 
