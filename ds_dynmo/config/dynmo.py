@@ -57,7 +57,7 @@ class DynMoConfig(Block):
     the constructor itself raises pydantic's ``ValidationError`` (a ``ValueError`` too).
     """
 
-    enabled: bool = Field(default=True, description="false: never profiles, never moves a layer")
+    enabled: bool = Field(default=True, description="false: begins at initial_partition and never moves")
     interval: int = Field(default=100, ge=0, description="steps between automatic rebalances; 0: by hand only")
     start_step: int = Field(default=0, ge=0, description="first step at which an automatic rebalance may happen")
     stop_step: int | None = Field(
@@ -88,7 +88,8 @@ class DynMoConfig(Block):
     initial_partition: tuple[int, ...] | str | None = Field(
         default=None,
         description='boundaries such as [0, 3, 8], "uniform", "parameters", "profile" or '
-        '"type:<regex>[:weight][|<regex>[:weight]...]"; null: the partition that the model was built with',
+        '"type:<regex>[:weight][|<regex>[:weight]...]"; null: the partition that the model was built with; "profile": '
+        "as null, and layers move after the first profile",
     )
     randomness: RandomnessConfig = Field(
         default=RandomnessConfig(), description="what random draws in a layer depend on"

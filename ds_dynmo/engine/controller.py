@@ -48,6 +48,9 @@ class Controller:
     Steps are DeepSpeed's ``global_steps``: batch ``n`` is the one that ends with ``global_steps == n``. A decision
     is due after every ``interval`` batches within [start_step, stop_step]; the batches before it are profiled, so
     that nothing is measured that is not used. After a move the outcome is measured once.
+
+    Switched off, nothing is profiled or decided, with one exception: where ``initial_partition`` is "profile", the
+    first profile after the warm-up places the layers, once.
     """
 
     _SAVED = ("_settled", "_reason", "_urgent", "_outcome_wanted", "_unchanged", "_span")  # in a checkpoint
@@ -56,6 +59,7 @@ class Controller:
         self._config = config
         self._settled = 0  # batches since the start or since layers last moved
         self._reason: str | None = "initial" if config.initial_partition == "profile" else None
+        self._placed = False
         self._urgent = False
         self._outcome_wanted = True  # the first profile of a run, and the first after each move
         self._unchanged = 0  # batches since the start or since the model last changed
@@ -72,6 +76,11 @@ class Controller:
         return self._settled >= self._config.profile.warmup_batches
 
     @property
+    def placed(self) -> bool:
+        """Are layers where a profile at the start put them, never to move again?"""
+        return self._placed
+
+    @property
     def batches_to_gain(self) -> int:
         """For how many batches what is decided now is expected to last.
 
@@ -86,17 +95,18 @@ class Controller:
         self.request(reason)
 
     def request(self, reason: str) -> None:
-        """The next batch is profiled, whatever the warm-up, and a decision follows."""
-        self._reason, self._urgent = reason, True
+        """The next batch is profiled, whatever the warm-up, and a decision follows; switched off, neither."""
+        if self._config.enabled:
+            self._reason, self._urgent = reason, True
 
     def profile_batch(self, step: int) -> bool:
         """Is the batch that will end with ``step`` to be profiled?"""
-        if not self._config.enabled:
-            return False
         if self._urgent:
             return True
         if not self.warm:
             return False
+        if not self._config.enabled:
+            return self._reason is not None
         return self._outcome_wanted or self._reason is not None or self._due_within(step, self._config.profile.batches)
 
     def batch_done(self, step: int) -> None:
@@ -119,18 +129,31 @@ class Controller:
 
     def decided(self, moved: bool) -> None:
         """A decision was taken."""
+        self._placed = not self._config.enabled and self._config.initial_partition == "profile"
         self._reason, self._urgent = None, False
         if moved:
-            self._settled, self._outcome_wanted = 0, True
+            self.moved()
+
+    def moved(self) -> None:
+        """Layers are elsewhere, by a decision or because the run begins there."""
+        self._settled, self._outcome_wanted = 0, True
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {name: getattr(self, name) for name in self._SAVED}
+        return {**{name: getattr(self, name) for name in self._SAVED}, "_placed": self._placed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where :meth:`state_dict` was taken."""
+        """Go on from where :meth:`state_dict` was taken.
+
+        Switched off, a decision that the saved run was about to take is dropped. Where ``initial_partition`` is
+        "profile", a profile places the layers once more, unless one did in the saved run, switched off too.
+        """
         for name in self._SAVED:
             setattr(self, name, state[name])
+        self._placed = state.get("_placed", False)  # checkpoints lacked it once
+        if not self._config.enabled:
+            self._urgent = False
+            self._reason = "initial" if self._config.initial_partition == "profile" and not self._placed else None
 
     def _due(self, step: int) -> bool:
         config = self._config

@@ -134,8 +134,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._agree_on_trainable("model_changed")
         self._profiler.forget(batches_too=True)
         self._experience.model_changed()
-        if self.dynmo.enabled:
-            self._controller.model_changed(reason)
+        self._controller.model_changed(reason)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """DeepSpeed's ``train_batch``; at every interval a rebalance follows.
@@ -230,7 +229,9 @@ class DynMoPipelineEngine(ElasticEngine):
     def start_at(self, partition: Sequence[int]) -> None:
         """Go to the partition that training begins at. Called once, by :func:`ds_dynmo.initialize`. Collective."""
         self._comm.enter("initialize")
-        self._go_to(check_partition(partition, self._layers.num_layers, self.num_stages), reason="initial")
+        self._go_to(
+            check_partition(partition, self._layers.num_layers, self.num_stages), reason="initial", decides=False
+        )
 
     # -- a batch --------------------------------------------------------------------------------------
 
@@ -277,7 +278,8 @@ class DynMoPipelineEngine(ElasticEngine):
             self._controller.outcome_recorded()
         if decision and not self._waits_for_profile:
             reason = self._controller.reason or "interval"
-            if not (self.dynmo.repack.enabled and self._repacked(reason)):
+            repacks = self.dynmo.enabled and self.dynmo.repack.enabled
+            if not (repacks and self._repacked(reason)):
                 self._rebalance_or_stay(reason, self._profile_seconds)
 
     def _repacked(self, reason: str) -> bool:
@@ -387,10 +389,12 @@ class DynMoPipelineEngine(ElasticEngine):
         new: tuple[int, ...],
         *,
         reason: str,
+        decides: bool = True,
         decision: Decision | None = None,
         profile_seconds: float = 0.0,
         decide_seconds: float = 0.0,
     ) -> RebalanceReport:
+        """``decides``: what else was about to be decided no longer is."""
         plan = MigrationPlan.between(self.partition, new)
         if decision is None and self._profile is not None:
             decision = predict(self._experience.outlook(self._profile, plan.old, smoothed=False), new)
@@ -402,7 +406,10 @@ class DynMoPipelineEngine(ElasticEngine):
         if plan.moves and self._profile is not None:
             self._experience.moved(self._profile, plan)
             self._move_seconds += migrate_seconds
-        self._controller.decided(bool(plan.moves))
+        if decides:
+            self._controller.decided(bool(plan.moves))
+        elif plan.moves:
+            self._controller.moved()
         report = rebalance_report(
             plan,
             decision,

@@ -85,7 +85,7 @@ def initialize(
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
     """Where training begins, as ``dynmo.initial_partition`` says. Collective."""
     first, layers = dynmo.initial_partition, engine._layers
-    if not dynmo.enabled or first in (None, "profile"):
+    if first in (None, "profile"):
         return engine.partition
     if first == "uniform":
         return partitioners.uniform(layers.num_layers, engine.num_stages)

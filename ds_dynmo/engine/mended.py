@@ -57,10 +57,11 @@ class MendedPipelineEngine(PipelineEngine):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's ``compile``; refused where layers can move."""
-        if self.dynmo is not None and self.dynmo.enabled:
+        if self.dynmo is not None and (self.dynmo.enabled or self.dynmo.initial_partition == "profile"):
+            other = "dynmo.enabled = false" if self.dynmo.enabled else 'dynmo.initial_partition to other than "profile"'
             raise ConfigError(
                 "engine.compile: it compiles the layers of a stage where they are, and those that move would arrive "
-                "uncompiled; compile inside the layers (torch.compile), or set dynmo.enabled = false"
+                f"uncompiled; compile inside the layers (torch.compile), or set {other}"
             )
         super().compile(*args, **kwargs)
 

@@ -22,9 +22,10 @@ def test_an_initial_partition_by_each_method() -> None:
         "parameters": None,
     }
     for method, partition in expected.items():
-        case = Case(dynmo={"interval": 0, "initial_partition": method})
-        found = run(2, workloads.partition_of, case)
+        block = {"interval": 0, "initial_partition": method}
+        found = run(2, workloads.partition_of, Case(dynmo=block))
         assert found[0] == found[1] and (partition is None or found[0] == partition), method
+        assert run(2, workloads.partition_of, Case(dynmo={**block, "enabled": False})) == found, method
     assert run(2, workloads.partition_of, Case(start=(0, 7, 8)))[1] == [0, 7, 8]
 
 

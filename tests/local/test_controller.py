@@ -58,6 +58,34 @@ def test_disabled_never_profiles() -> None:
     assert told["profiled"] == [] and told["decided"] == []
 
 
+def test_disabled_profiles_once_where_it_begins_by_profile() -> None:
+    block = {"enabled": False, "initial_partition": "profile", "interval": 1}
+    told = run(config(**block, profile={"batches": 2, "warmup_batches": 3}), 10)
+    assert told["profiled"] == [4, 5] and told["decided"] == [(5, "initial")]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_disabled_a_resumed_run_profiles_only_if_it_had_not(steps: int) -> None:
+    settings = config(enabled=False, initial_partition="profile")
+    first, resumed = Controller(settings), Controller(settings)
+    for step in range(1, steps + 1):
+        if first.profile_batch(step):
+            first.decided(moved=True)
+        first.batch_done(step)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.placed == first.placed == (steps >= 2)
+    assert [resumed.profile_batch(step) for step in range(steps + 1, 8)] == [not first.placed] * (7 - steps)
+
+
+def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
+    decided = Controller(config(interval=1, profile={"warmup_batches": 0}))
+    decided.batch_done(1)
+    assert decided.reason == "interval"
+    resumed = Controller(config(enabled=False, initial_partition="profile"))
+    resumed.load_state_dict(decided.state_dict())
+    assert resumed.reason == "initial" and not resumed.placed
+
+
 def test_start_and_stop_step() -> None:
     told = run(config(interval=5, start_step=10, stop_step=15), 30)
     assert told["decided"] == [(10, "interval"), (15, "interval")]

@@ -88,7 +88,7 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
     present = _gather_shapes(engine)
     loaded = together(comm, lambda: _read(engine, saved, target, present, what))
     if list(target) != engine.partition:
-        engine._go_to(target, reason="checkpoint")
+        engine._go_to(target, reason="checkpoint", decides=False)
     try:
         apply(engine, saved.manifest, loaded, what)
     except Exception as error:
@@ -142,10 +142,16 @@ def _open(engine: Any, load_dir: str, tag: str, what: What) -> SavedCheckpoint:
 
 def _target(engine: Any, manifest: Manifest, what: What) -> tuple[int, ...]:
     """Where the ranks go before they load: to the saved partition if it is one for them."""
-    adopts = manifest.num_stages == engine.num_stages and engine.dynmo.enabled
+    adopts = manifest.num_stages == engine.num_stages and (engine.dynmo.enabled or _was_placed(engine, manifest, what))
     if manifest.stock:
         adopts = not what.module_only
     return manifest.partition if adopts else tuple(engine.partition)
+
+
+def _was_placed(engine: Any, manifest: Manifest, what: What) -> bool:
+    """Is this a run whose profile at its start put layers where they were saved, and that goes on?"""
+    goes_on = engine.dynmo.initial_partition == "profile" and not manifest.stock and not what.module_only
+    return goes_on and bool(manifest.state["controller"].get("_placed"))
 
 
 def _gather_shapes(engine: Any) -> dict[int, Shapes]:
