@@ -2,7 +2,8 @@
 
 DeepSpeed 0.19.8 counts the first stage only in fp32 (its "model parallel rank" includes the stage,
 runtime/utils.py:394), so what is clipped depends on where layers are. Here every layer counts, once: squares are
-summed per layer on the rank that owns it, and the layers' sums are added in layer order on every rank.
+summed per layer on the rank that owns it, and the layers' sums are added in layer order on every rank. DeepSpeed clips
+at 1.0 unless "gradient_clipping" is 0.0, so a run that never names the key differs from stock DeepSpeed's too.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ def initialize(
     Args:
         model: a ``deepspeed.pipe.PipelineModule``.
         config: as for DeepSpeed (a dict, a path, or ``args.deepspeed_config``), with an optional "dynmo" block:
-            see :class:`ds_dynmo.DynMoConfig`. Without the block the engine behaves as DeepSpeed's own.
+            see :class:`ds_dynmo.DynMoConfig`. Without the block the engine behaves as DeepSpeed's own. With it, fp32
+            gradients are clipped by the norm of all layers instead of the first stage's: also where the configuration
+            has no "gradient_clipping", since DeepSpeed clips at 1.0 unless told 0.0.
 
     Returns:
         ``engine, optimizer, training_dataloader, lr_scheduler``.

@@ -1,7 +1,8 @@
 """DeepSpeed's pipeline engine, mended where its numbers depend on which layers a stage has, or where it fails.
 
 All of it holds with ``"enabled": false`` too: the baseline of every comparison. Without a "dynmo" block nothing here
-differs from DeepSpeed (read in 0.19.8).
+differs from DeepSpeed (read in 0.19.8). With one most runs do, if only because DeepSpeed clips gradients at 1.0 unless
+told 0.0.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,50 @@ def test_an_initial_partition_by_each_method() -> None:
 def test_without_a_block_the_engine_is_deepspeeds() -> None:
     stock, ours = (run(2, workloads.train_stock, Case(dynmo=None), which) for which in ("deepspeed", "ds_dynmo"))
     assert stock == ours
+
+
+DRAWS_AS_DEEPSPEED = {"interval": 0, "randomness": {"per_layer": False}}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(clip=0.0, tied=True),
+        Case(clip=0.0, tied=True, replicas=2, dropout=True, dynmo=DRAWS_AS_DEEPSPEED),
+        Case(clip=0.0, tied=True, precision="bf16"),
+        Case(clip=0.0, tied=True, precision="bf16 zero1", replicas=2),
+    ],
+)
+def test_an_unclipped_run_is_bitwise_deepspeeds(case: Case) -> None:
+    stock, ours = (run(case.ranks, workloads.train_stock, case, which) for which in ("deepspeed", "ds_dynmo"))
+    assert stock == ours
+
+
+@pytest.mark.parametrize(
+    ("case", "make_layers"),
+    [
+        (Case(clip=0.0, dropout=True), workloads.layers),
+        (Case(clip=0.0, tied=True, stages=1), workloads.layers),
+        (Case(clip=0.0, stages=3), workloads.layers_of_many_widths),
+    ],
+    ids=["draws", "tied on one stage", "several tensors"],
+)
+def test_where_the_readme_says_that_an_unclipped_run_differs_it_does(case: Case, make_layers: Any) -> None:
+    stock, ours = (
+        run(case.ranks, workloads.train_stock, case, which, make_layers) for which in ("deepspeed", "ds_dynmo")
+    )
+    assert stock != ours
+
+
+def test_deepspeed_clips_by_its_first_stage_unless_told_not_to() -> None:
+    """So that runs without the key differ, and are those with 1.0."""
+    told_nothing = replace(Case(), clip=math.nan)
+    (stock, _), (ours, _), (at_one, _) = (
+        run(2, workloads.train_stock, case, which)[0]
+        for case, which in ((told_nothing, "deepspeed"), (told_nothing, "ds_dynmo"), (Case(clip=1.0), "ds_dynmo"))
+    )
+    assert stock[0] == ours[0] and stock[1] != ours[1]
+    assert ours == at_one
 
 
 def test_a_batch_that_is_not_profiled_runs_deepspeeds_code() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import time
 import weakref
@@ -304,15 +305,20 @@ def partition_of(case: Case) -> list[int]:
     return engine.partition
 
 
-def train_stock(case: Case, which: str) -> list[Any]:
+def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]] = layers) -> tuple[Any, ...]:
+    """Losses and weights under DeepSpeed's engine or ours; without the key where ``case.clip`` is NaN."""
     import deepspeed
 
     torch.manual_seed(0)
-    module = PipelineModule(layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+    module = PipelineModule(layers=make_layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
     initialize = deepspeed.initialize if which == "deepspeed" else ds_dynmo.initialize
-    engine = initialize(model=module, model_parameters=list(module.parameters()), config=config(case))[0]
+    settings = config(case)
+    if math.isnan(case.clip):
+        del settings["gradient_clipping"]
+    engine = initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
     data = batches(engine)
-    return [engine.train_batch(data).item() for _ in range(5)]
+    losses = [engine.train_batch(data).item() for _ in range(5)]
+    return losses, {name: raw(parameter) for name, parameter in module.named_parameters()}
 
 
 def code_that_runs(case: Case) -> dict[str, Any]:
