@@ -147,11 +147,11 @@ def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
     if sparse and flat:
         return "nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed's flat buffers take no sparse gradients"
     for key, module in model.tied_modules.items():
-        functions = {spec.forward_fn for spec in model._layer_specs if _is_use(spec, key)}
-        if len(functions) > 1 and any(id(part) in sparse for part in module.modules()):
+        ways = {(spec.typename, spec.forward_fn) for spec in model._layer_specs if _is_use(spec, key)}
+        if len(ways) > 1 and any(id(part) in sparse for part in module.modules()):
             return (
-                f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ: DeepSpeed hangs "
-                "at the sum of a sparse and a dense gradient"
+                f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ, or classes: "
+                "DeepSpeed hangs at the sum of a sparse and a dense gradient"
             )
     return None
 

@@ -463,6 +463,9 @@ class DynMoPipelineEngine(ElasticEngine):
         flags = self._comm.max_over_world(costs.per_layer(self._layers, lambda module: float(frozen.trains(module))))
         trainable = flags.bool().tolist()
         frozen.check_ties(self._layers, trainable)
+        if self._layers.own_uses:
+            tied = self._comm.max_over_world(frozen.tied_weights_that_train(self._layers))
+            frozen.check_tied_weights(self._layers, tied)
         self._refit_optimizer()
         self._trainable = trainable
         self._prefix = frozen.frozen_prefix(self._trainable)

@@ -99,7 +99,7 @@ class EngineForModels(MendedPipelineEngine):
             self._layers.counted_modules() if sharded or replica == 0 else {},
             self._layers.num_layers,
             Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size),
-            lambda parameter: reduced.get(id(parameter)),
+            self._counted_once(lambda parameter: reduced.get(id(parameter))),
         )
 
     def _reduced_gradients(self) -> dict[int, torch.Tensor]:

@@ -8,7 +8,7 @@ functions stand in for DeepSpeed's pipeline instructions; they take the engine a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -42,6 +42,43 @@ def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
                 f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if trainable[u]]} have "
                 "something to train: freeze all of them, or untie them"
             )
+
+
+def check_tied_weights(layers: StageLayers, trainable: torch.Tensor) -> None:
+    """Refuse a tied weight that is frozen in some of the modules that have it, and in others not.
+
+    Args:
+        trainable: the maximum of all ranks' :func:`tied_weights_that_train`.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    for tie in layers.own_uses:
+        for number in range(tie.num_weights):
+            training = {use: tie.weights[use][number] for use in tie.uses if trainable[use, number]}
+            if training and len(training) < len(tie.uses):
+                frozen = {use: tie.weights[use][number] for use in tie.uses if use not in training}
+                raise ConfigError(
+                    f"layers {tie.uses} share a weight by the key {tie.key!r}, which trains as {_named(training)} and "
+                    f"is frozen as {_named(frozen)}: freeze all of them, or untie them"
+                )
+
+
+def _named(weights: Mapping[int, str]) -> str:
+    return ", ".join(f"{name} of layer {index}" for index, name in weights.items())
+
+
+def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
+    """Which of the weights train that a layer shares with other modules.
+
+    Returns:
+        float32 ``[num_layers, most weights of a key]``: 1 or 0, zeros for layers elsewhere.
+    """
+    found = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.own_uses), default=0))
+    for index in range(layers.start, layers.stop):
+        for number, weight in enumerate(layers.tied_weights(index)):
+            found[index, number] = float(weight.requires_grad)
+    return found
 
 
 def check_unchanged(layers: StageLayers, trainable: Sequence[bool]) -> None:

@@ -35,10 +35,10 @@ def instructions(
     stock: Instructions = PipelineEngine._INSTRUCTION_MAP
     changed: Instructions = {schedule.BackwardPass: _backward_from_all_outputs}
     changed.update(frozen.instructions(layers.start, layers.stop, prefix))
-    if layers.has_twins:
+    if layers.has_twins or layers.has_copies:
         changed[schedule.ReduceTiedGrads] = _reduce_tied_gradients
-        if accumulates and prefix < layers.stop:
-            changed[schedule.BackwardPass] = _backward_and_accumulate_twins
+    if layers.has_twins and accumulates and prefix < layers.stop:
+        changed[schedule.BackwardPass] = _backward_and_accumulate_twins
     if calls_back:
         changed[schedule.OptimizerStep] = _call_back_and_step
     if streams is not None:
@@ -100,7 +100,10 @@ def _reduce_tied_gradients(engine: Any) -> None:
         engine._layers.fold_twin_sums()
     else:
         engine._layers.fold_twin_gradients()
+    gradient = "_hp_grad" if engine.using_bf16_optimizer else "grad"  # as DeepSpeed sums it over the stages
+    engine._layers.join_copies(gradient)
     PipelineEngine._exec_reduce_tied_grads(engine)
+    engine._layers.share_copies(gradient)
 
 
 def _call_back_and_step(engine: Any) -> None:

@@ -30,8 +30,11 @@ from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.optimizer_state import OptimizerState, PerParameterState
 from ds_dynmo.engine.parameter_groups import Placeholders, complete_groups, in_order
 from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.engine.ties import OwnUses, find_uses, own_uses
 from ds_dynmo.engine.wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
 from ds_dynmo.errors import ConfigError
+
+GradientOf = Callable[[nn.Parameter], torch.Tensor | None]
 
 
 class MendedPipelineEngine(PipelineEngine):
@@ -42,6 +45,7 @@ class MendedPipelineEngine(PipelineEngine):
     _members: list[list[nn.Parameter]]
     _configured: Any = None  # the optimizer that the state below is of
     _timers_started: set[str]
+    _ties: dict[str, OwnUses]
     _replicas_differ = False  # does the model have parameters that are each replica's own?
     _replicas_would_differ = False  # or would it have some if there were several replicas?
 
@@ -50,9 +54,11 @@ class MendedPipelineEngine(PipelineEngine):
         self.__dict__["_comm"] = None
         self.__dict__["_members"] = []
         self.__dict__["_timers_started"] = set()
+        self.__dict__["_ties"] = {}
         super().__init__(*args, **kwargs)
-        self._layers = StageLayers(self.module)
+        self._layers = StageLayers(self.module, self._ties)
         if dynmo is not None:
+            self._layers.mark_copies()
             self._connect()
             self._state = self._optimizer_state()
 
@@ -73,11 +79,12 @@ class MendedPipelineEngine(PipelineEngine):
         if self.dynmo is not None:
             self._connect()
             self._comm.enter("initialize")
-            facts = (self._unsupported(model), replicas.has_own(model), replicas.shares_out(model))
+            facts = (self._unsupported(model), replicas.has_own(model), replicas.shares_out(model), find_uses(model))
             every = self._comm.gather_objects(facts)
-            checks.check_layers(problem for problem, _, _ in every)
-            self._replicas_differ = any(differ for _, differ, _ in every)
-            self._replicas_would_differ = any(shares for _, _, shares in every)
+            checks.check_layers(problem for problem, *_ in every)
+            self._replicas_differ = any(differ for _, differ, _, _ in every)
+            self._replicas_would_differ = any(shares for _, _, shares, _ in every)
+            self._ties = own_uses((uses for *_, uses in every), model._layer_specs, model.parts)
         super()._configure_distributed_model(model)
 
     def _unsupported(self, model: Any) -> str | None:
@@ -146,7 +153,7 @@ class MendedPipelineEngine(PipelineEngine):
         groups = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in groups]
         if flat:
-            in_order(optimizer, StageLayers(self.module).parameters())
+            in_order(optimizer, StageLayers(self.module, self._ties).parameters())
             self._placeholders = Placeholders(optimizer, self.param_names, self.get_data_types()[0], self.device)
         super()._configure_optimizer(optimizer, model_parameters)
         optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
@@ -213,14 +220,19 @@ class MendedPipelineEngine(PipelineEngine):
         scale_gradients(self.module.parameters(), norm, self.gradient_clipping())
         self._global_grad_norm = norm
 
-    def _gradient_norm(self, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> float:
+    def _gradient_norm(self, gradient_of: GradientOf) -> float:
         modules, count = self._layers.counted_modules(), self._layers.num_layers
         place = Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size)
         sum_over_all = self._comm.sum_over_model
         if self._replicas_differ:
             place = replace(place, replica=self.grid.get_data_parallel_id(), replicas=self.grid.data_parallel_size)
             sum_over_all = self._comm.sum_over_world
-        return gradient_norm(modules, count, place, sum_over_all, self.device, gradient_of)
+        return gradient_norm(modules, count, place, sum_over_all, self.device, self._counted_once(gradient_of))
+
+    def _counted_once(self, gradient_of: GradientOf) -> GradientOf:
+        """``gradient_of``, but None for a weight that is counted with the module that has it first in the model."""
+        copies = {id(parameter) for parameter in self._layers.later_copies()}
+        return (lambda p: None if id(p) in copies else gradient_of(p)) if copies else gradient_of
 
     def _norm_of_sums(self) -> float:
         assert self._wrapper is not None
@@ -232,6 +244,7 @@ class MendedPipelineEngine(PipelineEngine):
         mine = Place(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size)
         modules = self._layers.counted_modules().values()
         counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
+        counted -= {id(p) for p in self._layers.later_copies()}
         gradients = [gradient for p, gradient in self._wrapper.gradients() if id(p) in counted]
         return sharded_norm(gradients, self._comm.sum_over_world, self.device)
 

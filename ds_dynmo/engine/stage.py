@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
+from ds_dynmo.engine.ties import OwnUses, tied_weight
 from ds_dynmo.plan import stage_of
 
 
@@ -27,10 +28,17 @@ class StageLayers:
     uses of it, the first use owns the parameters, and every later use runs a *twin*: the same memory, gradients
     of its own. So the gradient of each use is summed over the micro-batches before the uses are added up, on one
     stage as on two, and numbers do not change when uses meet or part.
+
+    Uses that are modules of their own (:class:`OwnUses`) are layers like any other here, and have no :meth:`key`.
+    The module of their first use on a stage is in ``tied_modules``, where DeepSpeed sums the gradients of stages.
+
+    Args:
+        ties: the keys whose uses are modules of their own.
     """
 
-    def __init__(self, module: PipelineModule) -> None:
+    def __init__(self, module: PipelineModule, ties: Mapping[str, OwnUses] | None = None) -> None:
         self._module = module
+        self._ties = dict(ties or {})
         self._twins: dict[int, nn.Module] = {}
         self._twin_of: dict[int, str] = {}
         self._twin_sums: dict[int, torch.Tensor] = {}
@@ -54,12 +62,22 @@ class StageLayers:
         return self._module._layer_specs[index]
 
     def key(self, index: int) -> str | None:
-        """The key of a tied layer, None for any other."""
+        """The key of a tied layer that is one module with its other uses, None for any other."""
         spec = self.spec(index)
-        return str(spec.key) if isinstance(spec, TiedLayerSpec) else None
+        return str(spec.key) if isinstance(spec, TiedLayerSpec) and str(spec.key) not in self._ties else None
+
+    def tie_of(self, index: int) -> OwnUses | None:
+        """How layer ``index`` is tied to others that are modules of their own; None: it is not."""
+        spec = self.spec(index)
+        return self._ties.get(str(spec.key)) if isinstance(spec, TiedLayerSpec) else None
+
+    @property
+    def own_uses(self) -> list[OwnUses]:
+        """The keys whose uses are modules of their own."""
+        return [self._ties[key] for key in sorted(self._ties)]
 
     def tied_keys(self) -> list[str]:
-        """The keys of all tied layers of the model."""
+        """The keys of all tied layers of the model that are one module with their other uses."""
         return sorted({key for index in range(self.num_layers) if (key := self.key(index)) is not None})
 
     def uses(self, key: str) -> list[int]:
@@ -75,7 +93,7 @@ class StageLayers:
         """The first use of a layer that DeepSpeed writes a file of; None: none (every use has a function around it)."""
         key = self.key(index)
         if key is None:
-            return index
+            return index if self.tie_of(index) is None or self.spec(index).forward_fn is None else None
         return next((use for use in self.uses(key) if self.spec(use).forward_fn is None), None)
 
     def file_name(self, index: int) -> str:
@@ -92,10 +110,24 @@ class StageLayers:
 
     def local_module(self, index: int) -> nn.Module | None:
         """The module of a layer of this stage: for a tied one that of its first use here; None for a function."""
-        key = self.key(index)
-        if key is not None:
-            return self._module.tied_modules._modules.get(key)
-        return self._module._modules.get(str(index))
+        modules, name = self._place(index)
+        return modules.get(name)
+
+    def _place(self, index: int) -> tuple[dict[str, nn.Module | None], str]:
+        """Where the PipelineModule keeps the module of a layer of this stage, and the name there."""
+        key, tie = self.key(index), self.tie_of(index)
+        if tie is not None and self._leads(index, self.start, self.stop):
+            key = tie.key
+        return (self._module._modules, str(index)) if key is None else (self._module.tied_modules._modules, key)
+
+    def _leads(self, index: int, start: int, stop: int) -> bool:
+        """Is it, of uses that are modules of their own, the first on a stage that holds layers ``[start, stop)``?"""
+        tie = self.tie_of(index)
+        return tie is not None and index == min(use for use in tie.uses if start <= use < stop)
+
+    def _in_order(self, indices: Iterable[int], start: int, stop: int) -> list[int]:
+        """Layers of such a stage in the order that DeepSpeed's module has their parameters in."""
+        return sorted(indices, key=lambda i: (self.key(i) is None and not self._leads(i, start, stop), i))
 
     def modules(self) -> dict[int, nn.Module]:
         """The modules of this stage's layers, each once."""
@@ -113,8 +145,9 @@ class StageLayers:
 
     def units(self, partition: Sequence[int], stage: int) -> dict[str, int]:
         """The units of a stage with the layer that owns each there, in the order of :meth:`parameters`."""
-        owners = [i for i in range(partition[stage], partition[stage + 1]) if self.owner(i, partition)]
-        return {self.unit(index): index for index in sorted(owners, key=lambda i: (self.key(i) is None, i))}
+        start, stop = partition[stage], partition[stage + 1]
+        owners = [index for index in range(start, stop) if self.owner(index, partition)]
+        return {self.unit(index): index for index in self._in_order(owners, start, stop)}
 
     def every_module(self) -> Iterator[nn.Module]:
         """Every part of every layer that runs here, twins too."""
@@ -124,12 +157,25 @@ class StageLayers:
     def parameters(self) -> list[nn.Parameter]:
         """This stage's parameters, each once, in the order that DeepSpeed's module gives them: tied layers first."""
         modules = self.modules()
-        ordered = sorted(modules, key=lambda i: (self.key(i) is None, i))
+        ordered = self._in_order(modules, self.start, self.stop)
         return list({id(p): p for index in ordered for p in modules[index].parameters()}.values())
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """The parameters of this stage's tied layers."""
-        return [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]
+        """The parameters of this stage's tied layers that are tied."""
+        whole = [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]
+        return [*whole, *(weight for index in range(self.start, self.stop) for weight in self.tied_weights(index))]
+
+    def tied_weights(self, index: int) -> list[nn.Parameter]:
+        """What layer ``index``, of this stage, shares with other modules, in the order of ``tied_weight_attr``."""
+        module = self.local_module(index)
+        if module is None or self.tie_of(index) is None:
+            return []
+        return [tied_weight(module, name) for name in self.spec(index).tied_weight_attr]
+
+    def later_copies(self) -> list[nn.Parameter]:
+        """Tied weights of this stage that are another module's too, one before it in the model."""
+        later = [i for i in range(self.start, self.stop) if (tie := self.tie_of(i)) is not None and i != tie.uses[0]]
+        return [weight for index in later for weight in self.tied_weights(index)]
 
     def sharing(self) -> set[int]:
         """Layers that share a parameter with another layer here, though they are not tied."""
@@ -160,11 +206,8 @@ class StageLayers:
 
     def detach(self, index: int) -> None:
         """Let go of the module of layer ``index``, which was sent away; :meth:`rebuild` follows."""
-        key = self.key(index)
-        if key is None:
-            del self._module._modules[str(index)]
-        else:
-            del self._module.tied_modules[key]
+        modules, name = self._place(index)
+        del modules[name]
         self._module.forward_funcs[index - self.start] = _sent_away
 
     # -- rebuilding -----------------------------------------------------------------------------------
@@ -209,6 +252,13 @@ class StageLayers:
                 module.tied_modules[key] = layer
                 module.tied_weight_attrs[key] = spec.tied_weight_attr
             module.forward_funcs.append(_use(spec, module.tied_modules[key]))
+        elif self.tie_of(index) is not None:
+            assert layer is not None
+            modules, name = self._place(index)
+            modules[name] = layer
+            if modules is module.tied_modules._modules:
+                module.tied_weight_attrs[name] = spec.tied_weight_attr
+            module.forward_funcs.append(_use(spec, layer))
         elif layer is not None:
             module.add_module(str(index), layer)
             module.fwd_map[str(index)] = len(module.forward_funcs)
@@ -270,7 +320,50 @@ class StageLayers:
         for index, twin in self._twins.items():
             yield from zip(self._module.tied_modules[self._twin_of[index]].parameters(), twin.parameters())
 
+    # -- several modules of one key on one stage -------------------------------------------------------
+
+    @property
+    def has_copies(self) -> bool:
+        return any(self._copies())
+
+    def join_copies(self, gradient: str) -> None:
+        """Add up the gradients of tied weights that this stage has in several modules, in layer order, in the first.
+
+        Args:
+            gradient: the attribute that holds it: ``grad``, or what BF16_Optimizer accumulates in.
+        """
+        for first, *others in self._copies():
+            for other in others:
+                added, total = getattr(other, gradient), getattr(first, gradient)
+                if added is not None:
+                    setattr(first, gradient, added.clone()) if total is None else total.add_(added)
+
+    def share_copies(self, gradient: str) -> None:
+        """After all stages have added up theirs: give the sum to the other modules of this stage."""
+        for first, *others in self._copies():
+            for other in others:
+                total, own = getattr(first, gradient), getattr(other, gradient)
+                if total is not None:
+                    setattr(other, gradient, total.clone()) if own is None or own.is_sparse else own.copy_(total)
+
+    def _copies(self) -> Iterator[tuple[nn.Parameter, ...]]:
+        """Each tied weight that is in several modules of this stage, all of its copies, in layer order."""
+        for tie in self.own_uses:
+            here = [use for use in tie.uses if self.start <= use < self.stop]
+            if len(here) > 1:
+                yield from zip(*(self.tied_weights(use) for use in here), strict=True)
+
     # -- ties between stages --------------------------------------------------------------------------
+
+    def mark_copies(self) -> None:
+        """Tell DeepSpeed which parameters another module before has too, and that no other of those modules' has."""
+        for index in range(self.start, self.stop):
+            module = self.local_module(index)
+            if module is not None and self.tie_of(index) is not None:
+                for parameter in module.parameters():
+                    parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+        for parameter in self.later_copies():
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
     def tie(self, grid: Any, make_group: Callable[[list[int]], Any]) -> None:
         """Rebuild ``tied_comms``: collective, every rank asks for the groups of every replica in one order."""
@@ -278,8 +371,10 @@ class StageLayers:
         module.tied_comms = {}
         for parameter in module.parameters():
             parameter.ds_pipe_replicated = False
-        for key in self.tied_keys():
-            stages = sorted({stage_of(use, module.parts) for use in self.uses(key)})
+        for key in sorted([*self.tied_keys(), *self._ties]):
+            tie = self._ties.get(key)
+            uses = self.uses(key) if tie is None else tie.uses
+            stages = sorted({stage_of(use, module.parts) for use in uses})
             for pipeline in grid.pipe_groups:  # per replica and slice, its ranks by stage
                 ranks = [pipeline[stage] for stage in stages]
                 if len(ranks) == 1:
@@ -292,8 +387,10 @@ class StageLayers:
                         "weight_attr": module.tied_weight_attrs[key],
                         "module": module.tied_modules[key],
                     }
-                    for parameter in module.tied_modules[key].parameters():
-                        parameter.ds_pipe_replicated = module.global_rank != ranks[0]
+                    if tie is None:
+                        for parameter in module.tied_modules[key].parameters():
+                            parameter.ds_pipe_replicated = module.global_rank != ranks[0]
+        self.mark_copies()
 
 
 def _sent_away(*_: Any) -> Any:

@@ -28,11 +28,11 @@ def tie_of(module: PipelineModule, layer: int) -> str | None:
 def local_layers(module: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
     """``(layer number, layer)`` for each layer of this stage that is a module; plain functions are left out.
 
-    Every use of a tied layer comes as the one module that the stage holds for all of them.
+    Uses of a tied layer that are one module come as the one that the stage holds for all of them.
     """
     for layer in range(module._local_start, module._local_stop):
         key = tie_of(module, layer)
-        if key is not None:
-            yield layer, module.tied_modules[key]
-        elif str(layer) in module._modules:
+        if str(layer) in module._modules:  # of uses that differ, all but a stage's first are here
             yield layer, module._modules[str(layer)]
+        elif key is not None:
+            yield layer, module.tied_modules[key]

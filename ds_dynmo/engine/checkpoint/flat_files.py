@@ -7,7 +7,7 @@ beside it: shards of frozen parameters, and options and step counts of all group
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,14 +71,14 @@ class FlatFiles:
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> LoadedFlat:
+    def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> LoadedFlat:
         loaded = LoadedFlat()
         places = saved.layout.slots(prefer=stage)
         sources = {stage: None}  # in this order, each once
-        for key in wanted:
-            if key not in places:
+        for key, saved_as in wanted.items():
+            if saved_as not in places:
                 continue
-            source, slot = places[key]
+            source, slot = places[saved_as]
             sources[source] = None
             loaded.groups[key] = slot.group
             rows: Pieces = {}

@@ -10,7 +10,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ds_dynmo.engine.checkpoint.compact import compact
-from ds_dynmo.engine.checkpoint.origin import LayerOrigin, digest, plain_attributes
+from ds_dynmo.engine.checkpoint.origin import LayerOrigin, aliases_of, digest, plain_attributes
 from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
@@ -34,7 +34,6 @@ class LoadedLayer:
 def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool) -> Extras:
     """What DeepSpeed's file of a layer lacks. ``weights``: DeepSpeed writes no file of this layer, so all of it."""
     named = dict(module.named_parameters())
-    first_name = {id(parameter): name for name, parameter in named.items()}
     found: Extras = {
         "parameters": {
             name: {
@@ -45,11 +44,7 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool) -> Extra
             }
             for name, parameter in named.items()
         },
-        "aliases": {
-            name: first_name[id(parameter)]
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if name not in named
-        },
+        "aliases": aliases_of(module),
         "buffers": {path: _buffers(sub) for path, sub in module.named_modules()},
         "non_persistent": {path: sorted(sub._non_persistent_buffers_set) for path, sub in module.named_modules()},
         "retyped": [
@@ -100,7 +95,7 @@ def check_state(
         expected: dict[str, Any] = {**origin.state, **kept}
     else:
         expected = {name: about["shape"] for name, about in extras["parameters"].items()}
-        unknown = {name.rpartition(".")[0] for name in expected} - origin.attributes.keys()
+        unknown = {name.rpartition(".")[0] for name in [*expected, *extras["aliases"]]} - origin.attributes.keys()
         if unknown:
             raise CheckpointError(f"{path}: the layer has no submodule {sorted(unknown)}")
     parameters: dict[str, Any] = extras["parameters"] if extras is not None else origin.shapes

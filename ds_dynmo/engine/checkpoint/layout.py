@@ -17,7 +17,7 @@ MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
 FLAT = "flat"
 
-Key = tuple[int, str]  # (layer, parameter name); a tied layer is known by its first use in the model
+Key = tuple[int, str]  # (layer, parameter name); what is tied whole is known by its first use in the model
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Slot:
     """Where the optimizer state of one parameter lies in the files of one saved stage.
 
     Attributes:
-        layer: the layer's number, of a tied layer that of its first use in the model.
+        layer: the layer's number, of one that is tied whole that of its first use in the model.
         name: the parameter's name inside the layer.
         group: number of its parameter group.
         index: its position in the optimizer's ``state_dict``, counted over the groups.

@@ -11,6 +11,7 @@ from ds_dynmo.engine.checkpoint.applying import What
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, stage_file
 from ds_dynmo.engine.checkpoint.replica_files import check_replicas
+from ds_dynmo.engine.checkpoint.tied_files import saved_as
 from ds_dynmo.errors import CheckpointError
 
 
@@ -22,7 +23,8 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
     if manifest.partition[-1] != num_layers:
         raise CheckpointError(f"{path}: a model of {manifest.partition[-1]} layers, expected {num_layers}")
     for index, origin in engine._origin.layers.items():
-        found = manifest.slices[engine.grid.get_slice_parallel_rank()].shapes.get(index)
+        layout = manifest.slices[engine.grid.get_slice_parallel_rank()]
+        found = layout.shapes.get(saved_as(engine._layers, layout, index))
         if found is None:
             raise CheckpointError(f"{path}: layer {index} has no parameters there, expected {origin.shapes}")
         differ = {

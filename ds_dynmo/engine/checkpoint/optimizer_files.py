@@ -6,7 +6,7 @@ an optimizer that DeepSpeed does not wrap: torch's dict per parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,8 +54,11 @@ class OptimizerFiles(Protocol):
     def layout(self, named: Named) -> StageLayout:
         """What DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
 
-    def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> Any:
-        """State of the ``wanted`` parameters; options of groups from the files of ``stage``. Changes nothing.
+    def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> Any:
+        """State of some parameters; options of groups from the files of ``stage``. Changes nothing.
+
+        Args:
+            wanted: per parameter, what it was saved as.
 
         Raises:
             CheckpointError: a file does not hold what its layout says.
@@ -114,15 +117,15 @@ class PerParameter:
                 index, offset = index + 1, offset + parameter.numel()
         return StageLayout(tuple(slots))
 
-    def read(self, saved: Saved, wanted: Iterable[Key], stage: int) -> LoadedState:
+    def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> LoadedState:
         if self._optimizer is None:
             return LoadedState()
         loaded = LoadedState(options=self._options(saved, stage))
         places = saved.layout.slots(prefer=stage)
-        for key in wanted:
-            if key not in places:
+        for key, saved_as in wanted.items():
+            if saved_as not in places:
                 continue
-            source, slot = places[key]
+            source, slot = places[saved_as]
             loaded.groups[key] = slot.group
             state = _file(saved, source)["state"].get(slot.index)
             if state is not None:

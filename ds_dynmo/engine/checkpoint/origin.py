@@ -28,6 +28,7 @@ class LayerOrigin:
 
     Attributes:
         shapes: of its parameters, by name.
+        aliases: per further name of a parameter, the first.
         trainable: ``requires_grad`` of its parameters, by name.
         state: shapes of the tensors in its ``state_dict``, by name; None for extra state.
         dtypes: of its parameters and buffers, by name.
@@ -36,6 +37,7 @@ class LayerOrigin:
     """
 
     shapes: dict[str, list[int]]
+    aliases: dict[str, str]
     trainable: dict[str, bool]
     state: dict[str, list[int] | None]
     dtypes: dict[str, torch.dtype]
@@ -47,6 +49,7 @@ class LayerOrigin:
         named = dict(module.named_parameters())
         return cls(
             shapes={name: list(parameter.shape) for name, parameter in named.items()},
+            aliases=aliases_of(module),
             trainable={name: parameter.requires_grad for name, parameter in named.items()},
             state={
                 name: list(value.shape) if isinstance(value, torch.Tensor) else None
@@ -71,7 +74,7 @@ class Origin:
 
     Attributes:
         partition: boundaries that its PipelineModule was constructed with.
-        layers: every layer with a module, a tied one under its first use: this rank's slice of it.
+        layers: every layer with a module, one that is tied whole under its first use: this rank's slice of it.
         layout: what DeepSpeed would write of this rank's stage at that partition.
     """
 
@@ -98,6 +101,13 @@ class Origin:
 
 def _layout(engine: Any) -> StageLayout:
     return optimizer_files(engine).layout(named_parameters(engine._layers))
+
+
+def aliases_of(module: nn.Module) -> dict[str, str]:
+    """Per further name that a parameter of a layer has, its first."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
 
 
 def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, Shapes, check_state, present_shapes
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
+    Key,
     Manifest,
     SliceLayout,
     join,
@@ -25,6 +26,7 @@ from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
 from ds_dynmo.engine.checkpoint.own_layout import own_layout
 from ds_dynmo.engine.checkpoint.replica_files import own_optimizer_state, own_weights
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
+from ds_dynmo.engine.checkpoint.tied_files import saved_as, stock_state_of_use
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.errors import CheckpointError, ConfigError
 
@@ -177,29 +179,35 @@ def _read(
     lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - common.keys()
     if lacking:
         raise CheckpointError(f"{saved.path(first)}: lacks {sorted(lacking)}")
-    found, wanted = {}, []
+    found: dict[int, LoadedLayer] = {}
+    wanted: dict[Key, Key] = {}
     for index in range(target[stage], target[stage + 1]):
         name = layers.first_use(index)
         if name not in origins or not layers.owner(index, target):
             continue
-        extras = None
+        old = saved_as(layers, saved.layout, name)
+        extras, strict = None, what.strict
         if not manifest.stock:
-            extras = saved.read_to(engine.device, layer_file(name, replica if same_replicas else 0, slice_index))
-        path = saved.layout.weights[name]
-        state = saved.read(path)
-        if path == layer_file(name, 0, slice_index):
+            extras = saved.read_to(engine.device, layer_file(old, replica if same_replicas else 0, slice_index))
+        path = saved.layout.weights[old]
+        if manifest.stock and layers.tie_of(index) is not None:
+            path, state, complete = stock_state_of_use(saved, layers, index, origins)
+            strict = strict and complete
+        else:
+            state = saved.read(path)
+        if path == layer_file(old, 0, slice_index):
             state = state["weights"]
         found[index] = own_weights(LoadedLayer(state, extras))
         check_state(
             found[index],
             origins[name],
             present[name],
-            strict=what.strict,
+            strict=strict,
             frozen_excluded=manifest.frozen_excluded,
             path=saved.path(path),
         )
         parameters = extras["parameters"] if extras is not None else origins[name].shapes
-        wanted += [(name, parameter) for parameter in parameters]
+        wanted.update({(name, parameter): (old, parameter) for parameter in parameters})
     optimizer = None
     if what.optimizer and not what.module_only:
         kind = optimizer_files(engine)

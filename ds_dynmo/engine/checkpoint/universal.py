@@ -18,6 +18,9 @@ def universal_info(engine: Any) -> dict[str, Any]:
     if not engine.save_zero_checkpoint:
         return {}
     tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in engine._layers.tied_keys()]
+    for tie in engine._layers.own_uses:  # a later use may have the weight by another name, and weights of its own
+        names = tie.weights[tie.uses[0]]
+        tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]
     return {
         UNIVERSAL_CHECKPOINT_INFO: {
             UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
