@@ -46,6 +46,14 @@ def model_layers(config: ModelConfig) -> list[LayerSpec]:
 
 
 def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
+    assert config.huggingface is not None
+    files = huggingface.tokenizer_files(config.huggingface)
+    if files and config.tokens is None:
+        raise ConfigError(
+            f'{BLOCK}.huggingface = "{config.huggingface}": holds a tokenizer ({", ".join(files)}), which cannot be '
+            "used yet: the text's bytes would be taken for its token numbers, which mean other text to this model; "
+            f'"tokens": "bytes" in the "{BLOCK}" block trains on bytes all the same'
+        )
     try:
         layers = huggingface.layers(
             config.huggingface, seed=config.seed, sequence_length=config.sequence_length, vocab_size=BYTES

@@ -30,7 +30,7 @@ __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
 BYTES = 256  # the text's different tokens
-BESIDE_HUGGINGFACE = {"huggingface", "sequence_length", "seed", "sampling", "freezing"}
+BESIDE_HUGGINGFACE = {"huggingface", "tokens", "sequence_length", "seed", "sampling", "freezing"}
 
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
@@ -68,7 +68,12 @@ class ModelConfig(GPTConfig):
     huggingface: str | dict[str, Any] | None = Field(
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
-        'or what is in one; beside it "sequence_length", "seed", "sampling" and "freezing" alone may be given',
+        'or what is in one; beside it "tokens", "sequence_length", "seed", "sampling" and "freezing" alone may stand',
+    )
+    tokens: Literal["bytes"] | None = Field(
+        default=None,
+        description='"bytes": the text is trained byte by byte, even if the model has a tokenizer; null: byte by byte '
+        "too, and a model with a tokenizer is refused",
     )
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
     moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")

@@ -216,6 +216,8 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
     saved_model = read_model_config(resumed)
     for key in ModelConfig.model_fields:
+        if key == "tokens":  # allows what was trained on, and changes nothing of it
+            continue
         if getattr(model, key) != getattr(saved_model, key):
             raise ConfigError(
                 f"--resume {folder}: was trained with model.{key} = {getattr(saved_model, key)}, "

@@ -418,6 +418,19 @@ def test_the_model_block_takes_a_config(tmp_path: Path) -> None:
             model_layers(parse_block(ModelConfig, block, "model"))
 
 
+def test_a_folder_with_a_tokenizer_trains_on_bytes_if_they_are_meant(tmp_path: Path) -> None:
+    library_model("llama").save_pretrained(tmp_path)
+    block = {"huggingface": str(tmp_path), "sequence_length": 64}
+    assert len(model_layers(parse_block(ModelConfig, block, "model"))) == 6
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds a tokenizer \(tokenizer\.json, vocab\.json\)"):
+        model_layers(parse_block(ModelConfig, block, "model"))
+    assert len(model_layers(parse_block(ModelConfig, {**block, "tokens": "bytes"}, "model"))) == 6
+    fresh = {**block, "huggingface": str(tmp_path / "config.json")}
+    assert len(model_layers(parse_block(ModelConfig, fresh, "model"))) == 6  # fresh weights know no token yet
+
+
 def test_what_cannot_freeze_is_refused() -> None:
     def refused(model: dict[str, Any], freezing: dict[str, Any], message: str) -> None:
         block = parse_block(ModelConfig, {"huggingface": model, "sequence_length": 64, "freezing": freezing}, "model")

@@ -32,7 +32,7 @@ def test_a_dumped_block_reads_as_it_was() -> None:
         config = read(layers=3, tied_embedding=False, freezing=freezing)
         assert read(**config.model_dump(mode="json")) == config
     for model in ("folder", {"model_type": "llama", "bos_token_id": None}):
-        config = read(huggingface=model, sequence_length=32, freezing={"schedule": [[0.5, 40]]})
+        config = read(huggingface=model, sequence_length=32, freezing={"schedule": [[0.5, 40]]}, tokens="bytes")
         assert read(**config.model_dump(mode="json")) == config
     config = read(moe={"routing": "bias", "bias_rate": 0.01})
     assert read(**config.model_dump(mode="json")) == config
@@ -232,6 +232,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ),
         ({"huggingface": 3}, "model.huggingface = 3", "valid string"),
         ({"huggingface": "folder", "layers": 2, "heads": 4}, "model = ", "heads, layers: cannot be given beside"),
+        ({"huggingface": "folder", "tokens": "words"}, 'model.tokens = "words"', "'bytes'"),
         ({"huggingface": {}, "pruning": None}, "model = ", "pruning: cannot be given beside huggingface"),
         ({"freezing": {"automatic": {"interval": 0}}}, "model.freezing.automatic.interval = 0", "greater than 0"),
         ({"sparse_attention": True}, "model.sparse_attention = true", "an object"),
@@ -296,6 +297,26 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"model\.huggingface: .*pip install ds_dynmo\[huggingface\]"):
         model_layers(read(huggingface={"model_type": "llama"}))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "vocab.json"),
+        *("vocab.txt", "merges.txt", "tekken.json", "qwen.tiktoken", "spiece.model"),
+    ],
+)
+def test_a_folder_with_a_tokenizer_is_refused_unless_bytes_are_meant(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError) as caught:
+        model_layers(read(huggingface=str(tmp_path)))
+    message = str(caught.value)
+    assert message.startswith(f'model.huggingface = "{tmp_path}": ') and f"({file})" in message
+    assert message.endswith('"tokens": "bytes" in the "model" block trains on bytes all the same')
+    for block in ({"huggingface": str(tmp_path), "tokens": "bytes"}, {"huggingface": str(tmp_path / file)}):
+        with pytest.raises(ConfigError) as caught:  # of what else is wrong with it
+            model_layers(read(**block))
+        assert "holds a tokenizer" not in str(caught.value)
 
 
 def test_a_missing_block_is_named() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.models import read_model_config
 from scripts.training.options import RESUME_FILE, Run, prepare
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +143,11 @@ def test_other_steps_would_move_a_schedule(tmp_path: Path, key: str) -> None:
 def test_without_a_schedule_a_resumed_run_may_have_other_steps(tmp_path: Path, case: dict[str, Any]) -> None:
     run = resumed(tmp_path, case, "--steps", "16")
     assert (run.first_step, run.stop, run.steps) == (5, 16, 16)
+
+
+def test_a_run_that_did_not_say_that_bytes_are_meant_can_be_resumed(tmp_path: Path) -> None:
+    said = read_model_config({"model": SIZES}).model_dump(mode="json", exclude={"tokens"})
+    assert resumed(tmp_path, {"tokens": "bytes"}, model=said).model.tokens == "bytes"
 
 
 def test_what_cannot_be_resumed(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Hugging Face causal language models as pipeline layers, and back (optional extra ``huggingface``)."""
 
 from ds_dynmo.models.huggingface.adapter import export, layers
-from ds_dynmo.models.huggingface.configs import check_blocks_draw_nothing
+from ds_dynmo.models.huggingface.configs import check_blocks_draw_nothing, tokenizer_files
 
-__all__ = ["check_blocks_draw_nothing", "export", "layers"]
+__all__ = ["check_blocks_draw_nothing", "export", "layers", "tokenizer_files"]

@@ -18,8 +18,12 @@ from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.modules import RouterLoss
 
-__all__ = ["FAMILIES", "check_blocks_draw_nothing", "config_of", "name_of", "router_loss", "transformers", "window"]
+__all__ = [
+    *("FAMILIES", "check_blocks_draw_nothing", "config_of", "name_of", "router_loss", "tokenizer_files"),
+    *("transformers", "window"),
+]
 
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "tekken*", "spiece.model", "sentencepiece*")
 DRAWS_IN_BLOCKS = ("attn_pdrop", "resid_pdrop", "attention_dropout", "router_jitter_noise")  # keys of configs
 
 
@@ -76,6 +80,13 @@ def check_blocks_draw_nothing(model: Any, why: str) -> None:
     for key in DRAWS_IN_BLOCKS:
         if getattr(config, key, None):
             raise ConfigError(f"{key} {getattr(config, key)}: should be 0: {why}")
+
+
+def tokenizer_files(model: Any) -> list[str]:
+    """The names of a tokenizer's files in the folder ``model``; none where it is anything else."""
+    if not isinstance(model, (str, os.PathLike)) or not Path(model).is_dir():
+        return []
+    return sorted({path.name for pattern in TOKENIZER_FILES for path in Path(model).glob(pattern)})
 
 
 def name_of(model: Any) -> str:
