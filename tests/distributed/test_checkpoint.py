@@ -378,6 +378,17 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
             run(2, work.load_and_go_on, other, str(tmp_path))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+def test_flat_buffers_of_other_groups_are_refused(tmp_path: Path, precision: str) -> None:
+    """Before anything changes."""
+    cases = [Case(stages=2, precision=precision, groups=groups) for groups in ("one", "two")]
+    for case, folder in zip(cases, ("one", "two")):
+        run(2, work.save_as, "ours", case, str(tmp_path / folder))
+    for case, folder, counts in ((cases[1], "one", (1, 2)), (cases[0], "two", (2, 1))):
+        with pytest.raises(RankError, match="flat-pipe_0.*has {} parameter groups, expected {}".format(*counts)):
+            run(2, work.load_and_go_on, case, str(tmp_path / folder))
+
+
 # -- writing ------------------------------------------------------------------------------------------
 
 

@@ -115,10 +115,16 @@ def test_every_weight_is_clipped_by_once(precision: str) -> None:
         assert engine == pytest.approx(whole_model, rel=1e-5)
 
 
-def test_only_copies_are_marked() -> None:
-    first, last = run(2, work.copies_are_marked, Case(stages=2), "gdgpt")
-    assert not any(marked for _, marked in first)
-    assert [name for name, marked in last if marked] == ["tied_modules.embed.embed_tokens.weight"]
+@pytest.mark.parametrize(
+    ("way", "copy", "converted_once"),
+    [("gdgpt", "embed_tokens.weight", True), ("gdgpt, other name", "lm_head.weight", False)],
+)
+def test_only_copies_are_marked(way: str, copy: str, converted_once: bool) -> None:
+    """For DeepSpeed's norm, and for its universal conversion, which leaves them out on all stages but the first."""
+    first, last = run(2, work.marks, Case(stages=2, precision="bf16 zero1"), way)
+    assert not any(replicated for _, replicated, _ in first)
+    assert [name for name, replicated, _ in last if replicated] == [f"tied_modules.embed.{copy}"]
+    assert [name for name, _, left_out in last if left_out] == [f"tied_modules.embed.{copy}"] * converted_once
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -138,4 +144,4 @@ def test_all_on_one_stage_and_back(way: str, precision: str) -> None:
 @pytest.mark.parametrize("way", ["sparkjiao", "gdgpt"])
 def test_uses_that_deepspeed_did_not_build_are_refused(way: str) -> None:
     with pytest.raises(RankError, match=r"ConfigError.*layers \[0, 7\] are tied.*DeepSpeed builds the first of them"):
-        run(1, work.copies_are_marked, Case(stages=1), way)
+        run(1, work.marks, Case(stages=1), way)

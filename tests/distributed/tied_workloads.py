@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deepspeed.checkpoint.constants import PIPELINE_REPLICATED_PARAMETER_PATTERNS, UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from ds_dynmo.engine.checkpoint.universal import universal_info
 from ds_dynmo.errors import CheckpointError, ConfigError
 from tests.distributed import checkpoint_workloads, workloads
 from tests.distributed.workloads import VOCABULARY, WIDTH, Block, Case, Embedding, Head, batches, build, seeded
@@ -301,9 +304,15 @@ def freeze_one_use(case: Case, way: str) -> tuple[str, list[float]]:
     return message, [*losses, *(engine.train_batch(data).item() for _ in range(2))]
 
 
-def copies_are_marked(case: Case, way: str) -> list[tuple[str, bool]]:
+def marks(case: Case, way: str) -> list[tuple[str, bool, bool]]:
+    """Per parameter of this stage: is it marked as a copy, and does DeepSpeed's conversion leave it out?"""
     engine = build(case, WAYS[way])
-    return [(name, parameter.ds_pipe_replicated) for name, parameter in engine.module.named_parameters()]
+    info = universal_info(engine)[UNIVERSAL_CHECKPOINT_INFO]
+    patterns = info[PIPELINE_REPLICATED_PARAMETER_PATTERNS]
+    return [
+        (name, parameter.ds_pipe_replicated, any(re.match(pattern, name) for pattern in patterns))
+        for name, parameter in engine.module.named_parameters()
+    ]
 
 
 def repack(case: Case, way: str, sizes: dict[int, int], steps: int) -> dict[str, Any]:

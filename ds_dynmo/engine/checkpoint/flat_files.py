@@ -133,7 +133,13 @@ class FlatFiles:
         """Parameter groups of stages: number, what is counted, options, kinds of state beside the fp32 weights."""
         if not saved.manifest.stock:
             for source in sources:
-                extras = saved.read(flat_file(source, 0, saved.slice_index))
+                name = flat_file(source, 0, saved.slice_index)
+                extras = saved.read(name)
+                if len(extras["options"]) != len(self._state.members):
+                    raise CheckpointError(
+                        f"{saved.path(name)}: has {len(extras['options'])} parameter groups, expected "
+                        f"{len(self._state.members)}"
+                    )
                 for number, scalars in extras["scalars"].items():
                     yield number, scalars, dict(extras["options"][number]), {*extras["kinds"][number]} - {MASTER}
             return

@@ -109,6 +109,8 @@ def check_state(
         raise CheckpointError(f"{path}: lacks {missing} and has {unexpected}, which the layer does not")
     for name, shape in expected.items():
         value = state.get(name)
+        if name in parameters and value is not None and not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, expected a tensor of shape {shape}")
         if isinstance(value, torch.Tensor) and shape is not None and list(value.shape) != shape:
             raise CheckpointError(f"{path}: {name} has shape {list(value.shape)}, expected {shape}")
     for name in parameters.keys() - state.keys():
