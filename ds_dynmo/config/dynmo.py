@@ -8,8 +8,10 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ds_dynmo.config.block import Block
 from ds_dynmo.config.explain import suggest
+from ds_dynmo.config.keep_together import parse_keep_together
 from ds_dynmo.config.repack import RepackConfig
 from ds_dynmo.config.type_partition import TYPE_PREFIX, parse_type_partition
+from ds_dynmo.layer_groups import KeepRule
 
 NAMED_PARTITIONS = ("uniform", "parameters", "profile")
 
@@ -91,6 +93,11 @@ class DynMoConfig(Block):
         '"type:<regex>[:weight][|<regex>[:weight]...]"; null: the partition that the model was built with; "profile": '
         "as null, and layers move after the first profile",
     )
+    keep_together: tuple[KeepRule, ...] = Field(
+        default=(),
+        description="where no partition cuts: inside runs of layers such as [6, 7], and directly before layers whose "
+        'class name "type:REGEX" matches',
+    )
     randomness: RandomnessConfig = Field(
         default=RandomnessConfig(), description="what random draws in a layer depend on"
     )
@@ -150,6 +157,11 @@ class DynMoConfig(Block):
         if repack.enabled and repack.planner == "first_fit" and info.data.get("memory_limit") is None:
             raise ValueError('planner "first_fit" packs by memory: it needs memory_limit')
         return repack
+
+    @field_validator("keep_together", mode="before")
+    @classmethod
+    def _runs_and_types(cls, rules: Any) -> tuple[KeepRule, ...]:
+        return parse_keep_together(rules)
 
     @field_validator("initial_partition", mode="plain")
     @classmethod

@@ -5,7 +5,7 @@ boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusio
 (:func:`shortest`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
 """
 
-from ds_dynmo.partitioners.balanced import balanced
+from ds_dynmo.partitioners.balanced import balanced, balanced_groups
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode, message_capacity
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
@@ -34,6 +34,7 @@ __all__ = [
     "StageMemory",
     "Timeline",
     "balanced",
+    "balanced_groups",
     "bottleneck",
     "bubble_ratio",
     "check_fits",

@@ -10,6 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages
 from ds_dynmo.partitioners.even_out import even_out
 from ds_dynmo.partitioners.limited import balanced_within
@@ -18,7 +20,7 @@ from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.plan import check_partition
 
-__all__ = ["balanced"]
+__all__ = ["balanced", "balanced_groups"]
 
 
 @register("partition")
@@ -60,6 +62,27 @@ def balanced(
     if given is not None and all(prefix[b] - prefix[a] <= bound for a, b in zip(given, given[1:])):
         return given
     return even_out(prefix, _spread(prefix, num_stages, bound))
+
+
+def balanced_groups(
+    costs: Sequence[float], num_stages: int, groups: LayerGroups, *, start: Sequence[int] | None = None
+) -> list[int]:
+    """:func:`balanced`, among the partitions that cut where ``groups`` allow it.
+
+    Args:
+        costs: per layer.
+        start: the partition to keep if it is as good; one that cuts where it may not counts as the nearest.
+
+    >>> balanced_groups([4, 9, 7, 5], 3, LayerGroups((0, 1, 3, 4)))
+    [0, 1, 3, 4]
+
+    Raises:
+        PartitionError: as :func:`balanced`; more stages than groups.
+    """
+    if (problem := groups.shortage(num_stages)) is not None:
+        raise PartitionError(problem)
+    given = None if start is None else groups.fold_partition(groups.nearest(start))
+    return list(groups.unfold_partition(balanced(groups.fold(check_costs(costs)), num_stages, start=given)))
 
 
 def to_integers(costs: Sequence[float]) -> list[int]:

@@ -36,7 +36,7 @@ from ds_dynmo.partitioners.overload import (
     keep_right,
     pick_targets,
 )
-from ds_dynmo.partitioners.stretch import LayerRecord, Room, Stretch
+from ds_dynmo.partitioners.stretch import RECORD_WIDTH, LayerRecord, Room, Stretch
 
 __all__ = ["DiffusionNode", "message_capacity"]
 
@@ -81,8 +81,11 @@ class _Verdict(NamedTuple):
 
 
 def message_capacity(num_layers: int) -> int:
-    """The most floats that a message between two stages of a model of ``num_layers`` holds."""
-    window = 2 + num_layers * len(LayerRecord._fields)
+    """The most floats that a message between two stages of a model of ``num_layers`` holds.
+
+    It holds for groups of them too: of two layers or more, what a group says is no longer than what they would.
+    """
+    window = 2 + num_layers * RECORD_WIDTH
     return len(_Verdict._fields) + window + (TARGETS + 1) * len(dataclasses.fields(Attempt))
 
 
@@ -92,7 +95,7 @@ class DiffusionNode:
     Args:
         stage, num_stages: its place.
         start: number of its first layer.
-        costs: of its own layers, at least one, on a stage of speed 1.
+        costs: of its own layers (or groups of layers, which are counted then), at least one, on a stage of speed 1.
         memory: bytes of its own layers and its own limit; None where memory does not count.
         speed: its own, relative to the others'.
 
@@ -125,6 +128,7 @@ class DiffusionNode:
         self.start_bottleneck = self.layers.load(self._room, *self.bounds)
         self.end_bottleneck = math.inf
         self._micro_batches = 1 if memory is None else memory.micro_batches
+        self._group_sizes = _inner_sizes(memory)
         self._fits = self.layers.fits(self._room, *self.bounds)
         self._hops = num_stages - 1
         self._survey = self._own_survey()
@@ -251,7 +255,7 @@ class DiffusionNode:
         head = len(_Verdict._fields)
         self._verdict = _Verdict(*message[:head])
         self._hear_verdict()
-        window, rest = Stretch.decoded(message[head:])
+        window, rest = Stretch.decoded(message[head:], self._group_sizes)
         if window.records:
             assert window.stop == self.layers.start
         self._try(window.joined(self.layers) if window.records else self.layers, Attempt.decoded(rest))
@@ -281,7 +285,7 @@ class DiffusionNode:
         ]
 
     def _hear_left_sweep(self, message: Message) -> None:
-        window, rest = Stretch.decoded(message)
+        window, rest = Stretch.decoded(message, self._group_sizes)
         if window.records:
             self._known = self._known.joined(window)
         self._settle(Attempt.decoded(rest))
@@ -315,12 +319,12 @@ class DiffusionNode:
         before, partner_quiet = self.bounds, self._quiet
         if from_left is not None:
             partner_quiet = int(from_left[0])
-            left, _ = Stretch.decoded(from_left[3:])
+            left, _ = Stretch.decoded(from_left[3:], self._group_sizes)
             both, bound = self._meet(left, self.layers, self._room_of(self.stage - 1, *from_left[1:3]), self._room)
             self.layers = both.part(bound, both.stop)
         elif from_right is not None:
             partner_quiet = int(from_right[0])
-            right, _ = Stretch.decoded(from_right[3:])
+            right, _ = Stretch.decoded(from_right[3:], self._group_sizes)
             both, bound = self._meet(self.layers, right, self._room, self._room_of(self.stage + 1, *from_right[1:3]))
             self.layers = both.part(both.start, bound)
         self._quiet = 0 if self.bounds != before else 1 + min(self._quiet, partner_quiet)
@@ -350,5 +354,16 @@ def _encoded(attempts: Sequence[Attempt]) -> Message:
 def _records(costs: Sequence[float], memory: StageMemory | None) -> list[LayerRecord]:
     if memory is None:
         return [LayerRecord(float(cost)) for cost in costs]
-    layers = zip(costs, memory.static_bytes, memory.activation_bytes, memory.input_bytes)
-    return [LayerRecord(*(float(value) for value in layer)) for layer in layers]
+    every = zip(costs, memory.static_bytes, memory.activation_bytes, memory.input_bytes)
+    records = [LayerRecord(float(cost), float(a), float(b), float(c)) for cost, a, b, c in every]
+    if not _inner_sizes(memory):
+        return records
+    return [
+        record._replace(inner=tuple(float(value) for layer in group for value in layer)) if len(group) > 1 else record
+        for record, group in zip(records, memory.inner_bytes)
+    ]
+
+
+def _inner_sizes(memory: StageMemory | None) -> Sequence[int]:
+    """Of each group of the model, where what its layers hold by themselves counts: segments begin within groups."""
+    return memory.group_sizes if memory is not None and memory.checkpoint_interval else ()

@@ -115,7 +115,8 @@ def _fits(memory: MemoryModel | None, bounds: list[int]) -> bool:
 def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:
     """The error of the partition that fits if every limit is raised by the same, smallest number of bytes."""
     equal = [1] * len(memory.limits)
-    held = sum(memory.activation_bytes) + sum(memory.input_bytes)
+    activations, inputs = memory.layer_bytes(0, len(memory.static_bytes))
+    held = sum(activations) + sum(inputs)
     low, high = 1, sum(memory.static_bytes) + memory.micro_batches * held
     while low < high:
         middle = (low + high) // 2

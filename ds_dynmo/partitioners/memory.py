@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
 
-__all__ = ["MemoryModel", "StageMemory", "check_fits", "resident_bytes"]
+__all__ = ["LayerBytes", "MemoryModel", "StageMemory", "check_fits", "resident_bytes"]
+
+LayerBytes = tuple[int, int]  # of one layer: its activations, its input
 
 
 def resident_bytes(
@@ -37,7 +40,7 @@ def resident_bytes(
     """
     if checkpoint_interval == 0:
         return sum(static_bytes) + in_flight * sum(activation_bytes)
-    heads = range(0, len(static_bytes), checkpoint_interval)
+    heads = range(0, len(input_bytes), checkpoint_interval)
     recomputed = max((sum(activation_bytes[head : head + checkpoint_interval]) for head in heads), default=0)
     return sum(static_bytes) + in_flight * sum(input_bytes[head] for head in heads) + recomputed
 
@@ -50,6 +53,7 @@ class StageMemory:
         static_bytes, activation_bytes, input_bytes: per layer that the stage owns now.
         limit: bytes that the stage may use.
         micro_batches, checkpoint_interval: the same for every stage.
+        inner_bytes, group_sizes: as in a :class:`MemoryModel`, of the layers that the stage owns now; of all.
     """
 
     static_bytes: tuple[int, ...]
@@ -58,6 +62,8 @@ class StageMemory:
     limit: int
     micro_batches: int
     checkpoint_interval: int = 0
+    inner_bytes: tuple[tuple[LayerBytes, ...], ...] = ()
+    group_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class MemoryModel:
         limits: per stage, the bytes that it may use.
         micro_batches: per iteration.
         checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
+        inner_bytes: empty, or this model counts groups of layers for layers (:meth:`folded`), and here is what each
+            layer of each group holds: a segment may begin and end within a group.
 
     Raises:
         PartitionError: unlike numbers of layers, negative bytes, no micro-batch, a negative interval.
@@ -82,6 +90,7 @@ class MemoryModel:
     limits: tuple[int, ...]
     micro_batches: int
     checkpoint_interval: int = 0
+    inner_bytes: tuple[tuple[LayerBytes, ...], ...] = ()
 
     def __post_init__(self) -> None:
         per_layer = {len(self.static_bytes), len(self.activation_bytes), len(self.input_bytes)}
@@ -116,6 +125,38 @@ class MemoryModel:
         """The same layers on so many stages, each with the least of the present limits."""
         return replace(self, limits=(min(self.limits),) * num_stages)
 
+    def folded(self, groups: LayerGroups) -> MemoryModel:
+        """The same model with groups of layers for layers: what a stage needs is the same, to the byte.
+
+        Raises:
+            PartitionError: the groups are another model's.
+        """
+        self.check_shape(groups.num_layers, len(self.limits))
+        layers = list(zip(self.activation_bytes, self.input_bytes))
+        return replace(
+            self,
+            static_bytes=groups.fold_ints(self.static_bytes),
+            activation_bytes=groups.fold_ints(self.activation_bytes),
+            input_bytes=tuple(self.input_bytes[first] for first in groups.bounds[:-1]),
+            inner_bytes=tuple(tuple(layers[start:stop]) for start, stop in itertools.pairwise(groups.bounds)),
+        )
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """How many layers each group has; empty where layers are counted."""
+        return tuple(map(len, self.inner_bytes))
+
+    def in_layers(self, bounds: Sequence[int]) -> list[int]:
+        """Boundaries as numbers of layers, where groups of them are counted."""
+        return [self._first_layers[bound] for bound in bounds]
+
+    def layer_bytes(self, start: int, stop: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Activation and input bytes of each layer of ``[start, stop)``, of groups those of each layer in them."""
+        if not self.inner_bytes:
+            return self.activation_bytes[start:stop], self.input_bytes[start:stop]
+        layers = [layer for group in self.inner_bytes[start:stop] for layer in group]
+        return [activation for activation, _ in layers], [inputs for _, inputs in layers]
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations ``stage`` holds at its peak."""
         return min(len(self.limits) - stage, self.micro_batches)
@@ -124,8 +165,7 @@ class MemoryModel:
         """Bytes that ``stage`` needs for layers ``[start, stop)``."""
         return resident_bytes(
             self.static_bytes[start:stop],
-            self.activation_bytes[start:stop],
-            self.input_bytes[start:stop],
+            *self.layer_bytes(start, stop),
             self.in_flight(stage),
             self.checkpoint_interval,
         )
@@ -143,6 +183,8 @@ class MemoryModel:
             self.limits[stage],
             self.micro_batches,
             self.checkpoint_interval,
+            self.inner_bytes[start:stop],
+            self.group_sizes,
         )
 
     def furthest_stops(self, stage: int, extra_bytes: int = 0) -> list[int]:
@@ -153,9 +195,21 @@ class MemoryModel:
         """
         limit = self.limits[stage] + extra_bytes
         if self.checkpoint_interval:
-            return [self._furthest_checkpointed(stage, start, limit) for start in range(len(self.static_bytes) + 1)]
+            return self._furthest_checkpointed(stage, limit)
         prefix = self._prefixes[self.in_flight(stage)]
         return [bisect.bisect_right(prefix, held + limit, lo=start) - 1 for start, held in enumerate(prefix)]
+
+    @cached_property
+    def _by_layer(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Static, activation and input bytes of each layer; static ones of a group as if its first layer had all."""
+        statics = zip(self.static_bytes, self.group_sizes)
+        spread = [value for static, size in statics for value in (static, *[0] * (size - 1))]
+        return spread or self.static_bytes, *self.layer_bytes(0, len(self.static_bytes))
+
+    @cached_property
+    def _first_layers(self) -> list[int]:
+        """Where each layer, or group of them, begins, and where the last one ends."""
+        return list(itertools.accumulate(self.group_sizes or (1,) * len(self.static_bytes), initial=0))
 
     @cached_property
     def _prefixes(self) -> dict[int, list[int]]:
@@ -165,18 +219,26 @@ class MemoryModel:
             for in_flight in {self.in_flight(stage) for stage in range(len(self.limits))}
         }
 
-    def _furthest_checkpointed(self, stage: int, start: int, limit: int) -> int:
-        in_flight, held, segment, recomputed = self.in_flight(stage), 0, 0, 0
-        for layer in range(start, len(self.static_bytes)):
-            if (layer - start) % self.checkpoint_interval == 0:
-                held += in_flight * self.input_bytes[layer]
-                segment = 0
-            held += self.static_bytes[layer]
-            segment += self.activation_bytes[layer]
-            recomputed = max(recomputed, segment)
-            if held + recomputed > limit:
-                return layer
-        return len(self.static_bytes)
+    def _furthest_checkpointed(self, stage: int, limit: int) -> list[int]:
+        in_flight, interval, first_layers = self.in_flight(stage), self.checkpoint_interval, self._first_layers
+        static_bytes, activation_bytes, input_bytes = self._by_layer
+        furthest = []
+        for first in first_layers:
+            held, segment, recomputed, stop = 0, 0, 0, len(static_bytes)
+            for layer in range(first, stop):
+                if (layer - first) % interval == 0:
+                    held += in_flight * input_bytes[layer]
+                    segment = 0
+                held += static_bytes[layer]
+                segment += activation_bytes[layer]
+                recomputed = max(recomputed, segment)
+                if held + recomputed > limit:
+                    stop = layer
+                    break
+            furthest.append(stop)
+        if self.inner_bytes:  # a group fits if its last layer does
+            return [bisect.bisect_right(first_layers, stop) - 1 for stop in furthest]
+        return furthest
 
 
 def check_fits(partition: Sequence[int], memory: MemoryModel) -> None:
@@ -192,6 +254,6 @@ def check_fits(partition: Sequence[int], memory: MemoryModel) -> None:
     over = max(range(num_stages), key=lambda stage: needed[stage] - memory.limits[stage])
     if needed[over] > memory.limits[over]:
         raise PartitionError(
-            f"partition {list(bounds)} does not fit: stage {over} needs {needed[over]} bytes, "
+            f"partition {memory.in_layers(bounds)} does not fit: stage {over} needs {needed[over]} bytes, "
             f"its limit is {memory.limits[over]}"
         )

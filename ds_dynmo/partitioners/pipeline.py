@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs
 from ds_dynmo.partitioners.simulate import Sends, iteration_seconds
 
@@ -87,6 +88,20 @@ class PipelineModel:
         """The same layers on so many stages, all equally fast; links as slow as the slowest is."""
         slowest = max(self.link_seconds, default=0.0) if isinstance(self.link_seconds, tuple) else self.link_seconds
         return replace(self, speeds=(1.0,) * num_stages, link_seconds=slowest)
+
+    def folded(self, groups: LayerGroups) -> PipelineModel:
+        """The same pipeline with groups of layers for layers.
+
+        Raises:
+            PartitionError: the groups are another model's.
+        """
+        self.check_shape(groups.num_layers, len(self.speeds))
+        return replace(
+            self,
+            forward_seconds=tuple(groups.fold(self.forward_seconds)),
+            backward_seconds=tuple(groups.fold(self.backward_seconds)),
+            layer_bytes=groups.fold_ints(self.layer_bytes or (1,) * groups.num_layers),
+        )
 
     def iteration_seconds(self, partition: Sequence[int]) -> float:
         """Of one partition."""

@@ -10,9 +10,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.partitioners.checks import check_costs
 from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
+from ds_dynmo.plan import check_partition
 
 __all__ = ["Balancer", "get", "names", "propose", "register", "takes"]
 
@@ -25,6 +28,8 @@ class Balancer(Protocol):
     One that also has a parameter ``pipeline`` gets a :class:`PipelineModel` by that keyword, or None where layers are
     balanced by something else than time. One that has ``speeds`` gets the stages' relative speeds, or None where all
     are taken to be equal; its costs are then those on a stage of speed 1, without ``speeds`` those that were measured.
+
+    Where layers have to stay together, each group of them is one layer to a balancer, in all that it gets and gives.
     """
 
     def __call__(
@@ -83,8 +88,47 @@ def propose(
     memory: MemoryModel | None,
     pipeline: PipelineModel | None,
     speeds: Sequence[float] | None,
+    groups: LayerGroups | None = None,
 ) -> Sequence[int]:
-    """What the balancer registered as ``name`` chooses, given what it takes."""
+    """What the balancer registered as ``name`` chooses, given what it takes.
+
+    Args:
+        groups: where it may cut; None: anywhere. The balancer is given groups for layers. A ``start`` that cuts where
+            it may not counts as the nearest one that does not.
+
+    Raises:
+        PartitionError: as the balancer; more stages than groups; of groups, what the balancer gives is no partition.
+    """
+    if groups is None or groups.single_layers:
+        return _choose(name, costs, num_stages, start=start, memory=memory, pipeline=pipeline, speeds=speeds)
+    if (problem := groups.shortage(num_stages)) is not None:
+        raise PartitionError(problem)
+    chosen = _choose(
+        name,
+        groups.fold(check_costs(costs)),
+        num_stages,
+        start=list(groups.fold_partition(groups.nearest(start))),
+        memory=memory.folded(groups) if memory is not None else None,
+        pipeline=pipeline.folded(groups) if pipeline is not None else None,
+        speeds=speeds,
+    )
+    try:
+        partition = check_partition(chosen, groups.num_groups, num_stages)
+    except PartitionError as error:
+        raise PartitionError(f'balancer "{name}", given {groups.num_groups} groups of layers: {error}') from error
+    return list(groups.unfold_partition(partition))
+
+
+def _choose(
+    name: str,
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    start: Sequence[int],
+    memory: MemoryModel | None,
+    pipeline: PipelineModel | None,
+    speeds: Sequence[float] | None,
+) -> Sequence[int]:
     offers = {"pipeline": pipeline, "speeds": speeds}
     wanted = {offered: value for offered, value in offers.items() if takes(name, offered)}
     partition: Sequence[int] = _registered(name).balancer(costs, num_stages, start=start, memory=memory, **wanted)

@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.memory import StageMemory, resident_bytes
 
-__all__ = ["LayerRecord", "Room", "Stretch"]
+__all__ = ["RECORD_WIDTH", "LayerRecord", "Room", "Stretch"]
 
 
 class LayerRecord(NamedTuple):
-    """What travels with a layer: its cost, and its bytes where memory counts."""
+    """What travels with a layer, or a group of layers: its cost, and its bytes where memory counts.
+
+    ``inner`` holds the activation and input bytes of each layer of a group of several, where segments are checkpointed.
+    """
 
     cost: float
     static_bytes: float = 0.0
     activation_bytes: float = 0.0
     input_bytes: float = 0.0
+    inner: tuple[float, ...] = ()
+
+
+RECORD_WIDTH = 4  # floats of a record, without those of inner layers
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Stretch:
         if room.limit_bytes == math.inf:
             return True
         records = self.records[start - self.start : stop - self.start]
-        _, static, activation, inputs = zip(*records)
+        static, activation, inputs = _bytes_of(records)
         needed = resident_bytes(static, activation, inputs, room.in_flight, room.checkpoint_interval)
         return needed <= room.limit_bytes
 
@@ -79,12 +86,34 @@ class Stretch:
 
     def encoded(self) -> list[float]:
         """Flat floats: start, number of layers, each layer's record."""
-        return [float(self.start), float(len(self.records)), *(value for record in self.records for value in record)]
+        values = [float(self.start), float(len(self.records))]
+        for cost, static, activation, inputs, inner in self.records:
+            values += (cost, static, activation, inputs, *inner)
+        return values
 
     @classmethod
-    def decoded(cls, values: Sequence[float]) -> tuple[Stretch, Sequence[float]]:
-        """A stretch from the front of ``values``, and the values behind it."""
-        width = len(LayerRecord._fields)
-        end = 2 + int(values[1]) * width
-        records = [LayerRecord(*values[at : at + width]) for at in range(2, end, width)]
-        return cls(int(values[0]), records), values[end:]
+    def decoded(cls, values: Sequence[float], group_sizes: Sequence[int] = ()) -> tuple[Stretch, Sequence[float]]:
+        """A stretch from the front of ``values``, and the values behind it.
+
+        Args:
+            group_sizes: of all groups of the model, where records hold inner layers; else empty.
+        """
+        start, count = int(values[0]), int(values[1])
+        records, at = [], 2
+        for place in range(start, start + count):
+            inner, end = at + RECORD_WIDTH, at + RECORD_WIDTH
+            if group_sizes and group_sizes[place] > 1:
+                end += 2 * group_sizes[place]
+            cost, static, activation, inputs = values[at:inner]
+            records.append(LayerRecord(cost, static, activation, inputs, tuple(values[inner:end])))
+            at = end
+        return cls(start, records), values[at:]
+
+
+def _bytes_of(records: Sequence[LayerRecord]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Static bytes of each; activation and input bytes of each layer in them: whole numbers, as floats."""
+    _, static, activation, inputs, inner = zip(*records)
+    if not any(inner):
+        return static, activation, inputs
+    layers = [value for record in records for value in record.inner or (record.activation_bytes, record.input_bytes)]
+    return static, layers[::2], layers[1::2]

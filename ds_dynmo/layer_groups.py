@@ -1,0 +1,193 @@
+"""Layers that stay on one stage together: where a partition may cut, and the same partition counted in groups.
+
+A model of ``num_layers`` layers falls into groups of neighbours that nothing may cut. Whoever chooses a partition can
+take each group for one layer: its costs and bytes are its layers', summed. So what is the best partition of the groups
+is the best one of the layers that cuts where it may.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.plan import check_partition
+
+__all__ = ["TYPE_RULE", "KeepRule", "LayerGroups"]
+
+KeepRule = tuple[int, ...] | str  # a run of layer numbers, or TYPE_RULE and a regular expression
+TYPE_RULE = "type:"
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """The groups of one model.
+
+    Attributes:
+        bounds: group ``g`` is layers ``[bounds[g], bounds[g + 1])``; a partition may cut at these.
+        reasons: per layer that no stage may begin with, why not.
+
+    >>> groups = LayerGroups.of([(1, 2)], ["Embedding", "Norm", "Head"])
+    >>> groups.bounds
+    (0, 1, 3)
+    >>> groups.fold([5, 1, 2])
+    [5, 3]
+    """
+
+    bounds: tuple[int, ...]
+    reasons: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def single(cls, num_layers: int) -> LayerGroups:
+        """A group for every layer: any cut is allowed."""
+        return cls(tuple(range(num_layers + 1)))
+
+    @classmethod
+    def of(cls, rules: Sequence[KeepRule], names: Sequence[str]) -> LayerGroups:
+        """What ``keep_together`` makes of a model.
+
+        Args:
+            rules: runs of layer numbers, inside which there is no cut; and ``"type:REGEX"``: no cut directly before a
+                layer whose name matches, searched anywhere in it, ignoring case, as DeepSpeed's ``type:`` does.
+            names: per layer its class name (function name, for a plain function).
+
+        Raises:
+            ConfigError: a layer that the model does not have, or a pattern that no name matches.
+        """
+        reasons: dict[int, str] = {}
+        for place, rule in enumerate(rules):
+            for layer in _joined(place, rule, names):
+                reasons.setdefault(
+                    layer,
+                    f"layers {layer - 1} ({names[layer - 1]}) and {layer} ({names[layer]}) stay together, "
+                    f"dynmo.keep_together has {_shown(rule)}",
+                )
+        cuts = tuple(cut for cut in range(len(names) + 1) if cut not in reasons)
+        return cls(cuts, tuple(sorted(reasons.items())))
+
+    @property
+    def num_layers(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def num_groups(self) -> int:
+        """The most stages that there can be."""
+        return len(self.bounds) - 1
+
+    @property
+    def single_layers(self) -> bool:
+        """Is every group one layer, so that counting in groups changes nothing?"""
+        return self.num_groups == self.num_layers
+
+    def allows(self, partition: Sequence[int]) -> bool:
+        """Does ``partition`` cut only where it may?"""
+        return set(partition) <= set(self.bounds)
+
+    def check(self, partition: Sequence[int]) -> None:
+        """Refuse a partition that cuts a group.
+
+        Raises:
+            PartitionError: with the cut, the two layers' class names and the rule.
+        """
+        forbidden = dict(self.reasons)
+        for cut in partition:
+            if cut in forbidden:
+                raise PartitionError(f"partition {list(partition)} cuts before layer {cut}: {forbidden[cut]}")
+
+    def shortage(self, num_stages: int) -> str | None:
+        """Why there are not enough groups for so many stages, in words; None: there are."""
+        if num_stages <= self.num_groups:
+            return None
+        return (
+            f"dynmo.keep_together makes {self.num_groups} groups of the model's {self.num_layers} layers, which cannot "
+            f"fill {num_stages} stages: every stage owns at least one group"
+        )
+
+    def fold(self, numbers: Sequence[float], start: int = 0) -> list[float]:
+        """Per group, the sum of its layers' ``numbers``: ints exactly, floats rounded once.
+
+        Args:
+            numbers: of the layers from ``start`` on, which begin and end with a group.
+
+        Raises:
+            PartitionError: they do not.
+        """
+        cuts = [cut - start for cut in self.bounds if start <= cut <= start + len(numbers)]
+        if not cuts or cuts[0] != 0 or cuts[-1] != len(numbers):
+            raise PartitionError(
+                f"{len(numbers)} numbers from layer {start} on are not those of whole groups of a model of "
+                f"{self.num_layers} layers"
+            )
+        return [_sum(numbers[low:high]) for low, high in pairwise(cuts)]
+
+    def fold_ints(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Per group, the sum of its layers' ``numbers``."""
+        return tuple(sum(numbers[low:high]) for low, high in pairwise(self.bounds))
+
+    def fold_partition(self, partition: Sequence[int]) -> tuple[int, ...]:
+        """``partition`` with boundaries counted in groups.
+
+        Raises:
+            PartitionError: it cuts a group.
+        """
+        self.check(partition)
+        number = {cut: group for group, cut in enumerate(self.bounds)}
+        return tuple(number[cut] for cut in partition)
+
+    def unfold_partition(self, partition: Sequence[int]) -> tuple[int, ...]:
+        """The boundaries in layers of a ``partition`` that is counted in groups."""
+        return tuple(self.bounds[group] for group in partition)
+
+    def nearest(self, partition: Sequence[int]) -> tuple[int, ...]:
+        """The partition that cuts where it may and whose boundaries are moved least, in layers, all together.
+
+        >>> LayerGroups((0, 1, 2, 5, 6)).nearest([0, 3, 4, 6])
+        (0, 2, 5, 6)
+
+        Raises:
+            PartitionError: ``partition`` is invalid, or has more stages than there are groups.
+        """
+        num_stages = len(partition) - 1
+        wanted = check_partition(partition, self.num_layers, num_stages)
+        if self.allows(wanted):
+            return wanted
+        if (problem := self.shortage(num_stages)) is not None:
+            raise PartitionError(problem)
+        # best[group]: how far boundaries moved, and where they are, with the latest before this group
+        best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+        for stage in range(1, num_stages):
+            least: tuple[int, tuple[int, ...]] | None = None
+            following = {}
+            for group in range(stage, self.num_groups - (num_stages - stage) + 1):
+                least = min(filter(None, (least, best.get(group - 1))), key=lambda found: found[0])
+                cut = self.bounds[group]
+                following[group] = (least[0] + abs(cut - wanted[stage]), (*least[1], cut))
+            best = following
+        return (*min(best.values(), key=lambda found: found[0])[1], self.num_layers)
+
+
+def _joined(place: int, rule: KeepRule, names: Sequence[str]) -> list[int]:
+    """Layers that stay with the one before them."""
+    key = f"dynmo.keep_together[{place}] = {_shown(rule)}"
+    if isinstance(rule, str):
+        pattern = rule.removeprefix(TYPE_RULE)
+        matching = [layer for layer, name in enumerate(names) if re.search(pattern, name, re.IGNORECASE)]
+        if not matching:
+            raise ConfigError(f"{key}: no layer's name matches {pattern!r}; names are {sorted(set(names))}")
+        return [layer for layer in matching if layer > 0]
+    if rule[-1] >= len(names):
+        raise ConfigError(f"{key}: there is no layer {rule[-1]}, the model has layers 0 to {len(names) - 1}")
+    return list(rule[1:])
+
+
+def _shown(rule: KeepRule) -> str:
+    return f'"{rule}"' if isinstance(rule, str) else str(list(rule))
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    if len(numbers) == 1:
+        return numbers[0]
+    return sum(numbers) if all(isinstance(number, int) for number in numbers) else math.fsum(numbers)
