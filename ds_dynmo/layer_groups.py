@@ -101,6 +101,8 @@ class LayerGroups:
         """Why there are not enough groups for so many stages, in words; None: there are."""
         if num_stages <= self.num_groups:
             return None
+        if self.single_layers:
+            return f"{self.num_layers} layers cannot fill {num_stages} stages: every stage owns at least one layer"
         return (
             f"dynmo.keep_together makes {self.num_groups} groups of the model's {self.num_layers} layers, which cannot "
             f"fill {num_stages} stages: every stage owns at least one group"

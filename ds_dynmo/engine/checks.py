@@ -24,6 +24,7 @@ from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.replicas import has_own
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
 
 TESTED_DEEPSPEED = "0.19.8"
@@ -296,6 +297,18 @@ def type_costs(specs: list[Any], text: str) -> list[float]:
     ]
 
 
+def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
+    """The layers of ``model`` that ``dynmo.keep_together`` keeps on one stage.
+
+    Raises:
+        ConfigError: a rule that does not suit the model, or fewer groups than stages.
+    """
+    groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in model._layer_specs])
+    if (problem := groups.shortage(model.num_stages)) is not None:
+        raise ConfigError(problem)
+    return groups
+
+
 def check_sharing(layers: StageLayers, comm: Communicator) -> None:
     """Refuse layers that share a parameter without being tied: it could not be on two stages. Collective."""
     here = layers.sharing()
@@ -309,10 +322,10 @@ def check_sharing(layers: StageLayers, comm: Communicator) -> None:
 
 
 def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:
-    """Refuse an initial partition that does not suit the model."""
-    partition = dynmo.initial_partition
+    """Refuse an initial partition that does not suit the model or cuts what is to stay together."""
+    groups, partition = layer_groups(dynmo, model), dynmo.initial_partition
     if isinstance(partition, str):
         if partition.startswith("type:"):
             type_costs(model._layer_specs, partition)
     elif partition is not None:
-        check_partition(partition, len(model._layer_specs), model.num_stages)
+        groups.check(check_partition(partition, len(model._layer_specs), model.num_stages))

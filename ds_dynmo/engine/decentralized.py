@@ -13,6 +13,7 @@ import torch
 
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import DiffusionNode, MemoryModel
 
 
@@ -24,6 +25,7 @@ def decide_among_neighbours(
     comm: Communicator,
     *,
     speed: float = 1.0,
+    groups: LayerGroups | None = None,
 ) -> tuple[int, ...]:
     """The partition on which the stages agree, pair by pair. Collective over the pipeline.
 
@@ -32,20 +34,23 @@ def decide_among_neighbours(
         partition: the one in force; used for this stage's bounds only.
         memory: used for this stage's layers and limit only.
         speed: of this stage.
+        groups: layers that stay together, and are passed on together; None: each by itself.
 
     Raises:
         PartitionError: on every rank, if no partition that meets the memory limit was found.
     """
-    start, stop = partition[stage], partition[stage + 1]
-    own_memory = memory.of_stage(stage, start, stop) if memory is not None else None
-    node = DiffusionNode(stage, len(partition) - 1, start, own_costs, memory=own_memory, speed=speed)
+    groups = groups or LayerGroups.single(partition[-1])
+    first_layer, (start, stop) = partition[stage], groups.fold_partition(partition)[stage : stage + 2]
+    own_memory = memory.folded(groups).of_stage(stage, start, stop) if memory is not None else None
+    folded = groups.fold(own_costs, first_layer)
+    node = DiffusionNode(stage, len(partition) - 1, start, folded, memory=own_memory, speed=speed)
     while not node.done:
         exchange_round(node, comm)
     if not node.fits:
         raise PartitionError("neighbours passing layers on found no partition that meets the memory limit")
     starts = torch.zeros(len(partition), dtype=torch.float64)
     starts[stage], starts[stage + 1] = node.bounds
-    return tuple(int(bound) for bound in comm.max_over_world(starts).tolist())
+    return groups.unfold_partition([int(bound) for bound in comm.max_over_world(starts).tolist()])
 
 
 def exchange_round(node: DiffusionNode, comm: Communicator) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import CostHistory, MemoryModel, MoveCosts, PipelineModel
 from ds_dynmo.plan import MigrationPlan, Profile, check_partition, stage_of
 
@@ -96,8 +97,17 @@ class Stakes:
     missed_seconds: float = 0.0
 
 
-def decide(outlook: Outlook, config: DynMoConfig, memory: MemoryModel | None, stakes: Stakes | None = None) -> Decision:
+def decide(
+    outlook: Outlook,
+    config: DynMoConfig,
+    memory: MemoryModel | None,
+    stakes: Stakes | None = None,
+    groups: LayerGroups | None = None,
+) -> Decision:
     """The balancer's partition if it is worth a move from the present one, else the present one.
+
+    Args:
+        groups: layers that stay together; None: each may be anywhere.
 
     Raises:
         PartitionError: no partition meets the memory limit, or a cost is no cost.
@@ -112,6 +122,7 @@ def decide(outlook: Outlook, config: DynMoConfig, memory: MemoryModel | None, st
         memory=memory,
         pipeline=outlook.pipeline if config.balance_by == "time" else None,
         speeds=speeds,
+        groups=groups,
     )
     return judge(outlook, check_partition(proposed, num_layers, num_stages), config, memory, stakes)
 
@@ -237,12 +248,18 @@ class Experience:
     _moved_bytes: int | None = None  # of a move whose seconds the ranks have still to tell each other
     _missed_seconds: float = 0.0
 
-    def profiled(self, profile: Profile, move_seconds: float) -> None:
-        """One more profile; ``move_seconds``: that moves since the last took, on the slowest rank."""
+    def profiled(self, profile: Profile, move_seconds: float, groups: LayerGroups | None = None) -> None:
+        """Take in one more profile.
+
+        Args:
+            move_seconds: that moves since the last took, on the slowest rank.
+            groups: layers that stay together; None: each may be anywhere.
+        """
         self.history.observe(profile)
         if self.first_seconds is None:
             pipeline = Outlook.of(profile).pipeline
-            balanced = partitioners.balanced(profile.costs("time"), len(profile.partition) - 1)
+            groups = groups or LayerGroups.single(len(profile.layers))
+            balanced = partitioners.balanced_groups(profile.costs("time"), len(profile.partition) - 1, groups)
             self.first_seconds = min(map(pipeline.iteration_seconds, (profile.partition, balanced)))
         if self._moved_bytes is not None and move_seconds > 0:
             self.move_costs.record(self._moved_bytes, move_seconds)

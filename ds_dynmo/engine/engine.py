@@ -16,7 +16,7 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extr
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
-from ds_dynmo.engine.checks import check_sharing
+from ds_dynmo.engine.checks import check_sharing, layer_groups
 from ds_dynmo.engine.decentralized import decide_among_neighbours
 from ds_dynmo.engine.decision import Decision, Experience, costs_and_speeds, decide, judge, predict
 from ds_dynmo.engine.elastic import ElasticEngine
@@ -48,6 +48,7 @@ class DynMoPipelineEngine(ElasticEngine):
         super().__init__(*args, dynmo=dynmo, **kwargs)
         if dynmo is None:
             return
+        self._layer_groups = layer_groups(dynmo, self.module)
         self._controller = controller.Controller(dynmo)
         self._experience = Experience()
         self._move_seconds = 0.0
@@ -108,13 +109,15 @@ class DynMoPipelineEngine(ElasticEngine):
                 profile yet, batches are trained first, on the data iterator that the engine has, until there is.
 
         Raises:
-            PartitionError: ``partition`` is none, or no partition meets the memory limit. Nothing has changed.
+            PartitionError: ``partition`` is none, it cuts what ``keep_together`` keeps together, or no partition meets
+                the memory limit. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
             ConfigError: the configuration has no "dynmo" block, or one that is switched off.
         """
         self._require_enabled("rebalance")
         if partition is not None:
             new = check_partition(partition, self._layers.num_layers, self.num_stages)
+            self._layer_groups.check(new)
             self._comm.enter("rebalance")
             return self._go_to(new, reason="explicit")
         profile_seconds = self._train_until_profiled() if self._profile is None else 0.0
@@ -226,6 +229,16 @@ class DynMoPipelineEngine(ElasticEngine):
             raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
         return checkpoint.load(self, load_dir, tag, checkpoint.What(*flags))
 
+    def allowed(self, partition: Sequence[int]) -> tuple[int, ...]:
+        """The nearest partition that ``dynmo.keep_together`` allows: ``partition``, or another one, which is logged."""
+        nearest = self._layer_groups.nearest(partition)
+        if nearest != tuple(partition):
+            try:
+                self._layer_groups.check(partition)
+            except PartitionError as error:
+                self._reporter.inform(f"DynMo: goes to {list(nearest)}, since {error}")
+        return nearest
+
     def start_at(self, partition: Sequence[int]) -> None:
         """Go to the partition that training begins at. Called once, by :func:`ds_dynmo.initialize`. Collective."""
         self._comm.enter("initialize")
@@ -321,7 +334,8 @@ class DynMoPipelineEngine(ElasticEngine):
         if costs.failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         self._profile = costs.profile_from(table, tuple(self.partition), self.global_steps, self.micro_batches)
-        self._experience.profiled(self._of_whole_batch(self._profile), costs.move_seconds(table))
+        whole = self._of_whole_batch(self._profile)
+        self._experience.profiled(whole, costs.move_seconds(table), self._layer_groups)
         self._move_seconds = 0.0
         self._profiler.forget()
         return time.perf_counter() - began
@@ -377,11 +391,13 @@ class DynMoPipelineEngine(ElasticEngine):
         outlook = self._experience.outlook(profile, tuple(self.partition), smoothed=automatic)
         stakes = self._experience.stakes(self._controller.batches_to_gain) if automatic else None
         if not self.dynmo.decentralized:
-            return decide(outlook, self.dynmo, memory, stakes)
+            return decide(outlook, self.dynmo, memory, stakes, self._layer_groups)
         costs, speeds = costs_and_speeds(outlook, self.dynmo)
         own_costs = costs[self._layers.start : self._layers.stop]
         speed = speeds[self.stage_id] if speeds else 1.0
-        proposed = decide_among_neighbours(own_costs, outlook.current, memory, self.stage_id, self._comm, speed=speed)
+        proposed = decide_among_neighbours(
+            own_costs, outlook.current, memory, self.stage_id, self._comm, speed=speed, groups=self._layer_groups
+        )
         return judge(outlook, proposed, self.dynmo, memory, stakes)
 
     def _go_to(

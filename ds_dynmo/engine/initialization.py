@@ -78,7 +78,7 @@ def initialize(
         )
     engine = results[0]
     if dynmo is not None:
-        first = _first_partition(engine, dynmo)
+        first = engine.allowed(_first_partition(engine, dynmo))
         if list(first) != engine.partition:
             engine.start_at(first)
     return engine, results[1], results[2], results[3]
@@ -86,16 +86,18 @@ def initialize(
 
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
     """Where training begins, as ``dynmo.initial_partition`` says. Collective."""
-    first, layers = dynmo.initial_partition, engine._layers
+    first, layers, groups = dynmo.initial_partition, engine._layers, engine._layer_groups
     if first in (None, "profile"):
         return engine.partition
     if first == "uniform":
-        return partitioners.uniform(layers.num_layers, engine.num_stages)
+        even = partitioners.uniform(layers.num_layers, engine.num_stages)
+        return partitioners.balanced_groups([1] * layers.num_layers, engine.num_stages, groups, start=even)
     if first == "parameters":
         counts = engine._comm.max_over_world(costs.per_layer(layers, costs.trainable_parameters))
-        return partitioners.balanced(counts.tolist(), engine.num_stages)
+        return partitioners.balanced_groups(counts.tolist(), engine.num_stages, groups)
     if isinstance(first, str):
-        return partitioners.balanced(checks.type_costs(engine.module._layer_specs, first), engine.num_stages)
+        weights = checks.type_costs(engine.module._layer_specs, first)
+        return partitioners.balanced_groups(weights, engine.num_stages, groups)
     assert first is not None
     return first
 

@@ -132,6 +132,8 @@ class MemoryModel:
             PartitionError: the groups are another model's.
         """
         self.check_shape(groups.num_layers, len(self.limits))
+        if groups.single_layers:
+            return self
         layers = list(zip(self.activation_bytes, self.input_bytes))
         return replace(
             self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ds_dynmo.engine import controller
 from ds_dynmo.engine.decision import Outlook
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import uniform
 from ds_dynmo.plan import LayerCost, Profile
 
@@ -63,3 +65,26 @@ def test_first_fit_goes_by_memory_alone() -> None:
     assert planner(1.0, limit=50, repack=settings).best().num_stages == 4
     with pytest.raises(PartitionError, match=r"first_fit.* there is no memory_limit"):
         planner(1.0, repack=settings).best()
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
+    """16 layers in 5 groups of 4, 3, 3, 3 and 3."""
+    groups = LayerGroups((0, 4, 7, 10, 13, 16))
+    plan = replace(planner(1.0, balancer=balancer), groups=groups, most=groups.num_groups)
+    sizes = {1: 16, 2: 9, 3: 6, 4: 6, 5: 4}  # of the busiest stage
+    for count, largest in sizes.items():
+        partition = plan.onto(count).partition
+        assert groups.allows(partition)
+        assert max(stop - start for start, stop in zip(partition, partition[1:])) == largest
+    with pytest.raises(PartitionError, match=r"there are 1 to 5 to go on with"):
+        plan.onto(6)
+    with pytest.raises(
+        PartitionError, match=r"onto 6 stages: dynmo.keep_together makes 5 groups of the model's 16 lay"
+    ):
+        replace(plan, most=STAGES).onto(6)
+    light = replace(planner(0.2, balancer=balancer), groups=groups)
+    five = Outlook.of(replace(light.outlook.profile, partition=(0, 4, 7, 10, 13, 16)))
+    light = replace(light, outlook=five)
+    assert groups.allows(light.best().partition) and light.best().num_stages < 5
+    assert light.fastest(present_seconds=1e9).num_stages == 5  # there are ranks for 8 stages, and groups for 5

@@ -21,6 +21,7 @@ from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.engine.elastic.repacking import Done, Repacker
 from ds_dynmo.engine.for_models import EngineForModels
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import Packing
 from ds_dynmo.plan import Profile, RebalanceReport, RepackReport, check_partition
 
@@ -53,6 +54,7 @@ class ElasticEngine(EngineForModels):
         released: True on a rank whose accelerator was handed back.
     """
 
+    _layer_groups: LayerGroups
     _profile: Profile | None
     _experience: Any
     _reporter: Any
@@ -90,8 +92,8 @@ class ElasticEngine(EngineForModels):
                 parameters.
 
         Raises:
-            PartitionError: more stages than there are or than layers, fewer than 1, or no partition fits in memory.
-                Nothing has changed.
+            PartitionError: more stages than there are or than layers, fewer than 1, a partition that cuts what
+                ``keep_together`` keeps together, or no partition fits in memory. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
             ConfigError: the configuration has no "dynmo" block, or one that is switched off.
             ReleasedError: this rank was released.
@@ -170,7 +172,7 @@ class ElasticEngine(EngineForModels):
         assert self._repacker is not None
         self._comm.enter("most_stages")
         self._welcome()
-        return self._repacker.most_stages
+        return self._most_stages
 
     def dismiss_parked(self) -> None:
         """Tell parked ranks that the job has ended: their ``wait_for_recall`` gives False.
@@ -190,6 +192,12 @@ class ElasticEngine(EngineForModels):
         self._repacker.states[name] = holder
 
     # -- wiring ---------------------------------------------------------------------------------------
+
+    @property
+    def _most_stages(self) -> int:
+        """As many as there are ranks for, and layers, or groups of them that stay together."""
+        assert self._repacker is not None
+        return min(self._repacker.most_stages, self._layer_groups.num_groups)
 
     def _announce(self) -> None:
         assert self._repacker is not None
@@ -228,16 +236,21 @@ class ElasticEngine(EngineForModels):
         self, num_stages: int | None, partition: Sequence[int] | None, facts: Facts
     ) -> tuple[tuple[int, ...], str]:
         assert self._repacker is not None
-        num_layers, most = self._layers.num_layers, self._repacker.most_stages
+        num_layers, most = self._layers.num_layers, self._most_stages
         count = num_stages if partition is None or num_stages is not None else len(partition) - 1
-        if count is not None and not 1 <= count <= min(most, num_layers):
-            raise PartitionError(f"repack: {count} stages, there are 1 to {min(most, num_layers)} to go on with")
+        if count is not None and not 1 <= count <= most:
+            problem = self._layer_groups.shortage(count)
+            why = f": {problem}" if problem is not None else ""
+            raise PartitionError(f"repack: {count} stages, there are 1 to {most} to go on with{why}")
         if partition is not None:
             assert count is not None
-            return check_partition(partition, num_layers, count), "explicit"
+            explicit = check_partition(partition, num_layers, count)
+            self._layer_groups.check(explicit)
+            return explicit, "explicit"
         if facts.parameters:
             assert count is not None
-            return tuple(partitioners.balanced(facts.parameters, count)), "by parameters: there is no profile yet"
+            spread = partitioners.balanced_groups(facts.parameters, count, self._layer_groups)
+            return tuple(spread), "by parameters: there is no profile yet"
         planner = self._planner(facts.memory_limit, smoothed=False)
         if count is not None:
             return planner.onto(count).partition, "explicit"
@@ -300,8 +313,9 @@ class ElasticEngine(EngineForModels):
             outlook=self._experience.outlook(whole, tuple(self.partition), smoothed=smoothed),
             config=self.dynmo,
             memory=memory_model(whole, memory_limit, self.module.activation_checkpoint_interval),
-            most=self._repacker.most_stages,
+            most=self._most_stages,
             first_seconds=self._experience.first_seconds,
+            groups=self._layer_groups,
         )
 
     def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:

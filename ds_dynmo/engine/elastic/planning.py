@@ -9,6 +9,7 @@ from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.decision import Outlook
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, Packing
 
 
@@ -20,6 +21,7 @@ class Planner:
         most: stages that there can be: those at work and those that are parked.
         memory: of the present stages; None without a limit.
         first_seconds: of an iteration at the start of the run; None before the first profile.
+        groups: layers that stay together; None: each may be anywhere.
     """
 
     outlook: Outlook
@@ -27,6 +29,7 @@ class Planner:
     memory: MemoryModel | None
     most: int
     first_seconds: float | None
+    groups: LayerGroups | None = None
 
     def onto(self, num_stages: int) -> Packing:
         """Just so many stages.
@@ -107,4 +110,5 @@ class Planner:
             memory=self.memory.on(count) if self.memory is not None else None,
             pipeline=pipeline if by_time else None,
             speeds=None,
+            groups=self.groups,
         )
