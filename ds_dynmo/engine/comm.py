@@ -140,6 +140,15 @@ class Communicator:
             raise self._control_failed(error) from error
         return [row.numpy().tobytes() for row in every]
 
+    def gather_over_slices(self, value: Any) -> list[Any]:
+        """One small picklable value of every tensor-parallel slice of this stage and replica, by slice index."""
+        slices = self._grid.get_slice_parallel_world_size()
+        if slices == 1:
+            return [value]
+        gathered: list[Any] = [None] * slices
+        dist.all_gather_object(gathered, value, group=self._grid.get_slice_parallel_group())
+        return gathered
+
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Seconds that this rank's clock is ahead of rank 0's, and the most that they can be wrong by.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 
@@ -27,6 +26,7 @@ from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.randomness import LayerStreams
 from ds_dynmo.engine.reporting import Reporter, rebalance_report
+from ds_dynmo.engine.rng_trackers import TrackedStates
 from ds_dynmo.engine.trace import Tracer
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
@@ -40,7 +40,7 @@ class DynMoPipelineEngine(ElasticEngine):
         released: True on a rank whose accelerator was handed back.
     """
 
-    _INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP
+    _INSTRUCTION_MAP: Mapping[type, Any]  # the class's or the user's; while a schedule runs, what carries it out
     _streams: LayerStreams | None = None
     loss: Any
 
@@ -64,14 +64,17 @@ class DynMoPipelineEngine(ElasticEngine):
         self._waits_for_profile = False
         self._prefix = 0
         self._trainable: list[bool] = []
+        self._composed_of: dict[type, Any] | None = None
+        self._schedules_run = 0
         if self._reentrant_checkpointing():
             self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
         check_sharing(self._layers, self._comm)
         self._layers.split_uses()
         self._use_replicas()
+        self._tracked_states = TrackedStates(self._comm.gather_over_slices)
         if dynmo.randomness.per_layer:
             seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
-            self._streams = LayerStreams(seed, self.grid.get_data_parallel_id())
+            self._streams = LayerStreams(seed, self.grid.get_data_parallel_id(), self._tracked_states)
         self._origin = checkpoint.Origin.of(self)
         self._tracer = Tracer(dynmo.trace, self, clock, self._reporter.warn) if dynmo.trace is not None else None
         self._agree_on_trainable("initialize")
@@ -139,31 +142,59 @@ class DynMoPipelineEngine(ElasticEngine):
         self._experience.model_changed()
         self._controller.model_changed(reason)
 
-    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """DeepSpeed's ``train_batch``; at every interval a rebalance follows.
+    def add_rng_tracker(self, name: str, tracker: Any) -> None:
+        """Make the random states of a tracker each layer's own, as Megatron's and DeepSpeed's are without a call.
+
+        Every rank makes the same call, between two batches. See :mod:`ds_dynmo.engine.rng_trackers`.
+
+        Args:
+            name: what tells it from other trackers, the same in every run.
+            tracker: has ``get_states()``, a dict from a name to a state (the tensor that a generator's ``get_state``
+                gives, or a ``torch.Generator``), and ``set_states(states)``.
+
+        Raises:
+            ConfigError: it has not, another one has this name, or the configuration has no "dynmo" block.
+        """
+        self._require_block("add_rng_tracker")
+        self._tracked_states.add(name, tracker)
+
+    def train_batch(self, data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's ``train_batch``, or that of the user's engine; at every interval a rebalance follows.
 
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
+            ConfigError: layers were frozen and the engine was not told, or an instruction of the user's cannot do
+                what frozen layers need; nothing was trained. Or the batch came to no :meth:`_exec_schedule`.
         """
+        given = args if data_iter is None and not args else (data_iter, *args)  # as given: the user's may take none
+        train = partial(super().train_batch, *given, **kwargs)
         if self.dynmo is None:
-            return super().train_batch(data_iter)
+            return train()
         self._require_block("train_batch")
         self._catch_up(data_iter)
         if self._tracer is not None and self._tracer.wants(self.global_steps + 1):
             with self._tracer.batch(self):
-                return self._train_batch(data_iter)
-        return self._train_batch(data_iter)
+                return self._train_batch(train)
+        return self._train_batch(train)
 
-    def _train_batch(self, data_iter: Any) -> torch.Tensor:
+    def _train_batch(self, train: Callable[[], Any]) -> Any:
         self._check_trainable()
         self._layers.refresh_twins(training=True)
+        run_before = self._schedules_run
         if self._controller.profile_batch(self.global_steps + 1):
-            loss = self._profiled_batch(data_iter)
+            with self._profiler.batch(self.module, self._layers.start, self.is_last_stage()):
+                loss = train()
         else:
             began = time.perf_counter()
-            loss = super().train_batch(data_iter)
+            loss = train()
             if self._controller.warm:
                 self._profiler.batch_took(time.perf_counter() - began)
+        if self._schedules_run == run_before:
+            raise ConfigError(
+                "train_batch or _exec_schedule was replaced on the engine by a function that does not come to the "
+                "engine's own _exec_schedule: instructions ran without what moving layers needs. Call it, or override "
+                "it in a class given as engine_class"
+            )
         self._batch_done()
         if not self._waits_for_profile:
             self._reporter.profiled(self._profile)
@@ -250,25 +281,57 @@ class DynMoPipelineEngine(ElasticEngine):
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """Run a batch, training or evaluation; every layer draws from a stream of its own."""
-        if self._streams is None:
+        if self.dynmo is None:
             super()._exec_schedule(pipe_schedule)
             return
-        training = not isinstance(pipe_schedule, schedule.InferenceSchedule)
-        first = self._first_micro_batch if training else 0
-        streams = self._layers.random_streams()
-        with self._streams.batch(
-            self.module, streams, step=self.global_steps, training=training, first_micro_batch=first
-        ):
+        training = torch.is_grad_enabled()
+        with ExitStack() as around:
+            if self._streams is not None:
+                first = self._first_micro_batch if training else 0
+                numbers = self._layers.random_streams()
+                batch = self._streams.batch(
+                    self.module, numbers, step=self.global_steps, training=training, first_micro_batch=first
+                )
+                around.enter_context(batch)
+            around.enter_context(self._instructions_in_force(training))
             super()._exec_schedule(pipe_schedule)
+        self._schedules_run += 1
 
-    def _profiled_batch(self, data_iter: Any) -> torch.Tensor:
-        bare = self._INSTRUCTION_MAP
-        self._INSTRUCTION_MAP = instructions.marked(bare, backward=self._prefix < self._layers.stop)
+    @contextmanager
+    def _instructions_in_force(self, training: bool) -> Iterator[None]:
+        """While a schedule runs, ``_INSTRUCTION_MAP`` holds what carries it out; at other times it is the user's."""
+        found = self._composed()
+        if training and self._profiler.measures:
+            found = instructions.marked(found, backward=self._prefix < self._layers.stop)
+        if training and self._tracer is not None and self._tracer.records:
+            found = self._tracer.recorded(found)
+        on_engine = self.__dict__.get("_INSTRUCTION_MAP")
+        self._INSTRUCTION_MAP = found
         try:
-            with self._profiler.batch(self.module, self._layers.start, self.is_last_stage()):
-                return super().train_batch(data_iter)
+            yield
         finally:
-            self._INSTRUCTION_MAP = bare
+            replaced = self._INSTRUCTION_MAP is not found
+            if on_engine is None:
+                del self._INSTRUCTION_MAP
+            else:
+                self._INSTRUCTION_MAP = on_engine
+        if replaced:
+            raise ConfigError("_INSTRUCTION_MAP was set on the engine while a batch ran: set it between two batches")
+
+    def _composed(self) -> instructions.Instructions:
+        """The instructions of a batch as they are at present, made anew only where one has changed."""
+        present = dict(self._INSTRUCTION_MAP)
+        if present != self._composed_of:
+            self._composition = instructions.compose(
+                present,
+                self._layers,
+                self._prefix,
+                accumulates=self.using_bf16_optimizer,
+                calls_back=bool(self._step_callbacks),
+                streams=self._streams,
+            )
+            self._composed_of = present
+        return self._composition
 
     def _batch_done(self) -> None:
         if isinstance(self._state, FlatState):
@@ -482,9 +545,10 @@ class DynMoPipelineEngine(ElasticEngine):
         if self._layers.own_uses:
             tied = self._comm.max_over_world(frozen.tied_weights_that_train(self._layers))
             frozen.check_tied_weights(self._layers, tied)
+        prefix = frozen.frozen_prefix(trainable)
+        instructions.check(self._INSTRUCTION_MAP, prefix, partitioned=self.is_pipe_partitioned)
         self._refit_optimizer()
-        self._trainable = trainable
-        self._prefix = frozen.frozen_prefix(self._trainable)
+        self._trainable, self._prefix = trainable, prefix
         self._set_instructions()
 
     def _follow_optimizer(self) -> None:
@@ -506,15 +570,10 @@ class DynMoPipelineEngine(ElasticEngine):
                 "that the optimizer stops or starts to update them"
             )
         frozen.check_unchanged(self._layers, self._trainable)
+        instructions.check(self._INSTRUCTION_MAP, self._prefix, partitioned=self.is_pipe_partitioned)
 
     def _set_instructions(self) -> None:
-        self._INSTRUCTION_MAP = instructions.instructions(
-            self._layers,
-            self._prefix,
-            accumulates=self.using_bf16_optimizer,
-            calls_back=bool(self._step_callbacks),
-            streams=self._streams,
-        )
+        self._composed_of = None
 
 
 def _has_events() -> bool:

@@ -27,7 +27,7 @@ class EngineForModels(MendedPipelineEngine):
 
     @abstractmethod
     def _set_instructions(self) -> None:
-        """Make the instructions of a batch anew."""
+        """Make what carries out the instructions of a batch anew."""
 
     def before_step(self, callback: Callback) -> None:
         """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""

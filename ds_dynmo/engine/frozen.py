@@ -3,7 +3,7 @@
 The prefix is the leading layers without a trainable parameter. A stage inside it skips its backward passes, its
 successor sends nothing back, and the stage where the prefix ends receives activations that need no gradient
 (DeepSpeed 0.19.8 makes every received activation require one: runtime/pipe/engine.py:1129, 1152). These
-functions stand in for DeepSpeed's pipeline instructions; they take the engine as DeepSpeed's own do.
+functions stand in for pipeline instructions or go around them; they take the engine as DeepSpeed's own do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_dynmo.engine.stage import StageLayers
@@ -101,18 +100,24 @@ def frozen_prefix(trainable: Sequence[bool]) -> int:
     return next((index for index, trains in enumerate(trainable) if trains), len(trainable))
 
 
-def instructions(start: int, stop: int, prefix: int) -> dict[type, Instruction]:
-    """The instructions that a stage owning layers ``[start, stop)`` carries out in another way than DeepSpeed's."""
-    changed: dict[type, Instruction] = {}
+def changes(
+    start: int, stop: int, prefix: int, *, own_backward: bool
+) -> dict[type, Callable[[Instruction], Instruction]]:
+    """What a stage owning layers ``[start, stop)`` puts around instructions, or in their place.
+
+    Args:
+        own_backward: the backward pass is not DeepSpeed's but the user's, who wants it called.
+    """
+    changed: dict[type, Callable[[Instruction], Instruction]] = {}
     if prefix == 0:
         return changed
     if prefix >= stop:
-        changed[schedule.BackwardPass] = _skip_backward
-        changed[schedule.RecvGrad] = _nothing
+        changed[schedule.BackwardPass] = _through_nothing if own_backward else lambda _: _skip_backward
+        changed[schedule.RecvGrad] = lambda _: _nothing
     if prefix >= start:
-        changed[schedule.SendGrad] = _free_input
-        changed[schedule.RecvActivation] = _without_gradient(PipelineEngine._exec_recv_activations)
-        changed[schedule.LoadMicroBatch] = _without_gradient(PipelineEngine._exec_load_micro_batch)
+        changed[schedule.SendGrad] = lambda _: _free_input
+        changed[schedule.RecvActivation] = _without_gradient
+        changed[schedule.LoadMicroBatch] = _without_gradient
     return changed
 
 
@@ -125,14 +130,30 @@ def _skip_backward(engine: Any, buffer_id: int) -> None:
     engine.pipe_buffers["outputs"][buffer_id] = None
 
 
+def _through_nothing(backward: Instruction) -> Instruction:
+    """Call ``backward`` where there is nothing to go back through, with something of no elements."""
+
+    def backward_pass(engine: Any, buffer_id: int) -> None:
+        loss, gradients = engine.loss, engine.grad_layer
+        nothing = torch.empty(0, device=engine.device, requires_grad=True)
+        engine.pipe_buffers["outputs"][buffer_id] = nothing.view(0)
+        engine.loss, engine.grad_layer = nothing.sum(), torch.empty_like(nothing)
+        try:
+            backward(engine, buffer_id=buffer_id)
+        finally:
+            engine.loss, engine.grad_layer = loss, gradients
+        _skip_backward(engine, buffer_id)
+
+    return backward_pass
+
+
 def _free_input(engine: Any, buffer_id: int) -> None:
     engine.pipe_buffers["inputs"][buffer_id] = None
 
 
 def _without_gradient(receive: Instruction) -> Instruction:
-    @wraps(receive)
     def instruction(engine: Any, buffer_id: int) -> None:
-        receive(engine, buffer_id)
+        receive(engine, buffer_id=buffer_id)
         inputs = engine.pipe_buffers["inputs"][buffer_id]
         for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
             if isinstance(tensor, torch.Tensor):

@@ -15,6 +15,8 @@ from ds_dynmo.engine import checks, costs
 from ds_dynmo.engine.elastic.release import check_policy
 from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
+from ds_dynmo.engine.engine_class import engine_class as built_upon
+from ds_dynmo.engine.rng_trackers import check_trackers
 
 
 def initialize(
@@ -31,6 +33,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    engine_class: Any = None,
 ) -> tuple[DynMoPipelineEngine, Any, Any, Any]:
     """Every argument of ``deepspeed.initialize``, the same four results; ``engine`` re-balances itself.
 
@@ -40,13 +43,16 @@ def initialize(
             see :class:`ds_dynmo.DynMoConfig`. Without the block the engine behaves as DeepSpeed's own. With it, fp32
             gradients are clipped by the norm of all layers instead of the first stage's: also where the configuration
             has no "gradient_clipping", since DeepSpeed clips at 1.0 unless told 0.0.
+        engine_class: a subclass of DeepSpeed's ``PipelineEngine`` that the engine is built upon, or
+            ``functools.partial`` of one with keyword arguments of its own; None: ``deepspeed.PipelineEngine``.
 
     Returns:
         ``engine, optimizer, training_dataloader, lr_scheduler``.
 
     Raises:
-        ConfigError: a wrong block, module, precision, optimizer or feature; nothing has been created or touched. Or
-            a layer that cannot be moved, on every rank, whichever stage holds it; the optimizer is untouched.
+        ConfigError: a wrong block, module, precision, optimizer, engine class or feature; nothing has been created or
+            touched. Or a layer that cannot be moved, on every rank, whichever stage holds it; the optimizer is
+            untouched.
         PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
     """
     settings = checks.load_config(args, config, config_params)
@@ -60,7 +66,9 @@ def initialize(
         checks.check_initial_partition(dynmo, model)
         check_policy(dynmo.repack)
         secret_for(dynmo.repack)
-    with _engine_class(dynmo):
+        if dynmo.randomness.per_layer:
+            check_trackers()
+    with _constructing(partial(built_upon(engine_class or deepspeed.PipelineEngine), dynmo=dynmo)):
         results = deepspeed.initialize(
             args=args,
             model=model,
@@ -103,10 +111,10 @@ def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequenc
 
 
 @contextmanager
-def _engine_class(dynmo: DynMoConfig | None) -> Iterator[None]:
+def _constructing(engine_class: Any) -> Iterator[None]:
     """Let ``deepspeed.initialize`` construct our engine: it names its class in no argument (DeepSpeed 0.19.8)."""
     original = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = partial(DynMoPipelineEngine, dynmo=dynmo)
+    deepspeed.PipelineEngine = engine_class
     try:
         yield
     finally:

@@ -96,6 +96,9 @@ class Profiler:
         size_every_pass: count what is saved for backward in every micro-batch, the most is kept, rather than in the
             first one of a profile. It takes about a twentieth of a batch, and matters where memory is limited and
             layers have more to do in some micro-batches than in others.
+
+    Attributes:
+        measures: is a batch being measured?
     """
 
     def __init__(self, clock: Any, *, size_every_pass: bool = False) -> None:
@@ -106,10 +109,12 @@ class Profiler:
         self._start = 0
         self._stop = 0
         self._has_loss = False
+        self.measures = False
+        self._in_pass = False
         self._backward = False
         self._owner: int | None = None
         self._marks: list[Mark] = []
-        self._passes: list[tuple[bool, list[Mark]]] = []
+        self._passes: list[tuple[bool | None, list[Mark]]] = []  # backward? None: of an instruction of the user's own
         self._entered: dict[int, torch.Tensor] = {}  # what came into the stage or a segment in this pass
 
     def forget(self, *, batches_too: bool = False) -> None:
@@ -144,10 +149,12 @@ class Profiler:
         bare = module.forward_funcs
         self._start, self._stop, self._has_loss, self._passes = start, start + len(bare), has_loss, []
         module.forward_funcs = [self._marked(start + position, layer) for position, layer in enumerate(bare)]
+        self.measures = True
         began = time.perf_counter()
         try:
             yield
         finally:
+            self.measures = False
             module.forward_funcs = bare
         seconds = time.perf_counter() - began
         self._entered = {}
@@ -158,9 +165,24 @@ class Profiler:
     @contextmanager
     def one_pass(self, backward: bool) -> Iterator[None]:
         """One micro-batch's forward or backward pass through the stage."""
-        self._backward, self._marks, self._entered = backward, [], {}
-        self._mark(self._stop - 1 if backward else None)
-        yield
+        with self._one_pass(backward, self._stop - 1 if backward else None):
+            yield
+
+    @contextmanager
+    def another_pass(self) -> Iterator[None]:
+        """An instruction of the user's own, which may run layers or go back through them: counts with the next pass."""
+        with self._one_pass(None, None):
+            yield
+
+    @contextmanager
+    def _one_pass(self, backward: bool | None, owner: int | None) -> Iterator[None]:
+        self._backward, self._marks, self._entered = backward is not False, [], {}
+        self._mark(owner)
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
         self._mark(None)
         self._passes.append((backward, self._marks))
         self._backward = False
@@ -173,6 +195,8 @@ class Profiler:
 
     def _marked(self, index: int, layer: Layer) -> Layer:
         def marked(inputs: Any) -> Any:
+            if not self._in_pass:  # the user's engine samples, say
+                return layer(inputs)
             before = self._owner
             versions = {id(tensor): tensor._version for tensor in _tensors(inputs)}
             self._mark(index)
@@ -236,15 +260,21 @@ class Profiler:
     # -- reading --------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        spent: dict[int, float] = defaultdict(float)
+        last = self.samples.forward
         for backward, marks in self._passes:
-            spent: dict[int, float] = defaultdict(float)
             durations = self._clock.seconds_between([when for when, _ in marks])
             for (_, owner), seconds in zip(marks, durations):
                 if owner is not None:
                     spent[owner] += seconds
-            target = self.samples.backward if backward else self.samples.forward
+            if backward is None:
+                continue
+            last = self.samples.backward if backward else self.samples.forward
             for index, seconds in spent.items():
-                target[index].append(seconds)
+                last[index].append(seconds)
+            spent.clear()
+        for index, seconds in spent.items():  # of instructions after the last pass
+            last[index][-1:] = [sum(last[index][-1:], seconds)]
         self._passes = []
 
 

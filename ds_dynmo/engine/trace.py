@@ -1,11 +1,11 @@
 """The measured timeline of a batch: when each rank carried out each pipeline instruction.
 
-While a batch is traced, the engine's functions for DeepSpeed's instructions, and those of its methods that come after
-them, note when they begin and end. At all other times they are bare: a batch that is not traced costs nothing. On the
-CPU the times are those of a monotonic clock. On an accelerator they are events on the current stream, which waits for
-each receive, so that they tell when the device did the work, not when the CPU asked for it, and nothing is synchronised
-but once before the batch. After the batch each rank estimates how far its clock is ahead of rank 0's
-(:meth:`Communicator.clock_offset`), and rank 0 writes what all recorded.
+While a batch is traced, the functions for pipeline instructions, DeepSpeed's or the user's, and those of the engine's
+methods that come after them, note when they begin and end. At all other times they are bare: a batch that is not traced
+costs nothing. On the CPU the times are those of a monotonic clock. On an accelerator they are events on the current
+stream, which waits for each receive, so that they tell when the device did the work, not when the CPU asked for it, and
+nothing is synchronised but once before the batch. After the batch each rank estimates how far its clock is ahead of
+rank 0's (:meth:`Communicator.clock_offset`), and rank 0 writes what all recorded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -24,6 +25,7 @@ from deepspeed.runtime.pipe import schedule
 from ds_dynmo.config import TraceConfig
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.files import check_writable
+from ds_dynmo.engine.instructions import Instructions, is_own_kind
 from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, track_names
 
 INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
@@ -50,6 +52,9 @@ _BEGINNINGS = 3
 class Tracer:
     """Records batches as the configuration says. Construction is collective.
 
+    Attributes:
+        records: is a batch being recorded?
+
     Args:
         clock: as the profiler's.
         warn: says on rank 0 what went wrong.
@@ -61,6 +66,7 @@ class Tracer:
     def __init__(self, config: TraceConfig, engine: Any, clock: Any, warn: Callable[[str], None]) -> None:
         self._config, self._clock, self._warn = config, clock, warn
         self._comm: Communicator = engine._comm
+        self.records = False
         self._place: dict[str, int] = {}
         self._marks: list[tuple[str, str, int | None]] = []
         self._times: list[Any] = []
@@ -98,7 +104,8 @@ class Tracer:
         with ExitStack() as recording:
             for name, (category, what) in METHODS.items():
                 recording.enter_context(_replaced(engine, name, self._recorded(getattr(engine, name), category, what)))
-            recording.enter_context(_replaced(engine, "_exec_schedule", self._recorded_schedule(engine)))
+            self.records = True
+            recording.callback(setattr, self, "records", False)
             yield
         parted = engine.released or engine._repacker.world.generation != generation
         if parted:  # those who recorded it are not together any more
@@ -107,19 +114,15 @@ class Tracer:
         elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
         self._write(step, partition, [base_seconds + seconds for seconds in elapsed[1:]])
 
-    def _recorded_schedule(self, engine: Any) -> Callable[[Any], None]:
-        run = engine._exec_schedule
-
-        def exec_schedule(pipe_schedule: Any) -> None:
-            bare = engine._INSTRUCTION_MAP
-            recorded = {kind: self._recorded(bare[kind], *shown) for kind, shown in INSTRUCTIONS.items()}
-            engine._INSTRUCTION_MAP = {**bare, **recorded}
-            try:
-                run(pipe_schedule)
-            finally:
-                engine._INSTRUCTION_MAP = bare
-
-        return exec_schedule
+    def recorded(self, bare: Instructions) -> Instructions:
+        """The instructions of a batch, which note when they begin and end."""
+        shown = {kind: ("instruction", kind.__name__) for kind in bare if is_own_kind(kind)} | INSTRUCTIONS
+        return MappingProxyType(
+            {
+                kind: self._recorded(instruction, *shown[kind]) if kind in shown else instruction
+                for kind, instruction in bare.items()
+            }
+        )
 
     def _recorded(self, function: Callable[..., Any], category: str, what: str) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:

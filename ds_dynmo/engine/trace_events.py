@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CATEGORIES = (
-    *("forward", "backward", "load", "send", "receive", "wait"),
+    *("forward", "backward", "load", "send", "receive", "wait", "instruction"),  # the last of a kind of the user's own
     *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),
 )
 _END = "\n]}\n"

@@ -26,6 +26,7 @@ COLORS = {
     "send": "#e8a838",
     "receive": "#d9763f",
     "wait": "#e6e6e6",
+    "instruction": "#a3c76d",
     "reduce": "#c65b9b",
     "optimizer step": "#7b3f2a",
     "loss": "#6a6a6a",

@@ -256,3 +256,23 @@ def test_a_stalled_batch_is_not_what_a_batch_takes() -> None:
     profiler.forget(batches_too=True)
     profiler.batch_took(0.2)
     assert profiler.batch_seconds == 0.2
+
+
+def test_instructions_of_ones_own_count_with_the_next_pass() -> None:
+    """A reference pass before the forward pass, a backward pass in an instruction of its own, sampling in none."""
+    clock = Clock()
+    layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
+    profiler, module = Profiler(clock), SimpleNamespace(forward_funcs=list(layers))
+    with profiler.batch(module, 4, has_loss=False):
+        assert profiler.measures
+        for _ in range(2):
+            with torch.no_grad(), profiler.another_pass():
+                plain(module.forward_funcs, torch.ones(2, 3))
+            with profiler.one_pass(backward=False):
+                outputs = plain(module.forward_funcs, torch.ones(2, 3, requires_grad=True))
+            plain(module.forward_funcs, torch.ones(2, 3))
+            with profiler.another_pass():
+                outputs.sum().backward()
+    assert not profiler.measures
+    assert profiler.samples.forward == {4: [2.0, 2.0 + 3.0 + 3.0], 5: [4.0, 4.0 + 5.0 + 5.0]}
+    assert not profiler.samples.backward

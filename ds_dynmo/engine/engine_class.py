@@ -1,0 +1,85 @@
+"""The engine upon one of the user's: a subclass of DeepSpeed's ``PipelineEngine`` with behaviour of its own.
+
+Methods are looked up in our engine, then in the user's, then in DeepSpeed's. So the user's ``train_batch``, which may
+call DeepSpeed's or not, runs inside ours. What ours does in place of DeepSpeed's (checkpoints, clipping) lies beneath
+the user's class instead: the user's method runs, and finds ours where it calls ``super()``.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_dynmo.engine.engine import DynMoPipelineEngine
+from ds_dynmo.errors import ConfigError
+
+
+class _Beneath(PipelineEngine):
+    """What a user's engine finds where DeepSpeed's would be."""
+
+    dynmo: Any
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        save = super().save_checkpoint if self.dynmo is None else partial(DynMoPipelineEngine.save_checkpoint, self)
+        return save(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        load = super().load_checkpoint if self.dynmo is None else partial(DynMoPipelineEngine.load_checkpoint, self)
+        return load(*args, **kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        clip = (
+            super().clip_fp32_gradients
+            if self.dynmo is None
+            else partial(DynMoPipelineEngine.clip_fp32_gradients, self)
+        )
+        clip()
+
+
+_REPLACED = ("save_checkpoint", "load_checkpoint", "clip_fp32_gradients")
+
+
+def engine_class(given: Any) -> partial[DynMoPipelineEngine]:
+    """Our engine's class upon what the user gave, with the arguments that it was given with.
+
+    Args:
+        given: DeepSpeed's ``PipelineEngine`` or a subclass, or ``functools.partial`` of one with keywords of its own.
+
+    Raises:
+        ConfigError: it is something else, or defines names that our engine uses.
+    """
+    theirs, options = given, {}
+    if isinstance(given, partial) and not given.args:
+        theirs, options = given.func, given.keywords
+    if not (isinstance(theirs, type) and issubclass(theirs, PipelineEngine)):
+        raise ConfigError(
+            f"engine_class = {given!r}: has to be a subclass of deepspeed.runtime.pipe.engine.PipelineEngine, or "
+            "functools.partial of one with keyword arguments"
+        )
+    return partial(_built_upon(theirs), **options)
+
+
+@cache
+def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
+    if theirs is PipelineEngine:
+        return DynMoPipelineEngine
+    if issubclass(theirs, DynMoPipelineEngine):
+        return theirs
+    taken = _own_names(theirs) & (_own_names(DynMoPipelineEngine) - set(dir(PipelineEngine)))
+    if taken:
+        raise ConfigError(
+            f"engine_class = {theirs.__qualname__}: it defines {', '.join(sorted(taken))}, which ds_dynmo's engine "
+            "uses for something else; rename what you define"
+        )
+    names = [name for name in _REPLACED if getattr(theirs, name) is not getattr(PipelineEngine, name)]
+    methods: dict[str, Any] = {name: getattr(theirs, name) for name in names}
+    methods |= {"__module__": theirs.__module__, "__doc__": theirs.__doc__}
+    return type(f"DynMo{theirs.__name__}", (DynMoPipelineEngine, theirs, _Beneath), methods)
+
+
+def _own_names(kind: type) -> set[str]:
+    """What a subclass of DeepSpeed's engine defines beside it, dunder names left out."""
+    classes = [part for part in kind.__mro__ if part not in PipelineEngine.__mro__]
+    return {name for part in classes for name in vars(part) if not (name.startswith("__") and name.endswith("__"))}

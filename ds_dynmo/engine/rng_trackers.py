@@ -1,0 +1,170 @@
+"""Random states by name, which layers fork: Megatron's and DeepSpeed's trackers, and the user's.
+
+A tracker (``get_cuda_rng_tracker()``) keeps states of its own beside the default generators, one for draws that differ
+between tensor-parallel slices, say. Its states are the rank's, and Megatron seeds them by the stage too. So while a
+layer runs each of them is set to one that follows from the layer's seed, the tracker, the state's name and the slice
+that has it: the first slice of the stage whose state was equal when it was first seen. Slices whose states are equal
+thus draw alike, others do not, and it is the same on every stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+from ds_dynmo.errors import ConfigError
+
+State = torch.Tensor | torch.Generator
+Saved = list[tuple[Any, dict[str, torch.Tensor]]]
+
+_MODULES = (  # where Megatron, Megatron-DeepSpeed, GPT-NeoX and fairscale keep theirs
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.tensor_parallel",
+    "megatron.mpu.random",
+    "megatron.mpu",
+    "mpu.random",
+    "mpu",
+    "fairscale.nn.model_parallel.random",
+)
+_KEY = struct.Struct("<Qq")
+
+
+def find_trackers() -> dict[str, Any]:
+    """The trackers of this process by name, each once; a library that is not loaded has none."""
+    found = {"deepspeed.checkpointing": ds_checkpointing.get_cuda_rng_tracker()}
+    for name in _MODULES:
+        module: Any = sys.modules.get(name)
+        if hasattr(module, "_CUDA_RNG_STATE_TRACKER"):  # not made yet, None: Megatron's function would choose its kind
+            found[name] = module._CUDA_RNG_STATE_TRACKER
+        elif callable(getattr(module, "get_cuda_rng_tracker", None)):
+            found[name] = module.get_cuda_rng_tracker()
+    of_mpu = getattr(ds_checkpointing.mpu, "get_cuda_rng_tracker", None)
+    if callable(of_mpu) and getattr(of_mpu, "__module__", None) not in found:
+        found["mpu"] = of_mpu()
+    each: dict[int, str] = {}
+    for name, tracker in found.items():
+        each.setdefault(id(tracker), name)
+    return {name: found[name] for name in each.values() if found[name] is not None}
+
+
+def states_of(name: str, tracker: Any) -> dict[str, State]:
+    """The states of a tracker.
+
+    Raises:
+        ConfigError: they cannot be enumerated.
+    """
+    lacking = [method for method in ("get_states", "set_states") if not callable(getattr(tracker, method, None))]
+    states = None if lacking else tracker.get_states()
+    if not isinstance(states, Mapping) or not all(isinstance(state, State) for state in states.values()):
+        why = (
+            f"it has no {' and no '.join(lacking)}" if lacking else "get_states() gives no tensor or generator by name"
+        )
+        raise ConfigError(
+            f"random states of {name} ({type(tracker).__name__}) cannot be enumerated: {why}. Layers that fork them "
+            "would draw otherwise after a move; give it both, or set dynmo.randomness.per_layer = false"
+        )
+    return dict(states)
+
+
+def check_trackers() -> None:
+    """Refuse trackers of this process whose states cannot be enumerated."""
+    for name, tracker in find_trackers().items():
+        states_of(name, tracker)
+
+
+class TrackedStates:
+    """The states of all trackers, set and put back together.
+
+    Args:
+        gather: a value of every tensor-parallel slice of this stage and replica, by slice index. Collective.
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
+        self._gather = gather
+        self._own: dict[str, Any] = {}
+        self._trackers: dict[str, Any] = {}  # those that have states
+        self._slices: dict[tuple[str, str], int] = {}  # by tracker and state: the first slice that has it
+        self._generators = [torch.Generator()]
+        if get_accelerator().device_name() != "cpu":
+            self._generators.append(torch.Generator(get_accelerator().current_device_name()))
+
+    def add(self, name: str, tracker: Any) -> None:
+        """Cover a tracker of the user's own.
+
+        Raises:
+            ConfigError: its states cannot be enumerated, or there is another one of that name.
+        """
+        states_of(name, tracker)
+        if self._own.get(name, tracker) is not tracker:
+            raise ConfigError(f"there is another tracker of random states named {name!r}: give each a name of its own")
+        self._own[name] = tracker
+
+    def find(self) -> None:
+        """Look for trackers and states that are new. Collective over the slices of a stage, where there are any.
+
+        Raises:
+            ConfigError: a tracker's states cannot be enumerated.
+        """
+        known = find_trackers()
+        known |= {name: own for name, own in self._own.items() if all(own is not other for other in known.values())}
+        states = {name: states_of(name, tracker) for name, tracker in known.items()}
+        self._trackers = {name: tracker for name, tracker in known.items() if states[name]}
+        held = {(name, key): state for name, found in states.items() for key, state in found.items()}
+        new = {key: _digest(state) for key, state in held.items() if key not in self._slices}
+        if new:
+            every = self._gather(new)
+            for key, digest in new.items():
+                self._slices[key] = next(index for index, theirs in enumerate(every) if theirs.get(key) == digest)
+
+    def seed(self, seed: int) -> None:
+        """Set each state to one that follows from ``seed``."""
+        for name, tracker in self._trackers.items():
+            states = dict(tracker.get_states())
+            for key, state in states.items():
+                if (name, key) in self._slices:  # one that a layer added in this batch is covered from the next
+                    states[key] = self._seeded(state, _derived(seed, name, key, self._slices[name, key]))
+            tracker.set_states(states)
+
+    def state(self) -> Saved:
+        """What :meth:`restore` puts back."""
+        return [
+            (tracker, {key: _bytes_of(state) for key, state in tracker.get_states().items()})
+            for tracker in self._trackers.values()
+        ]
+
+    def restore(self, saved: Saved) -> None:
+        """Put states back; those added since stay."""
+        for tracker, states in saved:
+            present = dict(tracker.get_states())
+            for key in present.keys() & states.keys():
+                if isinstance(present[key], torch.Generator):
+                    present[key].set_state(states[key])
+                else:
+                    present[key] = states[key]
+            tracker.set_states(present)
+
+    def _seeded(self, state: State, seed: int) -> State:
+        if isinstance(state, torch.Generator):
+            return state.manual_seed(seed)
+        fitting = (g for g in self._generators if g.get_state().numel() == state.numel())
+        return next(fitting, self._generators[-1]).manual_seed(seed).get_state()
+
+
+def _bytes_of(state: State) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def _digest(state: State) -> bytes:
+    return hashlib.blake2b(_bytes_of(state).cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+def _derived(seed: int, tracker: str, key: str, first_slice: int) -> int:
+    packed = _KEY.pack(seed % 2**64, first_slice) + f"{tracker}/{key}".encode()
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

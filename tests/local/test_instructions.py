@@ -1,0 +1,161 @@
+"""What is put around instructions, and engine classes that ours is built upon, without a process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.engine.engine_class import engine_class
+from ds_dynmo.engine.instructions import check, compose, is_deepspeeds
+from ds_dynmo.errors import ConfigError
+
+STOCK = PipelineEngine._INSTRUCTION_MAP
+
+
+def test_a_wrapper_that_copies_deepspeeds_name_is_the_users() -> None:
+    for instruction in STOCK.values():
+        assert is_deepspeeds(instruction)
+        assert not is_deepspeeds(wraps(instruction)(lambda *args, **kwargs: None))
+        assert not is_deepspeeds(partial(instruction))
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "partitioned", "refused"),
+    [
+        (schedule.SendGrad, 1, False, True),
+        (schedule.RecvGrad, 1, False, True),
+        (schedule.SendGrad, 0, False, False),
+        (schedule.BackwardPass, 3, False, False),
+        (schedule.BackwardPass, 3, True, True),
+        (schedule.LoadMicroBatch, 3, True, False),
+        (schedule.RecvActivation, 3, True, False),
+    ],
+)
+def test_what_a_frozen_prefix_refuses(kind: type, prefix: int, partitioned: bool, refused: bool) -> None:
+    def own(self: Any, buffer_id: int) -> None: ...
+
+    check(STOCK, prefix, partitioned=partitioned)
+    if not refused:
+        check({**STOCK, kind: own}, prefix, partitioned=partitioned)
+        return
+    with pytest.raises(ConfigError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] = .*own: the first {prefix} layers"):
+        check({**STOCK, kind: own}, prefix, partitioned=partitioned)
+
+
+def composed(present: dict[type, Any]) -> Any:
+    layers: Any = SimpleNamespace(start=0, stop=4, has_twins=False, has_copies=False)
+    return compose(present, layers, 0, accumulates=False, calls_back=False, streams=None)
+
+
+def test_only_what_is_needed_goes_around() -> None:
+    found = composed({**STOCK, nn.Module: print})
+    assert {kind for kind in found if found[kind] is not {**STOCK, nn.Module: print}[kind]} == {schedule.BackwardPass}
+    assert schedule.BackwardPass not in composed({})
+    with pytest.raises(TypeError):
+        found[schedule.BackwardPass] = print
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = x * self.weight
+        hidden.register_hook(self.count)
+        return hidden.exp(), torch.arange(3), hidden.sin()
+
+    def count(self, gradient: torch.Tensor) -> None:
+        self.passes += 1
+
+
+@pytest.mark.parametrize("way", ["each with retain_graph", "retain_graph for all", "one is left out", "autograd"])
+def test_several_outputs_go_back_once_whoever_calls_backward(way: str) -> None:
+    """And what the instruction gets are tensors as DeepSpeed hands them over."""
+    layer, gradients = Shared(), (torch.tensor([0.5, 0.25]), torch.tensor([1.0, 2.0]))
+
+    def backward(engine: Any, buffer_id: int) -> None:
+        exponential, integers, sine = engine.pipe_buffers["outputs"][buffer_id]
+        assert type(integers) is torch.Tensor and not integers.is_floating_point()
+        assert isinstance(sine, torch.Tensor) and type(2 * sine) is torch.Tensor
+        if way == "autograd":
+            torch.autograd.backward((exponential, sine), gradients)
+            return
+        exponential.backward(gradient=gradients[0], retain_graph=way != "one is left out")
+        if way != "one is left out":
+            sine.backward(gradients[1], retain_graph=way == "retain_graph for all")
+
+    outputs = layer(torch.ones(2))
+    engine = SimpleNamespace(pipe_buffers={"outputs": [outputs]}, is_last_stage=bool, is_pipe_partitioned=False)
+    composed({schedule.BackwardPass: backward})[schedule.BackwardPass](engine, buffer_id=0)
+    expected = gradients[0] * layer.weight.exp()
+    if way != "one is left out":
+        expected = expected + gradients[1] * layer.weight.cos()
+    assert layer.passes == 1
+    assert torch.allclose(layer.weight.grad, expected)
+
+
+# -- engine classes -----------------------------------------------------------------------------------
+
+
+class Theirs(PipelineEngine):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        return super().save_checkpoint(*args, **kwargs)
+
+    def train_batch(self) -> None:  # type: ignore[override]
+        pass
+
+
+class Deciding(PipelineEngine):
+    def rebalance(self) -> None:
+        pass
+
+    _decide = rebalance
+
+
+def test_an_engine_class_is_built_once_and_keeps_its_name() -> None:
+    built = engine_class(Theirs).func
+    assert built is engine_class(Theirs).func
+    assert built.__mro__[:2] == (built, ds_dynmo.DynMoPipelineEngine)
+    order = built.__mro__
+    assert order.index(ds_dynmo.DynMoPipelineEngine) < order.index(Theirs) < order.index(PipelineEngine)
+    assert (built.__name__, built.__module__) == ("DynMoTheirs", __name__)
+    assert built._INSTRUCTION_MAP is PipelineEngine._INSTRUCTION_MAP
+    assert built.save_checkpoint is Theirs.save_checkpoint
+    assert built.load_checkpoint is ds_dynmo.DynMoPipelineEngine.load_checkpoint
+    assert engine_class(PipelineEngine).func is ds_dynmo.DynMoPipelineEngine
+    assert engine_class(built).func is built
+    assert engine_class(partial(Theirs, weight=2)).keywords == {"weight": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict, "engine_class = <class 'dict'>: has to be a subclass of deepspeed.*PipelineEngine"),
+        ("Theirs", "engine_class = 'Theirs': has to be a subclass"),
+        (partial(Theirs, 1), "has to be a subclass .* with keyword arguments"),
+        (Deciding, "engine_class = Deciding: it defines _decide, rebalance, which ds_dynmo's engine uses"),
+    ],
+)
+def test_engine_classes_that_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_class(given)
+
+
+def test_a_wrong_engine_class_is_refused_before_anything_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    monkeypatch.setattr("ds_dynmo.engine.checks.check_module", lambda model: None)
+    monkeypatch.setattr("deepspeed.initialize", lambda **_: calls.update(["initialize"]))
+    with pytest.raises(ConfigError, match="engine_class = 3"):
+        ds_dynmo.initialize(model=None, config={}, engine_class=3)
+    assert not calls
