@@ -7,15 +7,26 @@ setup(
     packages=find_packages(include=["ds_dynmo", "ds_dynmo.*"]),
     python_requires=">=3.10",
     install_requires=[
-        "torch",
+        "torch>=2.9",  # sparse attention: the first that has FlexAttention's AuxRequest; tested: 2.13.0
         "deepspeed==0.19.8",
         "numpy",
+        "psutil",
         "pydantic>=2",
     ],
     extras_require={
         "huggingface": ["transformers>=5.23", "safetensors"],  # what was tested; before 5, experts were modules
         "kubernetes": ["kubernetes>=36"],  # the official client: release policy "kubernetes", nothing else
         "plots": ["matplotlib>=3.8"],  # pictures of a run: scripts/plot.py, nothing else
-        "test": ["pytest", "pytest-xdist>=3.6", "ruff>=0.17,<0.18", "mypy", "kubernetes>=36"],
+        "test": [  # the extras above too, and TensorBoard, whose files a test reads: no test is skipped for a package
+            "pytest",
+            "pytest-xdist>=3.6",
+            "ruff>=0.17,<0.18",
+            "mypy",
+            "kubernetes>=36",
+            "transformers>=5.23",
+            "safetensors",
+            "matplotlib>=3.8",
+            "tensorboard",
+        ],
     },
 )

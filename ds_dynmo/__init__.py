@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.errors import CheckpointError, ConfigError, MigrationError, PartitionError, ReleasedError
+from ds_dynmo.launchers import end_with_launcher
 from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
+from ds_dynmo.shm_operator import skip_shm_operator
 
 if TYPE_CHECKING:
     from ds_dynmo.engine import DynMoPipelineEngine, initialize
@@ -27,7 +29,9 @@ __all__ = [
     "RebalanceReport",
     "ReleasedError",
     "RepackReport",
+    "end_with_launcher",
     "initialize",
+    "skip_shm_operator",
 ]
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
 
-import deepspeed
 import torch
 
 from ds_dynmo.errors import ConfigError
@@ -34,6 +33,7 @@ from scripts.benchmarks.real import real_rows
 from scripts.benchmarks.rows import print_rows
 from scripts.simulation.loads import CASES
 from scripts.simulation.runs import ARMS
+from scripts.startup import init_distributed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -95,7 +95,7 @@ def main(given: list[str]) -> None:
     except ConfigError as error:
         raise SystemExit(f"benchmark.py: error: {error}") from error
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    deepspeed.init_distributed()
+    init_distributed()
     measure = emulated_rows if arguments.compute == "emulated" else real_rows
     table, stolen = [], Stolen()
     for name in arguments.case or CASES:

@@ -102,6 +102,7 @@ ds_dynmo_install() {
 ds_dynmo_use() {
     local header
     export VIRTUAL_ENV="$1" PATH="$1/bin:$PATH"
+    export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$1/torchinductor}" # else torch makes one under /tmp
     unset PYTHONHOME
     header="$(python -c 'import sysconfig; print(sysconfig.get_path("include") + "/Python.h")')"
     if ! command -v "${CXX:-c++}" >/dev/null || [[ ! -f "$header" ]]; then

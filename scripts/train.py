@@ -36,6 +36,7 @@ from ds_dynmo.models import (
     dynamic_cases,
     model_layers,
 )
+from scripts.startup import init_distributed
 from scripts.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
 from scripts.training.report import (
     History,
@@ -227,7 +228,7 @@ def main(arguments: list[str]) -> int:
         }
         record(start)
 
-    deepspeed.init_distributed()
+    init_distributed()
     try:
         engine = build_engine(run)
         cases = build_cases(run, engine)

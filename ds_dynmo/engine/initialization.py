@@ -17,6 +17,7 @@ from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.engine_class import engine_class as built_upon
 from ds_dynmo.engine.rng_trackers import check_trackers
+from ds_dynmo.shm_operator import warn_of_shm_operator
 
 
 def initialize(
@@ -85,6 +86,7 @@ def initialize(
             config_params=config_params,
         )
     engine = results[0]
+    warn_of_shm_operator()
     if dynmo is not None:
         first = engine.allowed(_first_partition(engine, dynmo))
         if list(first) != engine.partition:

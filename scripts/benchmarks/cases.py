@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
-import deepspeed
 import torch
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import AUXILIARY_LOSS, LANGUAGE_MODEL_LOSS, dynamic_cases
 from scripts.benchmarks.arms import Arm, engines_end_here, quietly, say, timed, turns
+from scripts.startup import init_distributed
 from scripts.train import VALIDATIONS, batches, build_engine, validate
 from scripts.training.options import Run, prepare
 
@@ -57,10 +56,7 @@ class Trained:
     @classmethod
     def build(cls, name: str, settings: dict[str, Any], steps: int) -> Trained:
         """From a configuration."""
-        with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder) / "config.json"
-            config.write_text(json.dumps(settings))
-            run = prepare(["--deepspeed_config", str(config), "--steps", str(steps)])
+        run = prepare(["--deepspeed_config", name, "--steps", str(steps)], settings)
         engine = quietly(partial(build_engine, run))
         cases = dynamic_cases(run.model, engine, total_steps=run.steps)
         return cls(Arm(name, engine), run, cases, batches(run, engine, "train"))
@@ -163,7 +159,7 @@ def main(given: list[str]) -> None:
     if "WORLD_SIZE" not in os.environ:
         raise SystemExit("start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/benchmarks/cases.py ...")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    deepspeed.init_distributed()
+    init_distributed()
     rows: list[dict[str, Any]] = []
     for case in arguments.cases:
         with engines_end_here():

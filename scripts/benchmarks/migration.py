@@ -24,13 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
+from scripts.startup import init_distributed
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    deepspeed.init_distributed()
+    init_distributed()
     if dist.get_world_size() != 2:
         raise SystemExit(f"two ranks are needed, this is {dist.get_world_size()}: deepspeed --num_gpus 2 ...")
     figures: dict[str, Any] = {"precision": arguments.precision, "machine": platform.processor() or platform.machine()}

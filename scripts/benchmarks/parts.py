@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
@@ -29,6 +28,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.models.gpt import Block, GPTConfig
 from ds_dynmo.partitioners import bottleneck
+from scripts.startup import init_distributed
 
 BLOCKS, FROZEN = 12, 6
 SLEEP_SECONDS = 0.005  # forward; backward twice that
@@ -292,7 +292,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    deepspeed.init_distributed()
+    init_distributed()
     figures = PARTS[arguments.what](arguments)
     if torch.distributed.get_rank() == 0:
         print(f"\n{arguments.what}, {arguments.compute} layers, {torch.distributed.get_world_size()} stages")

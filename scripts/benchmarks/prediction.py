@@ -27,7 +27,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
-import deepspeed
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,6 +35,7 @@ from ds_dynmo.partitioners import simulate
 from scripts.benchmarks.arms import quietly, say, timed
 from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 from scripts.benchmarks.machine import Stolen
+from scripts.startup import init_distributed
 
 SPREAD = 0.6  # of the logarithm of costs
 MOST_STEPS, STEP_SECONDS = 50, 1e-6  # of the fit
@@ -182,7 +182,7 @@ def report(draws: list[Draw], arguments: argparse.Namespace) -> None:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(1)
-    deepspeed.init_distributed()
+    init_distributed()
     stolen = Stolen()
     draws = measure(arguments)
     if torch.distributed.get_rank() == 0:

@@ -20,7 +20,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
-import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
@@ -36,7 +34,9 @@ from torch import nn
 import ds_dynmo
 from scripts.benchmarks.arms import quietly, say, timed
 from scripts.benchmarks.emulation import data, make_engine, set_loads
+from scripts.guard import guarded_group, scratch_folder
 from scripts.simulation.loads import CASES, Phase
+from scripts.startup import init_distributed
 
 FEWER = 2  # stages, after a restart
 
@@ -136,11 +136,11 @@ def show_phases(arguments: argparse.Namespace, stages: int, rows: list[dict[str,
 
 
 def restart(arguments: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         launch(arguments, folder, arguments.stages)
         began = time.time()
         launch(arguments, folder, FEWER, "--resume")
-        records = [json.loads(line) for line in (Path(folder) / "records").read_text().splitlines()]
+        records = [json.loads(line) for line in (folder / "records").read_text().splitlines()]
     found = {name: value for record in records for name, value in record.items()}
     print(f"re-packed while running, {arguments.stages} -> {FEWER} stages, s:")
     for name in ("decide", "migrate", "world", "next batch"):
@@ -153,15 +153,17 @@ def restart(arguments: argparse.Namespace) -> None:
     print(f"resident memory of a parked process: {found['before']:,.0f} MiB before, {found['parked']:,.0f} MiB parked")
 
 
-def launch(arguments: argparse.Namespace, folder: str, stages: int, *more: str) -> None:
+def launch(arguments: argparse.Namespace, folder: Path, stages: int, *more: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    own = ["worker", "--folder", folder, "--layers", str(arguments.layers), "--width", str(arguments.width), *more]
+    own = ["worker", "--folder", str(folder), "--layers", str(arguments.layers), "--width", str(arguments.width), *more]
     command = ["deepspeed", "--num_gpus", str(stages), "--master_port", str(port), __file__, *own]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with guarded_group(job):
+        printed, errors = job.communicate()
+    if job.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{printed[-2000:]}\n{errors[-2000:]}")
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -234,7 +236,7 @@ def main(given: list[str]) -> None:
         restart(arguments)
         return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    deepspeed.init_distributed()
+    init_distributed()
     (phases if arguments.kind == "phases" else worker)(arguments)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
-import deepspeed
 import numpy as np
 import torch
 
@@ -27,6 +26,7 @@ from ds_dynmo.partitioners import PipelineModel, balanced, shortest
 from scripts.benchmarks.arms import quietly, say, timed
 from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 from scripts.simulation.loads import Phase
+from scripts.startup import init_distributed
 
 MOST_TRIES = 1000  # at costs for which the two differ
 
@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Difference], int]:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(1)
-    deepspeed.init_distributed()
+    init_distributed()
     found, alike = measure(arguments)
     if not found:
         raise SystemExit(f"schedule.py: both balancers agree in all {alike} draws")

@@ -20,7 +20,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
 
-import deepspeed
 import torch
 
 from ds_dynmo.partitioners import PipelineModel, shortest, uniform
@@ -28,6 +27,7 @@ from scripts.benchmarks.arms import Arm, quietly, say, timed, turns
 from scripts.benchmarks.emulation import data, make_engine, set_loads, slow_down, told_seconds
 from scripts.simulation.loads import Phase
 from scripts.simulation.runs import DYNAMIC
+from scripts.startup import init_distributed
 
 ARMS = {
     "static": "static_uniform",
@@ -135,7 +135,7 @@ class Slowed:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(1)
-    deepspeed.init_distributed()
+    init_distributed()
     if not 0 <= arguments.rank < torch.distributed.get_world_size():
         raise SystemExit(f"slowed.py: --rank {arguments.rank}: there are {torch.distributed.get_world_size()} ranks")
     found = Slowed(arguments).measure()

@@ -91,8 +91,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def prepare(arguments: list[str]) -> Run:
+def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run:
     """Everything that can be checked without the other processes.
+
+    Args:
+        settings: the configuration; None: read from the file that ``--deepspeed_config`` names.
 
     Raises:
         ConfigError: naming the option, key or path, its value and what is allowed.
@@ -100,7 +103,8 @@ def prepare(arguments: list[str]) -> Run:
     args = parse_arguments(arguments)
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError("start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/train.py ...")
-    settings = load_json(args.deepspeed_config)
+    if settings is None:
+        settings = load_json(args.deepspeed_config)
     dynmo = read_dynmo_config(settings)
     model = read_model_config(settings)
     if model.freezing is not None and dynmo is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -91,6 +92,7 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    threading.Thread(target=_end_with_pytest, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
     output = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -118,3 +120,11 @@ def _rank_main(
     for worker in multiprocessing.active_children():  # of a DataLoader: would notice seconds later, and be waited for
         worker.kill()
     os._exit(0)
+
+
+def _end_with_pytest() -> None:
+    """End this rank if pytest's process dies, which has no time then to end it."""
+    pytest_process = multiprocessing.parent_process()
+    assert pytest_process is not None
+    pytest_process.join()
+    os._exit(1)

@@ -11,13 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.distributed.workloads import Case, batches, build  # noqa: E402
+from scripts.startup import init_distributed
+from tests.distributed.workloads import Case, batches, build
 
 CASE = Case(stages=2, precision="bf16 zero1", dropout=True)
 
@@ -34,7 +33,7 @@ def train(engine: Any, moves: list[list[int]]) -> list[Any]:
 
 def main(folder: Path, moves_before: list[list[int]], moves_after: list[list[int]]) -> None:
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+    init_distributed()
     engine = build(CASE)
     found = [train(engine, moves_before)]
     engine.save_checkpoint(str(folder / "checkpoint"))

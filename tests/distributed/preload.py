@@ -1,4 +1,4 @@
-"""What the fork server does once, so that no rank has to: imports, and DeepSpeed's probe of what it could compile."""
+"""What the fork server does once, so that no rank has to: imports, and what it changes in DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import deepspeed
 import deepspeed.runtime.bf16_optimizer
+
+from ds_dynmo.shm_operator import skip_shm_operator
 
 MODULES = [
     "torch._dynamo",
@@ -35,7 +37,7 @@ for name in MODULES:
 for name in OPTIONAL:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
+skip_shm_operator()  # would be compiled: 40 s
 deepspeed.runtime.bf16_optimizer.see_memory_usage = _nothing  # collects garbage: seconds per optimizer
 gc.collect()
 gc.freeze()  # a rank's collections leave what it shares with the server alone, which would copy it page by page

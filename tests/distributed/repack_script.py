@@ -10,16 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import deepspeed
-
+from scripts.startup import init_distributed
 from tests.distributed.workloads import Case, batches, build
 
 DELAY_SECONDS = 4.0
 
 
 def main(folder: str, policy: str) -> None:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled: 40 s
-    deepspeed.init_distributed("gloo")
+    init_distributed()
     repack = {"release": policy, "release_delay_seconds": DELAY_SECONDS}
     engine = build(Case(stages=3, dynmo={"interval": 0, "repack": repack}))
     data, losses = batches(engine), []

@@ -29,7 +29,7 @@ RECORDER = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    pytest.importorskip("kubernetes", reason="the official client is an optional extra")
+    pytest.importorskip("kubernetes")
     if shutil.which("openssl") is None:
         pytest.skip("needs the command openssl, to make a certificate")
     started = Server(tmp_path, ["host-a", "host-b", "host-c"])

@@ -173,7 +173,7 @@ def launch(config: Path, *flags: str, seconds: float = 400.0) -> str:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    command += ["tests/local/train_uncompiled.py", "--deepspeed_config", str(config), *flags]
+    command += ["scripts/train.py", "--deepspeed_config", str(config), *flags]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }

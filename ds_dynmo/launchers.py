@@ -1,0 +1,106 @@
+"""Ranks end when a launcher above them has died.
+
+The ``deepspeed`` command starts a launcher on each node, which starts the ranks. Killed with SIGKILL, either leaves
+what it started to go on by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import dropwhile
+
+import psutil  # comes with DeepSpeed
+
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 10.0  # to end after SIGTERM
+NODE_LAUNCHER = "deepspeed.launcher.launch"
+
+
+def end_with_launcher() -> None:
+    """End this process, and its children, soon after one of its launchers has died, or has died already.
+
+    With SIGTERM, as DeepSpeed's launcher ends its ranks, and SIGKILL ten seconds later. Launchers are the parents,
+    upwards without a gap, whose command lines end with this program and its arguments: ``deepspeed``, its launcher on
+    the node, ``torchrun``, ``mpirun``, ... A program that was started otherwise is left alone.
+    """
+    launchers = _launchers()
+    if _has_lost_launcher(launchers[-1] if launchers else psutil.Process()):
+        _end()
+    elif launchers:
+        threading.Thread(target=_end_after, args=(launchers,), name="end with launcher", daemon=True).start()
+
+
+def _launchers() -> list[psutil.Process]:
+    """The launchers of this process, from its parent up."""
+    rank = psutil.Process()
+    program = _program(rank.cmdline())
+    found = []
+    parent = rank.parent()
+    while program and parent is not None and _command_line(parent)[-len(program) :] == program:
+        found.append(parent)
+        parent = parent.parent()
+    return found
+
+
+def _program(command_line: Sequence[str]) -> list[str]:
+    """The program that an interpreter runs, with its arguments, but those that DeepSpeed's launcher adds."""
+    given = dropwhile(lambda word: word.startswith("-"), command_line[1:])
+    return [word for word in given if not word.startswith("--local_rank=")]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
+def _has_lost_launcher(top: psutil.Process) -> bool:
+    """Has who started ``top``, the uppermost launcher that is there or this process itself, died before we looked?
+
+    That can be told of what DeepSpeed starts: ranks are the children of a launcher on their node, whose parent is the
+    ``deepspeed`` command, unless it was given its node's number, over ssh for example.
+    """
+    if top.pid == os.getpid():
+        started_by_deepspeed = "CROSS_RANK" in os.environ
+    else:
+        words = _command_line(top)
+        started_by_deepspeed = NODE_LAUNCHER in words and not any(word.startswith("--node_rank") for word in words)
+    return started_by_deepspeed and _is_adopted(top)
+
+
+def _is_adopted(process: psutil.Process) -> bool:
+    """Did the process that started this one die? Then its parent is that of all orphans, in another session."""
+    with suppress(psutil.Error, OSError):
+        parent = process.ppid()
+        session = os.getsid(process.pid)
+        return parent == 1 or (session != process.pid and session != os.getsid(parent))
+    return True  # it ended meanwhile, or its parent did
+
+
+def _end_after(launchers: Sequence[psutil.Process]) -> None:
+    """End this process once one of ``launchers`` has died."""
+    while all(map(_runs, launchers)):
+        time.sleep(POLL_SECONDS)
+    _end()
+
+
+def _end() -> None:
+    """End this process and its children."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A process that has ended stays, as a zombie, until its parent has taken note."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False

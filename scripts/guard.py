@@ -1,0 +1,63 @@
+"""End what a program started, and remove its scratch folder, however the program itself ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def guarded_group(leader: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill ``leader`` and its process group at the end of the block, or when this program is killed in it.
+
+    Args:
+        leader: was started with ``start_new_session``.
+    """
+    held = _guard('kill -s KILL -- "-$1"', str(leader.pid))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # else ranks, for example, whose launcher has ended
+            os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait()
+        os.close(held)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder that is removed at the end of the block, or when this program is killed in it."""
+    folder, held = _guarded_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def scratch_folder_of_program() -> Path:
+    """A temporary folder that is removed once this program has ended."""
+    return _guarded_folder()[0]
+
+
+def _guarded_folder() -> tuple[Path, int]:
+    folder = tempfile.mkdtemp(prefix="ds_dynmo_")
+    return Path(folder), _guard('rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }', folder)
+
+
+def _guard(action: str, argument: str) -> int:
+    """Leave a shell behind, in a session of its own, that does this once its input has ended.
+
+    Returns:
+        The other end of its input, which is closed when this program dies, if it was not before.
+    """
+    script = "exec 3<&0; { cat <&3; " + action + "; } > /dev/null 2>&1 &"  # in the background its input is none
+    theirs, held = os.pipe()
+    subprocess.run(["sh", "-c", script, "guard", argument], stdin=theirs, start_new_session=True, check=True)
+    os.close(theirs)
+    return held

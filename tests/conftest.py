@@ -1,0 +1,50 @@
+"""For all tests: where their temporary folders are, and what may be skipped."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from scripts.guard import scratch_folder_of_program
+
+NO_PACKAGE = "could not import"  # so begin the reasons of pytest.importorskip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of tests and of what they start go once pytest has ended, also if it is killed.
+
+    Not those in ``tmp_path``: pytest keeps those of failed tests, and removes them three runs later.
+    """
+    tmp_path_factory.getbasetemp()
+    folder = scratch_folder_of_program()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    return _fail_without_package((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    return _fail_without_package((yield))
+
+
+def _fail_without_package(report: Any) -> Any:
+    """Where ``CI`` is set, a skip for want of a Python package is a failure: the extra "test" installs them all.
+
+    A skip for want of a device, a browser or Slurm stays one, and says so.
+    """
+    if os.environ.get("CI") and report.outcome == "skipped":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if NO_PACKAGE in reason:
+            report.outcome, report.longrepr = "failed", f'{reason}: setup.py\'s extra "test" should install it'
+    return report

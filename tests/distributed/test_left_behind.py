@@ -1,0 +1,54 @@
+"""No command of ours, finished, failed or killed, leaves processes, shared memory, locks or folders behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.watched_command import ROOT, WatchedCommand
+
+QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
+NODE_LAUNCHER = "deepspeed.launcher.launch"
+
+
+def test_finished(tmp_path: Path) -> None:
+    """Beside a lock that was left in torch's extensions."""
+    with WatchedCommand(tmp_path, [*QUICKSTART, "--steps", "2"]) as command:
+        assert not command.left(), command.output()
+        assert command.launcher.returncode == 0 and "step 2/2" in command.output(), command.output()
+
+
+def test_failed(tmp_path: Path) -> None:
+    with WatchedCommand(tmp_path, [*QUICKSTART, "--data", str(tmp_path / "nowhere")]) as command:
+        assert not command.left(), command.output()
+        assert command.launcher.returncode > 0 and "nowhere" in command.output(), command.output()
+
+
+@pytest.mark.parametrize("killed", ["rank", "launcher of the ranks", "launcher", "group"])
+def test_killed(killed: str, tmp_path: Path) -> None:
+    """In the middle of training."""
+    report = tmp_path / "report.jsonl"
+    with WatchedCommand(tmp_path, [*QUICKSTART, "--report", str(report)]) as command:
+        command.until(lambda: report.exists() and '"kind": "step"' in report.read_text())
+        assert len(command.processes("--local_rank=")) == 2
+        if killed == "group":
+            os.killpg(command.launcher.pid, signal.SIGKILL)
+        elif killed == "launcher":
+            command.launcher.kill()
+        else:
+            (victim,) = command.processes("--local_rank=1" if killed == "rank" else NODE_LAUNCHER)
+            victim.kill()
+        assert not command.left(), command.output()
+
+
+def test_killed_before_there_are_ranks(tmp_path: Path) -> None:
+    """The ranks, started by what the launcher had started, find that it is gone."""
+    with WatchedCommand(tmp_path, QUICKSTART) as command:
+        node_launchers: list[psutil.Process] = command.until(lambda: command.processes(NODE_LAUNCHER))
+        assert len(node_launchers) == 1 and not command.processes("--local_rank=")
+        command.launcher.kill()
+        assert not command.left(), command.output()

@@ -1,0 +1,114 @@
+"""A command of ours that is watched for what it leaves: processes, shared memory, locks, files and folders."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from scripts.guard import guarded_group
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_MEMORY = Path("/dev/shm")
+MARK = "DS_DYNMO_WATCHED"
+PATIENCE_SECONDS = 120.0
+Found = TypeVar("Found")
+
+
+class WatchedCommand:
+    """A command in a session of its own, with a home, a temporary folder and torch's extensions to itself.
+
+    The extensions hold the lock of a job that was killed while it compiled DeepSpeed's shared-memory operator: who
+    would load that operator waits for ever. Processes are known by a variable of their environment.
+    """
+
+    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+        self._mark = uuid.uuid4().hex
+        self._folders = [folder / name for name in ("home", "temporary", "extensions")]
+        for each in self._folders:
+            each.mkdir()
+        home, temporary, extensions = self._folders
+        lock = extensions / "deepspeed_shm_comm" / "lock"
+        lock.parent.mkdir()
+        lock.touch()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._before = self._lasting()
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        environment = {
+            **kept,
+            MARK: self._mark,
+            "HOME": str(home),
+            "TMPDIR": str(temporary),
+            "TORCH_EXTENSIONS_DIR": str(extensions),
+            "MASTER_PORT": str(self._port),
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+        }
+        self._output = folder / "output"
+        with self._output.open("w") as output:
+            self.launcher = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True, start_new_session=True
+            )
+        self._guard = guarded_group(self.launcher)
+
+    def __enter__(self) -> WatchedCommand:
+        self._guard.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.__exit__(None, None, None)
+
+    def processes(self, part: str = "") -> list[psutil.Process]:
+        """Those that run, with ``part`` in their command line."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and any(part in word for word in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def until(self, look: Callable[[], Found]) -> Found:
+        """What ``look`` finds, once it finds something."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (found := look()):
+            assert time.monotonic() < deadline and self.launcher.poll() is None, self._output.read_text()
+            time.sleep(0.05)
+        return found
+
+    def left(self) -> list[str]:
+        """What is there, once the launcher has ended, that was not there before; none as soon as nothing is."""
+        self.launcher.wait(PATIENCE_SECONDS)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while left := self._left():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return left
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def _left(self) -> list[str]:
+        running = [" ".join(process.cmdline()) for process in self.processes()]
+        return [*running, *sorted(self._lasting() - self._before)]
+
+    def _lasting(self) -> set[str]:
+        """Shared memory and files. Other programs' memory comes and goes; DeepSpeed's is named after its port."""
+        files = [path for folder in self._folders for path in folder.rglob("*")]
+        shared = [
+            path
+            for path in SHARED_MEMORY.iterdir()
+            if not path.name.startswith("deepspeed_") or f"_{self._port}_" in path.name
+        ]
+        return set(map(str, files + shared))
