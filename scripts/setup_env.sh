@@ -10,8 +10,7 @@
 # TORCH_SPEC  what pip installs where torch is missing (default: torch==2.13.0). The package index gives the CUDA build
 #             on Linux; without a GPU, TORCH_SPEC="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" is smaller.
 #
-# On the CPU, DeepSpeed compiles its op deepspeed_shm_comm when a job first starts (about 40 s, kept in
-# ~/.cache/torch_extensions). That takes ninja, which comes with deepspeed, a C++ compiler and Python's headers.
+# Nothing is compiled: our scripts do without DeepSpeed's operators.
 
 ds_dynmo_setup_env() {
     local root python prefix candidate stamp
@@ -100,15 +99,9 @@ ds_dynmo_install() {
 }
 
 ds_dynmo_use() {
-    local header
     export VIRTUAL_ENV="$1" PATH="$1/bin:$PATH"
     export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$1/torchinductor}" # else torch makes one under /tmp
     unset PYTHONHOME
-    header="$(python -c 'import sysconfig; print(sysconfig.get_path("include") + "/Python.h")')"
-    if ! command -v "${CXX:-c++}" >/dev/null || [[ ! -f "$header" ]]; then
-        ds_dynmo_say "warning: no C++ compiler (${CXX:-c++}) or no $header. On the CPU, a job that DeepSpeed has not compiled" \
-            "deepspeed_shm_comm for before will stop at \"Error building extension\" (Debian, Ubuntu: apt install g++ python3-dev)"
-    fi
 }
 
 ds_dynmo_say() {

@@ -49,8 +49,8 @@ class PruningConfig(BaseModel):
         default=None,
         ge=0,
         le=1,
-        description="linear layers that have lost this share compute in CSR; null: where it is faster. It counts in "
-        "fp32 on a CPU only: under bf16 and on accelerators all compute dense",
+        description="linear layers that have lost this share compute in CSR; null: where a rule fitted on one CPU "
+        "expects it to be faster. It counts in fp32 on a CPU only: under bf16 and on accelerators all compute dense",
     )
 
     @field_validator("end")

@@ -98,11 +98,12 @@ class PrunableLinear(nn.Module):
 
 
 def csr_is_faster(outputs: int, inputs: int, kept: int) -> bool:
-    """Is CSR faster than dense, forward and backward, with ``kept`` weights in fp32 on one CPU core?
+    """Is CSR expected to be faster than dense, forward and backward, with ``kept`` weights in fp32 on one CPU core?
 
-    Per token dense costs ``outputs * inputs`` products, CSR about ten times as much per weight that is kept, and the
-    transposing of inputs, outputs and their gradients besides, about as much as 80 products each. Measured with 192
-    to 512 tokens: at 1024 x 1024 CSR gets faster at 90%, at 1024 x 256 at 92%, at 384 x 128 at 96%. The rule stays
+    The rule is a constant: it was fitted once, on one x86-64 CPU with MKL, and measures nothing where it runs. Per
+    token dense costs ``outputs * inputs`` products, CSR about ten times as much per weight that is kept, and the
+    transposing of inputs, outputs and their gradients besides, about as much as 80 products each. There, with 192
+    to 512 tokens, at 1024 x 1024 CSR got faster at 90%, at 1024 x 256 at 92%, at 384 x 128 at 96%. The rule stays
     two hundredths on the dense side of that.
     """
     return kept / (outputs * inputs) <= 0.1 - 8 * (1 / outputs + 1 / inputs)
