@@ -1,0 +1,61 @@
+"""Which processes are a rank's launchers, and that a rank ends with them: trees of real processes, without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = """
+import sys, threading, time
+sys.path.insert(0, {root!r})
+from ds_dynmo import end_with_launcher
+from ds_dynmo.launchers import _launchers
+
+end_with_launcher()
+print(len(_launchers()), threading.active_count() - 1, flush=True)
+time.sleep(60)
+"""
+LAUNCHER = """
+import subprocess, sys
+at = sys.argv.index("--") + 1
+above, program = sys.argv[1:at], sys.argv[at:]
+if above[0] == "1":
+    program = [program[0], "--local_rank=0", *program[1:]]
+    sys.exit(subprocess.run([sys.executable, "-u", *program]).returncode)
+subprocess.run([sys.executable, __file__, str(int(above[0]) - 1), "--", *program])
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> tuple[Path, Path]:
+    rank, launcher = tmp_path / "rank.py", tmp_path / "launcher.py"
+    rank.write_text(RANK.format(root=str(ROOT)))
+    launcher.write_text(LAUNCHER)
+    return rank, launcher
+
+
+@pytest.mark.parametrize("launchers", [1, 2])
+@pytest.mark.parametrize("arguments", [[], ["--steps", "3", "--", "x"]])
+def test_a_rank_ends_with_the_uppermost(launchers: int, arguments: list[str], scripts: tuple[Path, Path]) -> None:
+    rank, launcher = scripts
+    command = [sys.executable, str(launcher), str(launchers), "--", str(rank), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None
+        assert top.stdout.readline() == f"{launchers} 1\n"
+        top.kill()
+        assert top.stdout.read() == ""  # comes back when the rank, which holds the other end, has ended
+
+
+def test_a_program_that_no_launcher_started_goes_on(scripts: tuple[Path, Path]) -> None:
+    """Nothing watches its parent, a shell."""
+    command = ["sh", "-c", f"{sys.executable} {scripts[0]}; true"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "0 0\n"
+        os.killpg(shell.pid, signal.SIGKILL)
