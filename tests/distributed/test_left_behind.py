@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -52,3 +53,27 @@ def test_killed_before_there_are_ranks(tmp_path: Path) -> None:
         assert len(node_launchers) == 1 and not command.processes("--local_rank=")
         command.launcher.kill()
         assert not command.left(), command.output()
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("killed", ["launcher", "group"])
+def test_a_killed_benchmark_that_launches_jobs(killed: str, tmp_path: Path) -> None:
+    """Jobs in groups of their own, and a checkpoint in a scratch folder."""
+    benchmark = [sys.executable, str(ROOT / "scripts" / "benchmarks" / "repack.py"), "restart", "--stages", "3"]
+    with WatchedCommand(tmp_path, benchmark) as command:
+        command.until(lambda: command.processes("--local_rank=2"))
+        if killed == "group":
+            os.killpg(command.launcher.pid, signal.SIGKILL)
+        else:
+            command.launcher.kill()
+        assert not command.left(), command.output()
+
+
+@pytest.mark.fuzz
+def test_killed_tests(tmp_path: Path) -> None:
+    """But pytest's own folders."""
+    tests = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/distributed/test_bitwise.py"]
+    with WatchedCommand(tmp_path, tests) as command:
+        command.until(lambda: len(command.processes("multiprocessing.forkserver")) > 2)
+        command.launcher.kill()
+        assert not command.left(besides="/pytest-of-"), command.output()

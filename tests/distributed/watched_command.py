@@ -86,11 +86,15 @@ class WatchedCommand:
             time.sleep(0.05)
         return found
 
-    def left(self) -> list[str]:
-        """What is there, once the launcher has ended, that was not there before; none as soon as nothing is."""
+    def left(self, besides: str = "nothing") -> list[str]:
+        """What is there, once the launcher has ended, that was not there before; none as soon as nothing is.
+
+        Args:
+            besides: what may stay has this in its path.
+        """
         self.launcher.wait(PATIENCE_SECONDS)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while left := self._left():
+        while left := [path for path in self._left() if besides not in path]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
