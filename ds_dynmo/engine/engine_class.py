@@ -16,10 +16,23 @@ from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.errors import ConfigError
 
 
+class _Above(PipelineEngine):
+    """What our engine finds where DeepSpeed's would be: the user's, whose attributes are noted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        before = self.__dict__.pop("_before_theirs")
+        self.__dict__["_set_by_theirs"] = {name: vars(self)[name] for name in vars(self).keys() - before}
+
+
 class _Beneath(PipelineEngine):
     """What a user's engine finds where DeepSpeed's would be."""
 
     dynmo: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_before_theirs"] = set(vars(self))
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         save = super().save_checkpoint if self.dynmo is None else partial(DynMoPipelineEngine.save_checkpoint, self)
@@ -73,10 +86,21 @@ def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
             f"engine_class = {theirs.__qualname__}: it defines {', '.join(sorted(taken))}, which ds_dynmo's engine "
             "uses for something else; rename what you define"
         )
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        DynMoPipelineEngine.__init__(self, *args, **kwargs)
+        set_by_theirs = self.__dict__.pop("_set_by_theirs")
+        clashing = sorted(name for name, value in set_by_theirs.items() if vars(self).get(name) is not value)
+        if clashing:
+            raise ConfigError(
+                f"engine_class = {theirs.__qualname__}: its constructor sets {', '.join(clashing)}, which ds_dynmo's "
+                "engine uses for something else; rename what you set"
+            )
+
     names = [name for name in _REPLACED if getattr(theirs, name) is not getattr(PipelineEngine, name)]
     methods: dict[str, Any] = {name: getattr(theirs, name) for name in names}
-    methods |= {"__module__": theirs.__module__, "__doc__": theirs.__doc__}
-    return type(f"DynMo{theirs.__name__}", (DynMoPipelineEngine, theirs, _Beneath), methods)
+    methods |= {"__init__": __init__, "__module__": theirs.__module__, "__doc__": theirs.__doc__}
+    return type(f"DynMo{theirs.__name__}", (DynMoPipelineEngine, _Above, theirs, _Beneath), methods)
 
 
 def _own_names(kind: type) -> set[str]:

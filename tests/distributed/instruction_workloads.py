@@ -395,6 +395,15 @@ def train_with_reference(
     return found if which == "deepspeed" or case.dynmo is None else {**found, "state": state(engine)}
 
 
+def an_attribute_of_the_same_name() -> str:
+    class TheirEngine(PipelineEngine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._reporter, self._harmless, self.micro_batches = "theirs", 1, self.micro_batches
+
+    return error_of(lambda: initialize("ds_dynmo", Case(), layers, TheirEngine))
+
+
 def patched_engine_class_of_deepspeed() -> tuple[bool, bool]:
     """``deepspeed.PipelineEngine`` is the user's own: is the engine built upon it, and put back?"""
     theirs = type("TheirEngine", (PipelineEngine,), {})
