@@ -30,6 +30,7 @@ from ds_dynmo.engine.flat import FlatState
 from ds_dynmo.engine.optimizer_state import OptimizerState, PerParameterState
 from ds_dynmo.engine.parameter_groups import Placeholders, complete_groups, in_order
 from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.engine.tied_building import BuiltParameter, attach, build_missing, join_groups
 from ds_dynmo.engine.ties import OwnUses, find_uses, own_uses
 from ds_dynmo.engine.wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
 from ds_dynmo.errors import ConfigError
@@ -46,6 +47,7 @@ class MendedPipelineEngine(PipelineEngine):
     _configured: Any = None  # the optimizer that the state below is of
     _timers_started: set[str]
     _ties: dict[str, OwnUses]
+    _built: list[BuiltParameter] | None = None  # of layers that DeepSpeed did not build on some stage
     _replicas_differ = False  # does the model have parameters that are each replica's own?
     _replicas_would_differ = False  # or would it have some if there were several replicas?
 
@@ -79,12 +81,20 @@ class MendedPipelineEngine(PipelineEngine):
         if self.dynmo is not None:
             self._connect()
             self._comm.enter("initialize")
-            facts = (self._unsupported(model), replicas.has_own(model), replicas.shares_out(model), find_uses(model))
+            problem, built, uses = self._unsupported(model), {}, []
+            try:
+                built = build_missing(model)
+                uses = find_uses(model, built)
+            except Exception as error:  # whatever a user's layer raises: the others have to hear of it
+                problem = problem or f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
+            facts = (problem, replicas.has_own(model), replicas.shares_out(model), uses, bool(built))
             every = self._comm.gather_objects(facts)
             checks.check_layers(problem for problem, *_ in every)
-            self._replicas_differ = any(differ for _, differ, _, _ in every)
-            self._replicas_would_differ = any(shares for _, _, shares, _ in every)
-            self._ties = own_uses((uses for *_, uses in every), model._layer_specs, model.parts)
+            self._replicas_differ = any(differ for _, differ, *_ in every)
+            self._replicas_would_differ = any(shares for _, _, shares, *_ in every)
+            self._ties = own_uses((uses for *_, uses, _ in every), model._layer_specs)
+            if any(builds for *_, builds in every):
+                self._built = attach(model, built, self._ties)
         super()._configure_distributed_model(model)
 
     def _unsupported(self, model: Any) -> str | None:
@@ -150,6 +160,9 @@ class MendedPipelineEngine(PipelineEngine):
             strangers = optimizer_check.strangers(optimizer, self._layers)
             optimizer_check.refuse_strangers(self._comm.gather_objects(strangers))
         complete_groups(optimizer, None if callable(scheduler) else scheduler, self._comm.gather_objects)
+        if self._built is not None and not late:
+            checks.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
+            self._built = None
         groups = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in groups]
         if flat:

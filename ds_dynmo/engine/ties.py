@@ -9,7 +9,7 @@ gradients, and so stay equal wherever they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +72,23 @@ def uses_by_key(specs: Sequence[Any]) -> dict[str, list[int]]:
     return {key: uses for key, uses in found.items() if len(uses) > 1}
 
 
-def find_uses(model: PipelineModule) -> list[UseFound]:
-    """What this stage of a pipeline that was just built tells of its tied layers."""
+def of_several_classes(specs: Sequence[Any], uses: Sequence[int]) -> bool:
+    """Are these uses of a key of different classes?"""
+    return len({specs[use].typename for use in uses}) > 1
+
+
+def find_uses(model: PipelineModule, built: Mapping[int, nn.Module]) -> list[UseFound]:
+    """What this stage of a pipeline that was just built tells of its tied layers.
+
+    Args:
+        built: modules of layers that DeepSpeed did not build.
+    """
     specs, (start, stop) = model._layer_specs, (model._local_start, model._local_stop)
     found = []
     for key, uses in uses_by_key(specs).items():
         here = [use for use in uses if start <= use < stop]
-        if here:
-            found.append(_describe(specs, here[0], uses, model.tied_modules[key]))
+        modules = {**dict.fromkeys(here[:1], model.tied_modules._modules.get(key)), **built}
+        found += [_describe(specs, use, uses, module) for use in here if (module := modules.get(use)) is not None]
     return found
 
 
@@ -95,7 +104,7 @@ def _describe(specs: Sequence[Any], layer: int, uses: Sequence[int], module: nn.
         names=tuple(name_of[id(weight)] for weight in weights),
         shapes=tuple(tuple(weight.shape) for weight in weights),
         complete=name_of.keys() <= {id(weight) for weight in weights},
-        same_class=all(other.typename is spec.typename for other in others),
+        same_class=not of_several_classes(specs, uses),
         same_arguments=all(_same_arguments(spec, other) for other in others),
         problem=problem,
     )
@@ -121,16 +130,14 @@ def _same_arguments(spec: TiedLayerSpec, other: TiedLayerSpec) -> bool:
         return False
 
 
-def own_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any], parts: Sequence[int]) -> dict[str, OwnUses]:
+def own_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any]) -> dict[str, OwnUses]:
     """The keys whose uses have modules of their own. The same on every rank.
 
     Args:
         every: each rank's :func:`find_uses`.
-        parts: the boundaries that the pipeline was built with.
 
     Raises:
-        ConfigError: uses of different classes that meet on one stage, where DeepSpeed built the first of them only,
-            or whose tied weights do not belong together.
+        ConfigError: uses whose tied weights do not belong together.
     """
     found = {use.layer: use for of_rank in every for use in of_rank}
     ties = {}
@@ -140,14 +147,8 @@ def own_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any], parts: S
         complete = all(use.complete for use in built)
         apart = len(built) == len(uses)
         if one_class and ((equal and complete) or not apart):
-            continue
-        if not apart:
-            names = [specs[use].typename.__name__ for use in uses]
-            raise ConfigError(
-                f"layers {uses} are tied by the key {key!r} and of different classes {names}, but some of them are on "
-                f"one stage of the partition {list(parts)}, where DeepSpeed builds the first of them only: construct "
-                "the PipelineModule with each on a stage of its own; dynmo.initial_partition may bring them together"
-            )
+            continue  # of one class, DeepSpeed makes those on a stage one module
+        assert apart, "what DeepSpeed did not build of several classes was built here"
         _check_weights(key, built)
         weights = {use.layer: use.names for use in built}
         ties[key] = OwnUses(key, weights, alike=one_class and (equal or complete))

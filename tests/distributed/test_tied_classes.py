@@ -141,7 +141,45 @@ def test_all_on_one_stage_and_back(way: str, precision: str) -> None:
     assert whole(packed) == whole(still)
 
 
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", 0.5), ("bf16", 0.5), ("bf16 zero1", 0.0)])
+@pytest.mark.parametrize("way", ["sparkjiao", "gdgpt, other name"])
+def test_uses_that_deepspeed_did_not_build(way: str, precision: str, clip: float) -> None:
+    """It builds the first on a stage alone; a model of one stage trains as that of two does."""
+    case = Case(stages=1, precision=precision, clip=clip)
+    one = run(1, work.train, case, way, [], 4)
+    two = run(2, work.train, replace(case, stages=2), way, [], 4)
+    for what in ("losses", "norms", "evaluations"):
+        assert one[0][what] == two[0][what]
+    assert whole(one) == whole(two)
+
+
+def test_uses_that_deepspeed_did_not_build_among_others() -> None:
+    case = Case(stages=2, groups="one", replicas=2, precision="bf16 zero1")
+    moves = [[0, 4, 8], [0, 2, 8], [0, 7, 8]]
+    check_same(*run_each(case.ranks, work.train, *((case, "in the middle", moved, 5) for moved in ([], moves))))
+
+
+def test_a_parameter_of_no_group_is_refused() -> None:
+    run(1, work.train, Case(stages=1, groups="two"), "sparkjiao", [], 1)
+    with pytest.raises(RankError, match=r"ConfigError: layer 7: norm.weight is in none of the 2 parameter groups"):
+        run(1, work.train, Case(stages=1, groups="two"), "gdgpt", [], 1)
+
+
 @pytest.mark.parametrize("way", ["sparkjiao", "gdgpt"])
-def test_uses_that_deepspeed_did_not_build_are_refused(way: str) -> None:
-    with pytest.raises(RankError, match=r"ConfigError.*layers \[0, 7\] are tied.*DeepSpeed builds the first of them"):
-        run(1, work.marks, Case(stages=1), way)
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 2), (2, 1)])
+def test_to_and_from_one_stage(tmp_path: Path, way: str, saved_on: int, loaded_on: int) -> None:
+    case = Case(stages=saved_on, precision="bf16")
+    saved = run(saved_on, work.save_and_go_on, case, way, str(tmp_path))
+    loaded = run(loaded_on, work.load_and_go_on, replace(case, stages=loaded_on), way, str(tmp_path), 1)
+    assert loaded[0]["losses"] == saved[0]["losses"]
+    assert whole(loaded) == whole(saved)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 2), (2, 1)])
+def test_one_class_to_and_from_one_stage(tmp_path: Path, precision: str, saved_on: int, loaded_on: int) -> None:
+    """On one stage DeepSpeed makes uses of one class one module, whose files will do for both."""
+    case = Case(stages=saved_on, precision=precision, groups="two", clip=0.0)
+    saved = run(saved_on, work.save_and_go_on, case, "megatron", str(tmp_path))
+    loaded = run(loaded_on, work.load_and_go_on, replace(case, stages=loaded_on), "megatron", str(tmp_path), 1)
+    assert loaded[0]["losses"] == saved[0]["losses"]

@@ -33,8 +33,8 @@ def found(layer: int, name: str = "weight", **changed: Any) -> UseFound:
     return replace(use, **changed)
 
 
-def decide(*uses: UseFound, parts: tuple[int, ...] = (0, 2, 3)) -> Any:
-    return own_uses([[use] for use in uses], SPECS, parts)
+def decide(*uses: UseFound) -> Any:
+    return own_uses([[use] for use in uses], SPECS)
 
 
 def test_alike_in_all_is_one_module() -> None:
@@ -57,13 +57,11 @@ def test_a_difference_makes_layers_of_their_own(differs: dict[str, bool], alike:
 
 
 def test_one_class_that_deepspeed_built_once_stays_one_module() -> None:
-    assert decide(found(0, complete=False, same_arguments=False), parts=(0, 3)) == {}
+    assert decide(found(0, complete=False, same_arguments=False)) == {}
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
     other = {"same_class": False}
-    with pytest.raises(ConfigError, match=r"layers \[0, 2\].*'embed'.*Embedding.*Linear.*one stage.*\[0, 3\]"):
-        decide(found(0, **other), parts=(0, 3))
     with pytest.raises(ConfigError, match=r"'embed'.*other shapes.*0: \[\[5, 3\]\].*2: \[\[3, 5\]\]"):
         decide(found(0, **other), found(2, shapes=((3, 5),), **other))
     with pytest.raises(ConfigError, match=r"'embed'.*layer 2 \(Head\): no such weight"):
