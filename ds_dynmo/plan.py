@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ds_dynmo.errors import PartitionError
 
 __all__ = [
+    "HeldBytes",
     "LayerCost",
     "LayerMove",
     "MeasuredReport",
@@ -72,6 +73,43 @@ def stage_of(layer: int, partition: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
+class HeldBytes:
+    """What a layer holds on a rank between two batches, by what becomes of it when layers move.
+
+    Attributes:
+        own: in memory of its own: it is freed where the layer has left. Buffers; weights and optimizer state too,
+            unless the optimizer keeps them flat.
+        flat: of its weights in the stage's flat buffer.
+        shards: of its fp32 weights and moments in this rank's shards, all kinds of state together.
+        largest_shard: of the kind that has most.
+        gradients: of buffers that its gradients are summed in, freed before layers move and made anew afterwards.
+        staged: held once more, at most, while the layer or its state travels: small tensors are packed together.
+    """
+
+    own: int = 0
+    flat: int = 0
+    shards: int = 0
+    largest_shard: int = 0
+    gradients: int = 0
+    staged: int = 0
+
+    def __add__(self, other: HeldBytes) -> HeldBytes:
+        return HeldBytes(
+            self.own + other.own,
+            self.flat + other.flat,
+            self.shards + other.shards,
+            self.largest_shard + other.largest_shard,
+            self.gradients + other.gradients,
+            self.staged + other.staged,
+        )
+
+    @property
+    def total(self) -> int:
+        """All that is held while nothing moves."""
+        return self.own + self.flat + self.shards + self.gradients
+
+
+@dataclass(frozen=True)
 class LayerCost:
     """What one layer costs, measured (paper, section 3.1: the first iteration after each dynamism step).
 
@@ -83,6 +121,8 @@ class LayerCost:
         activation_bytes: per micro-batch, what the layer saves for its backward pass.
         input_bytes: per micro-batch, the layer's input, what a checkpointed segment keeps.
         load_signal: the share of its dense work that the layer says it does now, None if it does not say.
+        held: between two batches, by what becomes of it when layers move.
+        first_use: the first layer that uses the same parameters: itself, unless it is tied; None: a function.
     """
 
     forward_seconds: float
@@ -93,6 +133,8 @@ class LayerCost:
     activation_bytes: int
     input_bytes: int
     load_signal: float | None = None
+    held: HeldBytes = HeldBytes()
+    first_use: int | None = None
 
     @property
     def seconds(self) -> float:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
 
-_SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16  # a tensor of no more travels in one message with others
 _CLOCK_ROUNDS = 10
 
 Placed = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
@@ -356,7 +356,7 @@ def _messages(placed: Sequence[Placed]) -> list[tuple[int, list[torch.Tensor]]]:
     large: list[tuple[int, list[torch.Tensor]]] = []
     for peer, tensor in placed:
         flat = tensor.detach().view(torch.uint8)
-        if flat.numel() > _SMALL_BYTES:
+        if flat.numel() > SMALL_BYTES:
             large.append((peer, [flat]))
         elif flat.numel():
             small.setdefault((peer, flat.device.type), []).append(flat)

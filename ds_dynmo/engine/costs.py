@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, fields
 
 import torch
 from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.engine.layer_state import num_bytes
-from ds_dynmo.engine.optimizer_state import OptimizerState
+from ds_dynmo.engine.optimizer_state import OptimizerState, held_alone
 from ds_dynmo.engine.profiler import Profiler
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import PartitionError
-from ds_dynmo.plan import LayerCost, Profile
+from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 
-_FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _COLUMNS = range(10)
+_FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _HELD = range(10)
+_COLUMNS = _HELD + len(fields(HeldBytes))
 _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
 
@@ -50,6 +52,7 @@ def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState,
             row[_PARAMETERS] = sum(p.numel() for p in module.parameters())
             row[_TRAINABLE] = trainable_parameters(module)
             row[_STATIC] = static_bytes(module, state)
+            row[_HELD:] = torch.tensor(astuple(held_bytes(module, state)))
             signal = getattr(module, "load_signal", None)
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
     table[-1, _BATCH] = profiler.batch_seconds
@@ -67,8 +70,17 @@ def move_seconds(table: torch.Tensor) -> float:
     return float(table[-1, _MOVES])
 
 
-def profile_from(table: torch.Tensor, partition: tuple[int, ...], step: int, micro_batches: int) -> Profile:
+def profile_from(
+    table: torch.Tensor,
+    partition: tuple[int, ...],
+    step: int,
+    micro_batches: int,
+    first_uses: Sequence[int | None] = (),
+) -> Profile:
     """The profile, from the elementwise maximum of all ranks' tables (the slowest replica counts).
+
+    Args:
+        first_uses: per layer, see :class:`LayerCost`; empty: not known.
 
     Raises:
         PartitionError: a layer was not measured on any rank.
@@ -87,6 +99,8 @@ def profile_from(table: torch.Tensor, partition: tuple[int, ...], step: int, mic
                 activation_bytes=int(row[_ACTIVATION]),
                 input_bytes=int(row[_INPUT]),
                 load_signal=row[_SIGNAL] - 1.0 if row[_SIGNAL] else None,
+                held=HeldBytes(*map(int, row[_HELD:])),
+                first_use=first_uses[index] if first_uses else None,
             )
         )
     return Profile(step, partition, tuple(costs), micro_batches, float(table[-1, _BATCH]))
@@ -100,6 +114,31 @@ def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torc
         if module is not None:
             numbers[index] = number(module)
     return numbers
+
+
+def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
+    """What this rank's layers hold now, and what they hold while they train: as :func:`stage_costs` gives costs."""
+    table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
+    try:
+        for index in range(layers.start, layers.stop):
+            module = layers.local_module(index)
+            if module is not None:
+                table[index] = torch.tensor([*astuple(held_bytes(module, state)), static_bytes(module, state)])
+    except Exception as error:  # whatever a user's tensor raises: the others have to hear of it
+        logger.error(f"layers {layers.start} to {layers.stop}: cannot tell what they hold: {error!r}")
+        table[-1, _FAILED] = 1.0
+    return table
+
+
+def held_from(table: torch.Tensor) -> tuple[tuple[HeldBytes, ...], tuple[int, ...]]:
+    """What each layer holds, and its static bytes, from the elementwise maximum of all ranks' :func:`held_table`."""
+    rows = [list(map(int, row)) for row in table[:-1].tolist()]
+    return tuple(HeldBytes(*row[:-1]) for row in rows), tuple(row[-1] for row in rows)
+
+
+def held_bytes(module: nn.Module, state: OptimizerState) -> HeldBytes:
+    """What a layer holds on this rank between two batches."""
+    return sum((state.held_bytes(parameter) for parameter in module.parameters()), start=held_alone(module.buffers()))
 
 
 def trainable_parameters(module: nn.Module) -> int:

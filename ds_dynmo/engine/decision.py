@@ -12,7 +12,7 @@ import numpy as np
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import CostHistory, MemoryModel, MoveCosts, PipelineModel
+from ds_dynmo.partitioners import CostHistory, MemoryModel, MoveCosts, Overflow, PipelineModel
 from ds_dynmo.plan import MigrationPlan, Profile, check_partition, stage_of
 
 _STANDARD_ERRORS = 3.0  # by which a saving has to exceed what it may be off by
@@ -124,7 +124,7 @@ def decide(
         speeds=speeds,
         groups=groups,
     )
-    return judge(outlook, check_partition(proposed, num_layers, num_stages), config, memory, stakes)
+    return judge(outlook, check_partition(proposed, num_layers, num_stages), config, memory, stakes, groups)
 
 
 def costs_and_speeds(outlook: Outlook, config: DynMoConfig) -> tuple[list[float], tuple[float, ...] | None]:
@@ -143,6 +143,7 @@ def judge(
     config: DynMoConfig,
     memory: MemoryModel | None,
     stakes: Stakes | None = None,
+    groups: LayerGroups | None = None,
 ) -> Decision:
     """``proposed`` if it is worth it, or if the present partition breaks the memory limit.
 
@@ -150,11 +151,20 @@ def judge(
     ``min_improvement``; and with ``stakes``, where time is balanced, what lowers the iteration by more than noise
     explains, and saves more until the next decision than the move costs, what was missed since layers could first have
     moved added. So a small gain that lasts is taken in the end, at no more than twice the least possible cost, however
-    short the interval.
+    short the interval. Where a stage lacks the memory that the move takes, layers go as far as all stages have it.
     """
     current = outlook.current
     if proposed == current:
         return predict(outlook, current, "nothing better was found")
+    too_much = _overflow(outlook, proposed, memory)
+    if too_much is not None:
+        way = [on_it for on_it in partitioners.between(current, proposed) if groups is None or groups.allows(on_it)]
+        fitting = (on_it for on_it in way if _fits(on_it, memory) and _overflow(outlook, on_it, memory) is None)
+        nearer = next(fitting, None)
+        if nearer is None:
+            return predict(outlook, current, f"going to {list(proposed)}, {too_much}")
+        part = judge(outlook, nearer, config, memory, stakes, groups)
+        return replace(part, verdict=f"{part.verdict}; going to {list(proposed)}, {too_much}")
     if not _fits(current, memory):
         return predict(outlook, proposed, "the present partition does not fit in memory")
     before, after = (_objective(outlook, partition, config) for partition in (current, proposed))
@@ -236,6 +246,20 @@ def _fits(partition: Sequence[int], memory: MemoryModel | None) -> bool:
     if memory is None:
         return True
     return all(memory.fits(stage, partition[stage], partition[stage + 1]) for stage in range(len(partition) - 1))
+
+
+def _overflow(outlook: Outlook, partition: Sequence[int], memory: MemoryModel | None) -> Overflow | None:
+    """What a move to ``partition`` takes that a stage has no room for while layers move."""
+    if memory is None:
+        return None
+    layers, current = outlook.profile.layers, outlook.current
+    return partitioners.overflow(
+        MigrationPlan.between(current, partition),
+        [layer.held for layer in layers],
+        [layer.first_use for layer in layers],
+        min(memory.limits),
+        [memory.stage_bytes(stage, *current[stage : stage + 2]) for stage in range(len(current) - 1)],
+    )
 
 
 @dataclass

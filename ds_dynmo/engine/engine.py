@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 
+from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
 from ds_dynmo.engine.checks import check_sharing, layer_groups
@@ -396,7 +397,8 @@ class DynMoPipelineEngine(ElasticEngine):
         self._comm.max_over_world(table)
         if costs.failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
-        self._profile = costs.profile_from(table, tuple(self.partition), self.global_steps, self.micro_batches)
+        partition, uses = tuple(self.partition), self._layers.first_uses()
+        self._profile = costs.profile_from(table, partition, self.global_steps, self.micro_batches, uses)
         whole = self._of_whole_batch(self._profile)
         self._experience.profiled(whole, costs.move_seconds(table), self._layer_groups)
         self._move_seconds = 0.0
@@ -461,7 +463,7 @@ class DynMoPipelineEngine(ElasticEngine):
         proposed = decide_among_neighbours(
             own_costs, outlook.current, memory, self.stage_id, self._comm, speed=speed, groups=self._layer_groups
         )
-        return judge(outlook, proposed, self.dynmo, memory, stakes)
+        return judge(outlook, proposed, self.dynmo, memory, stakes, self._layer_groups)
 
     def _go_to(
         self,
@@ -475,6 +477,7 @@ class DynMoPipelineEngine(ElasticEngine):
     ) -> RebalanceReport:
         """``decides``: what else was about to be decided no longer is."""
         plan = MigrationPlan.between(self.partition, new)
+        self._check_room(plan, decided=decision is not None)
         if decision is None and self._profile is not None:
             decision = predict(self._experience.outlook(self._profile, plan.old, smoothed=False), new)
         began = time.perf_counter()
@@ -525,6 +528,35 @@ class DynMoPipelineEngine(ElasticEngine):
         debug_clear_module_and_param_names()
         debug_extract_module_and_param_names(self.module)
         self._set_instructions()
+
+    def _check_room(self, plan: MigrationPlan, *, decided: bool = False) -> None:
+        """Before a byte moves: does every rank have the memory that ``plan`` takes while it is carried out? Collective.
+
+        Args:
+            decided: from a profile, which says what stages need as they are, activations too.
+
+        Raises:
+            MigrationError: harmless, on every rank: the plan takes one above ``memory_limit``.
+        """
+        limit = self._memory_limit_bytes()
+        if limit is None or not plan.moves:
+            return
+        table = self._comm.max_over_world(costs.held_table(self._layers, self._state))
+        if costs.failed(table):
+            raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
+        held, static = costs.held_from(table)
+        bounds = list(zip(plan.old, plan.old[1:]))
+        present = [sum(static[start:stop]) for start, stop in bounds]
+        if decided and self._profile is not None:
+            memory = controller.memory_model(self._profile, limit, self.module.activation_checkpoint_interval)
+            assert memory is not None
+            present = [memory.stage_bytes(stage, *each) for stage, each in enumerate(bounds)]
+        found = partitioners.overflow(plan, held, self._layers.first_uses(), limit, present)
+        if found is not None:
+            raise MigrationError(
+                f"from {list(plan.old)} to {list(plan.new)}, {found} (dynmo.memory_limit). No layer has moved",
+                harmless=True,
+            )
 
     def _memory_limit_bytes(self) -> int | None:
         """The least of all ranks' limits; what a fraction is a fraction of may differ between them."""

@@ -3,19 +3,24 @@
 A shard of the fp32 weights or of a moment is the unit that DeepSpeed's wrappers know, and its boundaries have
 nothing to do with layers. When layers move, every stage's buffers change, and with them the shards of layers that
 stay. So all ranks work out where each interval lies before and after (:mod:`ds_dynmo.engine.flat_layout`), copy
-what stays on a rank, and send the rest directly, one kind of state after the other: the extra memory is one shard.
+what stays on a rank, and send the rest directly, one kind of state after the other.
+
+What a stage holds beside its state of before, or of after: while layers travel the new flat weights, filled
+meanwhile with those that stay; once the old ones are freed, one kind of state, new and old. Buffers of gradients are
+freed first and made anew last. :mod:`ds_dynmo.partitioners.move_memory` counts all of it before a byte moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_dynmo.engine.comm import Communicator, nothing
+from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.flat_layout import Member, Unit, shard_size
 from ds_dynmo.engine.flat_shards import FlatShards, Pieces
 from ds_dynmo.engine.layer_state import LayerContent, parameter_attributes, parameter_hooks
@@ -25,7 +30,7 @@ from ds_dynmo.engine.relayout import MASTER, Holdings, Relayout, work_out
 from ds_dynmo.engine.shard_exchange import exchange_shards
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.engine.wrappers import FlatWrapper, unbind
-from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 
 class FlatState:
@@ -99,6 +104,9 @@ class FlatState:
     def static_bytes(self, parameter: nn.Parameter) -> int:
         return self._shards.static_bytes(parameter)
 
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        return self._shards.held_bytes(parameter)
+
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         self._shards.zero_elements(parameter, where)
 
@@ -128,6 +136,22 @@ class FlatState:
             group_options={n: options_of(groups[n]) for n in numbers if n is not None},
         )
 
+    def start(self) -> None:
+        self._wrapper.free_gradients()
+
+    def work_meanwhile(self, staying: Mapping[int, nn.Module]) -> Callable[[], None] | None:
+        return partial(self._keep, staying)
+
+    def _keep(self, staying: Mapping[int, nn.Module]) -> None:
+        """Put the weights of layers that stay where they are to lie."""
+        for index, module in staying.items():
+            for position, parameter in enumerate(module.parameters()):
+                place = self.landing_place(index, position)
+                if place is not None:
+                    unbind(parameter)
+                    place.copy_(parameter.data.view(-1))
+                    parameter.data = place.view(parameter.shape)
+
     def landing_place(self, index: int, position: int) -> torch.Tensor | None:
         assert self._next is not None, "prepare comes first"
         key = self._layers.unit(index), position
@@ -154,9 +178,11 @@ class FlatState:
                 if number is not None:
                     self._membership.join(parameter, number)
         self._take_options(parameters, arrived)
-        laid_out: list[tuple[list[list[nn.Parameter]], list[torch.Tensor]]] = []
-        self._exchange(following, meanwhile=lambda: laid_out.append(self._lay_out(parameters)))
-        self._wrap(*laid_out[0])
+        self._wrapper.free_gradients()
+        groups, flats = self._lay_out(parameters)
+        self._wrapper.free_weights()
+        self._exchange(following)
+        self._wrap(groups, flats)
 
     def _lay_out(self, parameters: Sequence[nn.Parameter]) -> tuple[list[list[nn.Parameter]], list[torch.Tensor]]:
         """The groups' parameters, placeholders where there are none, and the flat buffers that they now lie in."""
@@ -189,7 +215,7 @@ class FlatState:
         self.settle(parameters, arrived)
 
     def draw_in(self, partition: Sequence[int], width: int) -> None:
-        self._exchange(self._reshard(partition, width, (self._shards.count, width)), meanwhile=nothing)
+        self._exchange(self._reshard(partition, width, (self._shards.count, width)))
 
     def _reshard(self, partition: Sequence[int], width: int, shards: tuple[int, int]) -> Relayout:
         """Other shards of the same buffers; ``width`` replicas say what is in them."""
@@ -343,8 +369,8 @@ class FlatState:
                 for content in arrived.values():
                     group.update(content.group_options.get(number, {}))
 
-    def _exchange(self, plan: Relayout, meanwhile: Callable[[], None]) -> None:
-        """Put the state where ``plan`` says; ``meanwhile`` is called while it travels."""
+    def _exchange(self, plan: Relayout) -> None:
+        """Put the state where ``plan`` says."""
         exchange_shards(
             plan,
             {container: dict(self._shards.held(container)) for container in plan.old[self._stage]},
@@ -353,7 +379,6 @@ class FlatState:
             rank_of=lambda place: int(self._grid.stage_to_global(place[0], data=place[1])),
             device=self._shards.device,
             replace=lambda name, fresh: self._shards.replace(name, fresh, plan.scalars),
-            meanwhile=meanwhile,
         )
 
     def _flatten(self, number: int, group: list[nn.Parameter]) -> torch.Tensor:

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.engine.comm import SMALL_BYTES
 from ds_dynmo.engine.flat_layout import Container, shard_size
 from ds_dynmo.engine.membership import Membership
+from ds_dynmo.engine.optimizer_state import held_alone
 from ds_dynmo.engine.relayout import MASTER
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.engine.wrappers import FlatWrapper
+from ds_dynmo.plan import HeldBytes
 
 Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements with the place of their first
 
@@ -194,3 +197,20 @@ class FlatShards:
         if self.membership.is_parked(parameter):
             return state
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        """Of a parameter with all that a rank holds for it between two batches."""
+        number = self.membership.group(parameter)
+        if number is None:
+            return held_alone([parameter])
+        widths = [tensor.dtype.itemsize for tensor in self.live(number).values()]
+        largest = parameter.numel() * max(widths) // self._count_at_launch
+        parked = self.membership.is_parked(parameter)
+        return HeldBytes(
+            own=parameter.nbytes if parked else 0,
+            flat=0 if parked else parameter.nbytes,
+            shards=parameter.numel() * sum(widths) // self._count_at_launch,
+            largest_shard=largest,
+            gradients=0 if parked else parameter.numel() * self._wrapper.gradient_bytes_per_element,
+            staged=max(size for size in (0, parameter.nbytes, largest) if size <= SMALL_BYTES),
+        )

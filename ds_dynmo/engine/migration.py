@@ -8,7 +8,7 @@ and what was sent is freed before the next, so that a stage never holds much mor
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent, PackedLayer
 from ds_dynmo.engine.optimizer_state import OptimizerState
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import MigrationError
+from ds_dynmo.partitioners import rounds
 from ds_dynmo.plan import LayerMove, MigrationPlan
 
 
@@ -81,6 +82,7 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
         raise error from failure
     step = "sending layers"
     try:
+        site.state.start()
         arrived = _exchange(plan, site, packed)
         step = "rebuilding the stage"
         _rebuild(plan, site, arrived)
@@ -97,28 +99,6 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
             f"{list(plan.new)}: {error}. Layers had begun to move: resume the job from its last checkpoint"
         ) from error
     return moved_bytes
-
-
-def rounds(moves: Iterable[LayerMove]) -> list[list[LayerMove]]:
-    """``moves`` in rounds: in each, a stage sends one layer at most and receives one at most.
-
-    >>> moves = [LayerMove(2, 0, 1), LayerMove(3, 0, 1), LayerMove(5, 1, 2)]
-    >>> [[move.layer for move in round_] for round_ in rounds(moves)]
-    [[2, 5], [3]]
-    """
-    found: list[list[LayerMove]] = []
-    for move in moves:
-        free = (
-            round_
-            for round_ in found
-            if all(move.source != other.source and move.destination != other.destination for other in round_)
-        )
-        chosen = next(free, None)
-        if chosen is None:
-            found.append([move])
-        else:
-            chosen.append(move)
-    return found
 
 
 def _travels(index: int, plan: MigrationPlan, layers: StageLayers) -> bool:
@@ -141,7 +121,9 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
     """Send what departs, receive what arrives, and let go of what was sent."""
     travelling = [move for move in plan.moves if _travels(move.layer, plan, site.layers)]
     rooms = _rooms(travelling, site, packed)
-    staying = set(map(id, _staying_modules(plan, site)))
+    staying_modules = _staying_modules(plan, site)
+    staying = set(map(id, staying_modules.values()))
+    meanwhile = site.state.work_meanwhile(staying_modules)
     arrived: dict[int, LayerContent] = {}
     for round_ in rounds(travelling):
         sends: list[tuple[int, torch.Tensor]] = []
@@ -155,7 +137,9 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
                 room.furnish(site.device, partial(site.state.landing_place, move.layer))
                 rank = site.grid.stage_to_global(move.source)
                 receives += [(rank, flat) for flat in room.landing]
-        site.comm.exchange(sends, receives)
+        exchange = site.comm.exchange if meanwhile is None else partial(site.comm.exchange, meanwhile=meanwhile)
+        exchange(sends, receives)
+        meanwhile = None
         sends.clear()
         for move in round_:
             if move.source == site.stage:
@@ -164,6 +148,8 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
             if move.destination == site.stage:
                 build = partial(site.layers.build, move.layer, site.device)
                 arrived[move.layer] = rooms.pop(move.layer).open(build)
+    if meanwhile is not None:
+        meanwhile()
     return arrived
 
 
@@ -187,10 +173,12 @@ def _rooms(travelling: Sequence[LayerMove], site: Site, packed: dict[int, Packed
     }
 
 
-def _staying_modules(plan: MigrationPlan, site: Site) -> list[nn.Module]:
+def _staying_modules(plan: MigrationPlan, site: Site) -> dict[int, nn.Module]:
+    """By the layer that owns it from now on."""
     layers, (start, stop) = site.layers, (plan.new[site.stage], plan.new[site.stage + 1])
     here = range(max(start, layers.start), min(stop, layers.stop))
-    return [module for index in here if (module := layers.local_module(index)) is not None]
+    modules = {index: layers.local_module(index) for index in here if layers.owner(index, plan.new)}
+    return {index: module for index, module in modules.items() if module is not None}
 
 
 def _let_go(site: Site, index: int, staying: set[int]) -> None:

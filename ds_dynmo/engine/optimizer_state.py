@@ -13,9 +13,10 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
+from ds_dynmo.engine.comm import SMALL_BYTES
 from ds_dynmo.engine.layer_state import LayerContent, num_bytes, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.parameter_groups import options_of
-from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 
 class OptimizerState(Protocol):
@@ -37,6 +38,14 @@ class OptimizerState(Protocol):
         """A layer with all of the optimizer's that travels inside it."""
         ...
 
+    def start(self) -> None:
+        """Layers are about to move: free what is made anew when they have."""
+        ...
+
+    def work_meanwhile(self, staying: Mapping[int, nn.Module]) -> Callable[[], None] | None:
+        """What is to be done once, while layers travel, for those that stay; None: nothing."""
+        ...
+
     def landing_place(self, index: int, position: int) -> torch.Tensor | None:
         """Where to receive a parameter of layer ``index``, which arrives: flat memory, or None for its own."""
         ...
@@ -51,6 +60,10 @@ class OptimizerState(Protocol):
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
         """Bytes of gradients and optimizer state of a parameter, on this rank."""
+        ...
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        """Of a parameter with all that is held for it on this rank between two batches."""
         ...
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -146,6 +159,12 @@ class PerParameterState:
             group_options={n: options_of(self._groups[n]) for n in numbers if n is not None},
         )
 
+    def start(self) -> None:
+        pass
+
+    def work_meanwhile(self, staying: Mapping[int, nn.Module]) -> Callable[[], None] | None:
+        return None
+
     def landing_place(self, index: int, position: int) -> torch.Tensor | None:
         return None
 
@@ -176,6 +195,10 @@ class PerParameterState:
     def static_bytes(self, parameter: nn.Parameter) -> int:
         gradients = num_bytes(parameter) if parameter.requires_grad else 0
         return gradients + sum(num_bytes(tensor) for tensor in _tensors_in(self._state.get(parameter)))
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        gradient = [] if parameter.grad is None else [parameter.grad]
+        return held_alone([parameter, *gradient, *_tensors_in(self._state.get(parameter))])
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return dict(self._state.get(parameter, {}))
@@ -209,6 +232,12 @@ class PerParameterState:
         for name, held in self._state.get(parameter, {}).items():
             if name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape:
                 held.masked_fill_(where, 0)
+
+
+def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:
+    """Of tensors in memory of their own."""
+    sizes = [num_bytes(tensor) for tensor in tensors]
+    return HeldBytes(own=sum(sizes), staged=sum(size for size in sizes if size <= SMALL_BYTES))
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

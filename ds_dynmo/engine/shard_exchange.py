@@ -1,6 +1,6 @@
 """Carry out a relayout: fill new shards from the old ones, here and on other ranks, and give the old ones back.
 
-One kind of state goes after the other, so that the extra memory is one shard.
+One kind of state goes after the other, so that of one kind at a time there are old and new shards.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ds_dynmo.engine.comm import Communicator, nothing
+from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.flat_layout import Container
-from ds_dynmo.engine.relayout import MASTER, Relayout
+from ds_dynmo.engine.relayout import Relayout
 
 Place = tuple[int, int]  # stage, data-parallel index
 Shards = dict[Container, dict[str, torch.Tensor]]  # by buffer and kind of state
@@ -26,7 +26,6 @@ def exchange_shards(
     rank_of: Callable[[Place], int],
     device: torch.device,
     replace: Callable[[str, Mapping[Container, torch.Tensor]], None],
-    meanwhile: Callable[[], None],
 ) -> None:
     """Collective over the ranks of a slice.
 
@@ -34,7 +33,6 @@ def exchange_shards(
         old: this rank's shards; emptied.
         place: this rank's.
         replace: takes the new shards of one kind of state.
-        meanwhile: called once, while the fp32 weights travel.
     """
     for name, dtype in plan.kinds.items():
         fresh = {
@@ -42,7 +40,7 @@ def exchange_shards(
             for container in plan.new[place[0]]
             if name in plan.group_kinds[container[0]]
         }
-        _exchange_kind(plan, name, old, fresh, place, comm, rank_of, meanwhile if name == MASTER else nothing)
+        _exchange_kind(plan, name, old, fresh, place, comm, rank_of)
         for tensors in old.values():
             tensors.pop(name, None)
         replace(name, fresh)
@@ -72,7 +70,6 @@ def _exchange_kind(
     place: Place,
     comm: Communicator,
     rank_of: Callable[[Place], int],
-    meanwhile: Callable[[], None],
 ) -> None:
     """Copy what stays while the rest travels."""
     sends, receives, copies = [], [], []
@@ -91,6 +88,5 @@ def _exchange_kind(
     def local_work() -> None:
         for here, there in copies:
             here.copy_(there)
-        meanwhile()
 
     comm.exchange(sends, receives, local_work)

@@ -89,6 +89,11 @@ class StageLayers:
         key = self.key(index)
         return index if key is None else self.uses(key)[0]
 
+    def first_uses(self) -> list[int | None]:
+        """Of every layer, :meth:`first_use`; None for a function."""
+        modules = [isinstance(self.spec(index), nn.Module | LayerSpec) for index in range(self.num_layers)]
+        return [self.first_use(index) if is_module else None for index, is_module in enumerate(modules)]
+
     def stored_use(self, index: int) -> int | None:
         """The first use of a layer that DeepSpeed writes a file of; None: none (every use has a function around it)."""
         key = self.key(index)

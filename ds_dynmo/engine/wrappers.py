@@ -78,6 +78,14 @@ class FlatWrapper(ABC):
         """What the wrapper keeps per parameter element for gradients of its own, in bytes."""
 
     @abstractmethod
+    def free_gradients(self) -> None:
+        """Let go of the buffers in which gradients are summed, all zero between two batches; :meth:`rewrap` follows."""
+
+    @abstractmethod
+    def free_weights(self) -> None:
+        """Let go of the flat weights, in which no parameter lies any more; :meth:`rewrap` follows."""
+
+    @abstractmethod
     def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
         """Be what the constructor would have made of ``groups``, whose weights lie in ``flats`` already."""
 
@@ -160,22 +168,35 @@ class Bf16Wrapper(FlatWrapper):
     def gradient_bytes_per_element(self) -> int:
         return int(self._wrapper.grad_acc_dtype.itemsize)
 
-    def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
+    def free_gradients(self) -> None:
         wrapper = self._wrapper
-        self._remove_hooks()
-        wrapper.bf16_groups[:], wrapper.bf16_groups_flat[:] = groups, flats
         for own in (
-            wrapper.bf16_partitioned_groups,
             wrapper.fp32_groups_gradients,
             wrapper.fp32_groups_gradients_flat,
             wrapper.fp32_groups_actual_gradients_flat,
             wrapper.fp32_groups_gradient_flat_partition,
-            wrapper.fp32_groups_has_gradients,
-            wrapper.group_paddings,
             wrapper.non_expert_gradients,
         ):
             own.clear()
         wrapper.fp32_groups_gradient_dict.clear()
+        for master in self.masters:
+            master.grad = None
+        for group in self.groups:
+            for parameter in group:
+                vars(parameter).pop("_hp_grad", None)
+
+    def free_weights(self) -> None:
+        self._wrapper.bf16_groups_flat.clear()
+        self._wrapper.bf16_partitioned_groups.clear()
+
+    def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
+        wrapper = self._wrapper
+        self._remove_hooks()
+        self.free_gradients()
+        self.free_weights()
+        wrapper.bf16_groups[:], wrapper.bf16_groups_flat[:] = groups, flats
+        wrapper.fp32_groups_has_gradients.clear()
+        wrapper.group_paddings.clear()
         for i, (group, flat, master) in enumerate(zip(groups, flats, self.masters)):
             shard, count = master.numel(), flat.numel() // master.numel()
             index = wrapper.mpu.get_data_parallel_rank()
@@ -244,6 +265,14 @@ class ZeroWrapper(FlatWrapper):
     def accumulate(self, steps: int) -> None:
         self._wrapper.gradient_accumulation_steps = steps
 
+    def free_gradients(self) -> None:
+        self._wrapper.averaged_gradients.clear()
+        self._wrapper.all_grad_tensors.clear()
+
+    def free_weights(self) -> None:
+        self._wrapper.bit16_groups_flat.clear()
+        self._wrapper.parallel_partitioned_bit16_groups.clear()
+
     def use_grid(self, grid: Any) -> None:
         super().use_grid(grid)
         self._wrapper.model_parallel_group = grid.get_model_parallel_group()
@@ -258,9 +287,10 @@ class ZeroWrapper(FlatWrapper):
         wrapper.round_robin_bit16_meta[:] = [[torch.zeros_like(p.data, device="meta") for p in g] for g in groups]
         wrapper.round_robin_bit16_padding[:] = [[0] * len(group) for group in groups]
         wrapper.round_robin_bit16_offsets[:] = [_offsets(group) for group in groups]
+        self.free_gradients()
+        self.free_weights()
         wrapper.bit16_groups_flat[:] = flats
         for own in (
-            wrapper.parallel_partitioned_bit16_groups,
             wrapper.groups_padding,
             wrapper.partition_size,
             wrapper.params_in_partition,
@@ -285,8 +315,6 @@ class ZeroWrapper(FlatWrapper):
         self._number_parameters()
         wrapper.initialize_gradient_partitioning_data_structures()
         wrapper.reset_partition_gradient_structures()
-        wrapper.averaged_gradients.clear()
-        wrapper.all_grad_tensors.clear()
         if wrapper.use_grad_accum_attribute or wrapper.contiguous_gradients:
             wrapper.create_gradient_handling_hooks()
         self._link()

@@ -13,6 +13,7 @@ from ds_dynmo.partitioners.history import CostHistory
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
 from ds_dynmo.partitioners.move_costs import MoveCosts
+from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow, rounds
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto, with_empty
@@ -28,6 +29,7 @@ __all__ = [
     "DiffusionTrace",
     "MemoryModel",
     "MoveCosts",
+    "Overflow",
     "Packing",
     "PipelineModel",
     "SpeedEvidence",
@@ -35,6 +37,7 @@ __all__ = [
     "Timeline",
     "balanced",
     "balanced_groups",
+    "between",
     "bottleneck",
     "bubble_ratio",
     "check_fits",
@@ -51,12 +54,15 @@ __all__ = [
     "lemma2_bound",
     "loads",
     "message_capacity",
+    "migration_peaks",
     "names",
+    "overflow",
     "pack_onto",
     "potential",
     "propose",
     "register",
     "relative_speeds",
+    "rounds",
     "shortest",
     "simulate",
     "takes",

@@ -171,20 +171,29 @@ class Repacker:
 
         Args:
             copies: so many times the launch's replicas go on, on stages that are freed.
+
+        Raises:
+            MigrationError: harmless; a stage has no memory for it.
         """
+        plan, _ = self._plan_of_fewer(self._engine.partition, new)
+        self._engine._check_room(plan)
+        return self._shrink(new, park=park, copies=copies)
+
+    def _plan_of_fewer(self, old: Sequence[int], new: tuple[int, ...]) -> tuple[MigrationPlan, Sequence[int]]:
+        """From ``old`` to ``new``, over fewer stages, and the stages that go on."""
+        profile = self._engine.profile
+        sizes = [cost.static_bytes for cost in profile.layers] if profile else [1] * old[-1]
+        places = hosts(old, new, sizes)
+        present = range(len(old) - 1)
+        leaving = [stage for stage in present if stage not in places]
+        target = with_empty(new, places, len(present))
+        return MigrationPlan.between(old, target, leaving=leaving, joining=_without_layers(old)), places
+
+    def _shrink(self, new: tuple[int, ...], *, park: bool, copies: int) -> Done:
         engine, world = self._engine, self.world
-        present = engine.num_stages
-        profile = engine.profile
-        sizes = [cost.static_bytes for cost in profile.layers] if profile else [1] * engine._layers.num_layers
-        places = hosts(engine.partition, new, sizes)
-        leaving = [stage for stage in range(present) if stage not in places]
+        plan, places = self._plan_of_fewer(engine.partition, new)
+        leaving = sorted(plan.leaving)
         copying = leaving[: (copies - 1) * len(places)]
-        plan = MigrationPlan.between(
-            engine.partition,
-            with_empty(new, places, present),
-            leaving=leaving,
-            joining=_without_layers(engine.partition),
-        )
         began = time.perf_counter()
         job = standings.gather_job(engine, self.data, self.states)
         moved_bytes = self._migrate(plan)
@@ -239,11 +248,15 @@ class Repacker:
 
         Args:
             first_seconds: see :class:`Standing`.
+
+        Raises:
+            MigrationError: harmless; a stage has no memory for it, or a parked rank does not answer.
         """
         world = self.world
         stages = self._with_parked(len(new) - 1)
         back = tuple(stage for stage in stages if stage not in world.stages)
         old = self._among(stages)
+        self._engine._check_room(MigrationPlan.between(old, new, joining=_without_layers(old)))
         began = time.perf_counter()
         job = standings.gather_job(self._engine, self.data, self.states)
         call = parking.Call(world.generation + 1, tuple(stages))
@@ -326,15 +339,20 @@ class Repacker:
         return fitting[-1] if all(engine._comm.gather_objects(self.data.can_read)) else 1
 
     def refold(self, new: tuple[int, ...], *, park: bool, copies: int) -> Done:
-        """Like :meth:`shrink`, where there are further replicas: onto any number of the stages that are at work."""
+        """Like :meth:`shrink`, where there are further replicas: onto any number of the stages that are at work.
+
+        Raises:
+            MigrationError: harmless; a stage has no memory for it.
+        """
+        old = self._among(self.world.in_order(self.world.stages))
+        spreads = len(new) == len(old)
+        plan = MigrationPlan.between(old, new, joining=_without_layers(old)) if spreads else None
+        self._engine._check_room(plan or self._plan_of_fewer(old, new)[0])
         began = time.perf_counter()
         with no_way_back():
             self._unfold()
             unfold_seconds = time.perf_counter() - began
-            if len(new) - 1 == self._engine.num_stages:
-                done = self._spread(new)
-            else:
-                done = self.shrink(new, park=park, copies=copies)
+            done = self._spread(new) if spreads else self._shrink(new, park=park, copies=copies)
         return replace(done, world_seconds=done.world_seconds + unfold_seconds)
 
     def _unfold(self) -> None:

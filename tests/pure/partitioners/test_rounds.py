@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ds_dynmo.engine.migration import rounds
+from ds_dynmo.partitioners import rounds
 from ds_dynmo.plan import LayerMove, MigrationPlan
 
 
