@@ -115,7 +115,8 @@ class DynMoPipelineEngine(ElasticEngine):
         Raises:
             PartitionError: ``partition`` is none, it cuts what ``keep_together`` keeps together, or no partition meets
                 the memory limit. Nothing has changed.
-            MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
+            MigrationError: see its message; nothing has changed unless it says that layers had begun to move. Harmless,
+                with both numbers, where the move takes a rank above the memory limit.
             ConfigError: the configuration has no "dynmo" block, or one that is switched off.
         """
         self._require_enabled("rebalance")
@@ -248,6 +249,7 @@ class DynMoPipelineEngine(ElasticEngine):
 
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.
+            MigrationError: harmless; to go where layers were saved takes a rank above the memory limit.
             ConfigError: a ``custom_load_fn``, which pipelines do not take.
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)

@@ -2,7 +2,8 @@
 
 Before the ranks have agreed on the plan nothing is changed, and any failure leaves training as it was. After
 that a failure is fatal, and says so. Layers stream: in one round a stage sends one layer at most and receives one,
-and what was sent is freed before the next, so that a stage never holds much more than its layers.
+and what was sent is freed before the next. What a stage holds at the peak is worked out before, in
+:mod:`ds_dynmo.partitioners.move_memory`.
 """
 
 from __future__ import annotations

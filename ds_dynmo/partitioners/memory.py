@@ -4,7 +4,8 @@ A stage holds the static bytes of its layers (weights, gradients, optimizer stat
 micro-batch in flight under 1F1B, what its layers save for their backward pass. Stage ``s`` of ``N`` has
 ``min(N - s, micro_batches)`` micro-batches in flight, so early stages need more for the same layers.
 With activation checkpointing every ``k`` layers, counted from the stage's first, a micro-batch in flight
-holds only each segment's input, and one segment's activations exist while it is recomputed.
+holds only each segment's input, and one segment's activations exist while it is recomputed. What a migration holds
+beside, between two batches, is in :mod:`ds_dynmo.partitioners.move_memory`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ds_dynmo.engine.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, MoveCosts, balanced
-from ds_dynmo.plan import LayerCost, MigrationPlan, Profile
+from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 
 
 def config(**block: Any) -> DynMoConfig:
@@ -326,3 +326,34 @@ def test_the_start_of_a_run_counts_as_balanced_as_it_may_be() -> None:
     assert bound.first_seconds == pipeline.iteration_seconds((0, 1, 4))
     assert decision.decide(Outlook.of(measured), config(), None).partition == (0, 2, 4)
     assert decision.decide(Outlook.of(measured), config(), None, groups=groups).partition == (0, 1, 4)
+
+
+def holding(seconds: list[float], partition: tuple[int, ...], held: HeldBytes) -> Profile:
+    """Layers that train in 10 bytes each, and hold ``held`` between two batches."""
+    costs = profile(seconds, partition, activation_bytes=0)
+    layers = tuple(replace(cost, held=held, first_use=number) for number, cost in enumerate(costs.layers))
+    return replace(costs, layers=layers)
+
+
+def test_a_move_that_takes_more_memory_than_there_is_goes_as_far_as_it_can() -> None:
+    # Stage 0 from 4 to n layers: 2 n of flat weights, 9 n of state, and 16 of the one kind's old shards.
+    costs = holding([1.0] * 6 + [4.0] * 2, (0, 4, 8), HeldBytes(flat=2, shards=9, largest_shard=4))
+    with_limit = {
+        limit: decide(costs, config(), controller.memory_model(costs, limit, 0)) for limit in (82, 81, 71, 70)
+    }
+    assert [decision.partition[1] for decision in with_limit.values()] == [6, 5, 5, 4]
+    assert with_limit[82].verdict == "better"
+    assert with_limit[71].verdict == (
+        "better; going to [0, 6, 8], stage 0 would hold 82 bytes while layers move, its limit is 71"
+    )
+    groups = LayerGroups((0, 1, 2, 3, 4, 6, 7, 8))
+    limited = controller.memory_model(costs, 71, 0)
+    assert decision.decide(Outlook.of(costs), config(), limited, groups=groups).partition == (0, 4, 8)
+    assert with_limit[70].verdict == (
+        "going to [0, 6, 8], stage 0 would hold 82 bytes while layers move, its limit is 70"
+    )
+
+
+def test_layers_leave_a_stage_that_is_above_its_limit() -> None:
+    costs = holding([3.0, 1.0, 1.0, 1.0], (0, 1, 4), HeldBytes(own=9, staged=1))
+    assert decide(costs, config(), controller.memory_model(costs, 20, 0)).partition == (0, 2, 4)

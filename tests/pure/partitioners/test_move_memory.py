@@ -1,0 +1,106 @@
+"""What stages hold at the peak of a migration, by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import astuple
+
+import pytest
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import between, migration_peaks, overflow
+from ds_dynmo.plan import HeldBytes, MigrationPlan, check_partition
+from tests.pure.partitioners.instances import random_start
+
+
+def peaks(old: list[int], new: list[int], layers: list[HeldBytes], first_uses: list[int | None]) -> tuple[int, ...]:
+    return migration_peaks(MigrationPlan.between(old, new), layers, first_uses)
+
+
+def test_layers_stand_beside_those_that_stay_until_they_are_sent() -> None:
+    layers = [HeldBytes(own=own) for own in (10, 20, 30, 40)]
+    # In one round stage 1 gets 20 and has still to send 40; in the other nothing moves there.
+    assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3]) == (30, 90)
+    assert peaks([0, 2, 3, 4], [0, 1, 2, 4], layers, [0, 1, 2, 3]) == (30, 50, 70)
+
+
+def test_small_tensors_are_held_twice_while_they_travel() -> None:
+    layers = [HeldBytes(own=10), HeldBytes(own=20, staged=5), HeldBytes(own=30), HeldBytes(own=40)]
+    assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3]) == (35, 95)
+
+
+def test_flat_weights_stand_twice_while_layers_travel_and_one_kind_of_state_after() -> None:
+    layer = HeldBytes(flat=2, shards=12, largest_shard=4, gradients=4)
+    # Of 2 layers, then 1 and 3. Layers travel: 4 + 2 + 24 and 4 + 6 + 24; state: 2 + 24 + 4 and 6 + 36 + 8;
+    # at rest: before 36, after 18 and 54.
+    assert peaks([0, 2, 4], [0, 1, 4], [layer] * 4, [0, 1, 2, 3]) == (36, 54)
+    zero1 = HeldBytes(flat=2, shards=12, largest_shard=4)
+    assert peaks([0, 2, 4], [0, 1, 4], [zero1] * 4, [0, 1, 2, 3]) == (30, 50)
+
+
+def test_every_stage_lays_its_flat_buffers_out_anew() -> None:
+    layer = HeldBytes(flat=2, shards=12, largest_shard=4)
+    assert peaks([0, 2, 3, 4], [0, 1, 3, 4], [layer] * 4, [0, 1, 2, 3]) == (30, 32, 18)
+
+
+def test_nothing_moves_nothing_is_held_beside() -> None:
+    layers = [HeldBytes(own=own) for own in (10, 20, 30)]
+    assert peaks([0, 1, 3], [0, 1, 3], layers, [0, 1, 2]) == (10, 50)
+    assert overflow(MigrationPlan.between([0, 1, 3], [0, 1, 3]), layers, [0, 1, 2], 5, [0, 0]) is None
+
+
+def test_tied_layers_count_once_on_a_stage_and_on_every_stage_that_has_them() -> None:
+    layers = [HeldBytes(own=100), HeldBytes(own=10), HeldBytes(own=10), HeldBytes(own=100)]
+    uses: list[int | None] = [0, 1, 2, 0]
+    assert peaks([0, 2, 4], [0, 3, 4], layers, uses) == (120, 110)
+    # Both uses on stage 0 from now on: it has the parameters already, and stage 1 keeps them until the end.
+    plan = MigrationPlan.between([0, 2, 4], [0, 4, 4], leaving=[1])
+    assert migration_peaks(plan, layers, uses) == (120, 110)
+
+
+def test_a_function_holds_nothing_and_takes_no_round() -> None:
+    layers = [HeldBytes(own=10), HeldBytes(), HeldBytes(own=30), HeldBytes(own=40)]
+    assert peaks([0, 3, 4], [0, 1, 4], layers, [0, None, 2, 3]) == (40, 70)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_never_less_than_at_rest_and_more_only_by_what_moves(seed: int) -> None:
+    rng = random.Random(seed)
+    num_layers, num_stages = 12, rng.randint(1, 5)
+    layers = [HeldBytes(own=rng.randint(0, 9)) for _ in range(num_layers)]
+    old, new = random_start(rng, num_layers, num_stages), random_start(rng, num_layers, num_stages)
+    plan = MigrationPlan.between(old, new)
+    for stage, peak in enumerate(migration_peaks(plan, layers, list(range(num_layers)))):
+        rest = [sum(layer.own for layer in layers[p[stage] : p[stage + 1]]) for p in (old, new)]
+        arriving = sum(layers[move.layer].own for move in plan.moves if move.destination == stage)
+        assert max(rest) <= peak <= rest[0] + arriving
+
+
+def test_what_is_above_its_limit() -> None:
+    layers, plan = [HeldBytes(own=own) for own in (10, 20, 30, 40)], MigrationPlan.between([0, 2, 4], [0, 1, 4])
+    found = overflow(plan, layers, [0, 1, 2, 3], 89, [30, 70])
+    assert found is not None and astuple(found) == (1, 90, 89)
+    assert str(found) == "stage 1 would hold 90 bytes while layers move, its limit is 89"
+    assert overflow(plan, layers, [0, 1, 2, 3], 90, [30, 70]) is None
+    # A stage that is above the limit as it is may give layers away.
+    back = MigrationPlan.between([0, 1, 4], [0, 2, 4])
+    assert overflow(back, layers, [0, 1, 2, 3], 50, [10, 90]) is None
+    assert overflow(back, layers, [0, 1, 2, 3], 50, [10, 89]) is not None
+
+
+def test_as_many_bytes_as_layers() -> None:
+    with pytest.raises(PartitionError, match="2 layers needs as many bytes and first uses, got 1 and 2"):
+        peaks([0, 1, 2], [0, 1, 2], [HeldBytes()], [0, 1])
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_all_between_two_partitions_are_partitions_and_come_nearer(seed: int) -> None:
+    rng = random.Random(seed)
+    old, new = random_start(rng, 15, 4), random_start(rng, 15, 4)
+    found = list(between(old, new))
+    far = [sum(abs(here - there) for here, there in zip(each, new)) for each in found]
+    assert far == sorted(far)
+    for each in found:
+        assert check_partition(each, 15, 4) == each
+        assert all(min(a, b) <= here <= max(a, b) for a, b, here in zip(old, new, each))
+    assert tuple(old) not in found and tuple(new) not in found
