@@ -83,8 +83,8 @@ class DynMoConfig(Block):
     )
     memory_limit: int | float | None = Field(
         default=None,
-        description="per device, of training and of moving layers: an int is bytes, a float in (0, 1] a fraction of the "
-        "device's memory",
+        description="per device, of training and of moving layers: an int is bytes, a float in (0, 1] a fraction of "
+        "the device's memory",
     )
     repack: RepackConfig = Field(
         default=RepackConfig(), validate_default=True, description="fewer ranks for a model whose work has shrunk"

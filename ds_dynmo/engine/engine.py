@@ -479,11 +479,11 @@ class DynMoPipelineEngine(ElasticEngine):
     ) -> RebalanceReport:
         """``decides``: what else was about to be decided no longer is."""
         plan = MigrationPlan.between(self.partition, new)
-        self._check_room(plan, decided=decision is not None)
+        check = partial(self._check_room, decided=decision is not None)
         if decision is None and self._profile is not None:
             decision = predict(self._experience.outlook(self._profile, plan.old, smoothed=False), new)
         began = time.perf_counter()
-        moved_bytes = migrate(plan, self._site())
+        moved_bytes = migrate(plan, self._site(), check)
         if plan.moves:
             self._layers_moved()
         migrate_seconds = time.perf_counter() - began
@@ -541,7 +541,7 @@ class DynMoPipelineEngine(ElasticEngine):
             MigrationError: harmless, on every rank: the plan takes one above ``memory_limit``.
         """
         limit = self._memory_limit_bytes()
-        if limit is None or not plan.moves:
+        if limit is None:
             return
         table = self._comm.max_over_world(costs.held_table(self._layers, self._state))
         if costs.failed(table):

@@ -52,8 +52,11 @@ class Site:
     rebuilt: Callable[[], None]
 
 
-def migrate(plan: MigrationPlan, site: Site) -> int:
+def migrate(plan: MigrationPlan, site: Site, check: Callable[[MigrationPlan], None] | None = None) -> int:
     """Carry out ``plan``. Collective.
+
+    Args:
+        check: collective; raises on every rank where the plan, on which all have agreed, is to be refused.
 
     Returns:
         Bytes moved in this rank's pipeline.
@@ -64,6 +67,8 @@ def migrate(plan: MigrationPlan, site: Site) -> int:
     site.comm.agree(plan)
     if not plan.moves:
         return 0
+    if check is not None:
+        check(plan)
     packed: dict[int, PackedLayer] = {}
     failure: Exception | None = None
     outgoing_bytes = 0

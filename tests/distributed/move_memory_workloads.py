@@ -161,3 +161,14 @@ def come_back(case: Case) -> list[Any]:
     with_limit(engine, None)
     engine.repack(2, partition=[0, 5, case.num_layers])
     return [message, stayed, engine.partition]
+
+
+def disagree(limit: int) -> str:
+    """One rank asks for the partition that there is, the other for another."""
+    engine = build(Case(dynmo={"interval": 0, "memory_limit": limit}))
+    engine.train_batch(batches(engine))
+    try:
+        engine.rebalance([0, 4 + engine.stage_id, 8])
+    except ds_dynmo.MigrationError as error:
+        return str(error)
+    return ""

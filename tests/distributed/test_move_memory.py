@@ -63,3 +63,8 @@ def test_stages_that_would_come_back_to_too_little_memory_stay_parked() -> None:
     (message, stayed, partition), (recalled, there) = run(2, work.come_back, case)
     assert "bytes while layers move" in message and stayed == 1
     assert recalled and partition == there == [0, 5, 12]
+
+
+def test_ranks_that_disagree_are_told_that_first() -> None:
+    for message in run(2, work.disagree, 1):
+        assert "every rank has to ask for the same partition" in message
