@@ -8,12 +8,15 @@ travel on the default group, between the ranks of the same data-parallel index.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_dynmo.engine import hosts
+from ds_dynmo.engine.bounded import BoundedStore, within
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
 
@@ -25,6 +28,19 @@ Placed = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes f
 
 def nothing() -> None:
     """There is nothing else to do."""
+
+
+def check_hosts(timeout_seconds: float) -> None:
+    """Refuse a job whose ranks would be on several hosts and could not meet. Collective where the ranks have met.
+
+    Raises:
+        ConfigError: see :mod:`ds_dynmo.engine.hosts`. No group has been made.
+    """
+    if not dist.is_initialized():
+        hosts.check_launch()
+    elif dist.get_world_size() > 1:
+        store = BoundedStore(_default_store(), timeout_seconds)
+        hosts.check_hosts(store, dist.get_rank(), dist.get_world_size(), timeout_seconds)
 
 
 class Communicator:
@@ -47,21 +63,24 @@ class Communicator:
 
     def connect(self, what: str) -> None:
         """Make the groups of the present world, for the first time or anew; ``what`` it is done for. Collective."""
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+        timeout = timedelta(seconds=self._timeout_seconds)
+        self._control = within(2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout))
         self._tied_groups.clear()
+        self._store = BoundedStore(_default_store(), self._timeout_seconds)
         self._entered = 0
         self._what = what
         self._announce()
 
     def _announce(self) -> None:
-        _default_store().set(f"ds_dynmo/entered/{dist.get_rank()}", str(self._entered))
+        with suppress(RuntimeError):  # only says who is missing; the collective itself fails if this rank is cut off
+            self._store.set(_entered_key(dist.get_rank()), str(self._entered))
 
     def _missing(self) -> list[int]:
-        store = _default_store()
+        keys = map(_entered_key, range(dist.get_world_size()))
         return [
             rank
-            for rank in range(dist.get_world_size())
-            if int(store.get(f"ds_dynmo/entered/{rank}").decode()) < self._entered
+            for rank, key in enumerate(keys)
+            if not self._store.check([key]) or int(self._store.get(key)) < self._entered
         ]
 
     def enter(self, what: str) -> None:
@@ -71,8 +90,15 @@ class Communicator:
         self._announce()
 
     def _control_failed(self, error: RuntimeError) -> MigrationError:
-        missing = self._missing() if "timed out" in str(error).lower() else []
-        who = f"ranks {missing} did not call it within {self._timeout_seconds:g} s" if missing else "a rank failed"
+        who = "a rank failed, or the link to it"
+        if "timed out" in str(error).lower():
+            try:
+                missing = self._missing()
+            except RuntimeError as silence:  # which is no reason to keep quiet of the first error
+                who = f"after {self._timeout_seconds:g} s a rank is missing, and it is not known which: {silence}"
+            else:
+                if missing:
+                    who = f"ranks {missing} did not call it within {self._timeout_seconds:g} s"
         return MigrationError(
             f"{self._what} is collective, but {who}. No layer has moved, yet the ranks are out of step: resume the job "
             f"from its last checkpoint ({error})"
@@ -341,8 +367,13 @@ class Communicator:
         """The process group of ``ranks``, made once. Every rank of the world has to ask in the same order."""
         key = tuple(ranks)
         if key not in self._tied_groups:
-            self._tied_groups[key] = dist.new_group(ranks=list(key))
+            self._tied_groups[key] = within(2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key)))
         return self._tied_groups[key]
+
+
+def _entered_key(rank: int) -> str:
+    """Where a rank writes which collective of its own it has come to."""
+    return f"ds_dynmo/entered/{rank}"
 
 
 def _default_store() -> Any:

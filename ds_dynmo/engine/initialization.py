@@ -12,6 +12,7 @@ import deepspeed
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import checks, costs
+from ds_dynmo.engine.comm import check_hosts
 from ds_dynmo.engine.elastic.release import check_policy
 from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
@@ -69,6 +70,7 @@ def initialize(
         secret_for(dynmo.repack)
         if dynmo.randomness.per_layer:
             check_trackers()
+        check_hosts(dynmo.timeout_seconds)
     with _constructing(partial(built_upon(engine_class or deepspeed.PipelineEngine), dynmo=dynmo)):
         results = deepspeed.initialize(
             args=args,

@@ -12,9 +12,12 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.distributed.namespaces import Network, enter
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -24,7 +27,13 @@ class RankError(RuntimeError):
 
 
 def run(
-    num_ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 240.0, port: int | None = None
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 240.0,
+    port: int | None = None,
+    hosts: Network | None = None,
+    group_timeout: timedelta = GROUP_TIMEOUT,
 ) -> list[Any]:
     """``function(*args)`` on every rank of a fresh gloo world; the results in rank order.
 
@@ -32,6 +41,8 @@ def run(
         function: importable by name; DeepSpeed's communication is initialized when it is called.
         seconds: after which all ranks are killed.
         port: of a ``TCPStore`` on this machine, to meet there.
+        hosts: one for each rank, to run there, and to meet at the first.
+        group_timeout: of the default group.
 
     Raises:
         RankError: a rank raised, died, or was not done in time.
@@ -42,7 +53,8 @@ def run(
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, num_ranks, folder, port, theirs, function, args))
+            place = Place(rank, num_ranks, folder, port, hosts, group_timeout)
+            process = context.Process(target=_rank_main, args=(place, theirs, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -83,16 +95,35 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(
-    rank: int,
-    num_ranks: int,
-    folder: str,
-    port: int | None,
-    pipe: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs and meets the others."""
+
+    rank: int
+    num_ranks: int
+    folder: str
+    port: int | None
+    hosts: Network | None
+    timeout: timedelta
+
+    def meet(self) -> None:
+        import torch
+
+        store: Any = torch.distributed.FileStore(os.path.join(self.folder, "store"), self.num_ranks)
+        if self.port is not None:
+            store = torch.distributed.TCPStore("localhost", self.port, is_master=False)
+        if self.hosts is not None:
+            enter(self.hosts, self.rank)
+            torch.distributed.init_process_group("gloo", timeout=self.timeout)
+            return
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout
+        )
+
+
+def _rank_main(place: Place, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     threading.Thread(target=_end_with_pytest, daemon=True).start()
+    rank, num_ranks, folder = place.rank, place.num_ranks, place.folder
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
     output = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -106,12 +137,7 @@ def _rank_main(
         torch.set_num_threads(1)
         # as everywhere on Linux: the workers of a DataLoader would get a fork server of their own, which imports torch
         multiprocessing.set_start_method("fork", force=True)
-        store: Any = torch.distributed.FileStore(os.path.join(folder, "store"), num_ranks)
-        if port is not None:
-            store = torch.distributed.TCPStore("localhost", port, is_master=False)
-        torch.distributed.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT
-        )
+        place.meet()
         deepspeed.init_distributed("gloo")
         result = (True, function(*args))
     except BaseException:

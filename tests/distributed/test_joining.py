@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -111,7 +112,9 @@ def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
 
 def test_there_is_no_job(store: TCPStore) -> None:
     case = Case(stages=1, dynmo={**BY_HAND, "timeout_seconds": 0.5})
+    silent = socket.create_server(("localhost", 0))
     for address, expected in [
+        (f"localhost:{silent.getsockname()[1]}", "engine.join: no job answers at localhost:"),
         ("nowhere", 'engine.join: "nowhere": should be HOST:PORT'),
         (f"localhost:{store.port}", "engine.join: the launch runs no job that can be joined"),
         ("localhost:1", "engine.join: no job answers at localhost:1 within 0.5 s"),

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import FileStore
 
 from ds_dynmo.config import RepackConfig
+from ds_dynmo.engine.bounded import BoundedStore
 from ds_dynmo.engine.elastic.admission import SLOTS, Admissions, message_key, ready_key, slot_key
 from ds_dynmo.engine.elastic.joining import Job
 from ds_dynmo.engine.elastic.newcomer import Newcomer
@@ -40,7 +41,7 @@ class Gate:
     def __init__(self, store: FileStore, secret: str = SECRET, seconds: float = 60.0) -> None:
         self.warnings: list[str] = []
         self.admissions = Admissions(
-            store,
+            BoundedStore(store, 30.0),
             NAME,
             JoinSecret(secret),
             JOB,
@@ -65,7 +66,7 @@ def places(count: int) -> list[Place]:
 
 
 def newcomer(store: FileStore, secret: str = SECRET) -> Newcomer:
-    return Newcomer(store, NAME, JoinSecret(secret), 30.0)
+    return Newcomer(BoundedStore(store, 30.0), NAME, JoinSecret(secret), 30.0)
 
 
 def join(store: FileStore, stages: int = 1, **other: Any) -> int:
@@ -129,16 +130,16 @@ def test_a_newcomer_is_told_of_an_answer_that_makes_no_sense(store: FileStore, a
 
 def unproved(store: FileStore, change: Callable[[dict[str, str]], None]) -> None:
     """Ask, and apply with a message that ``change`` has changed."""
-    asking, written = newcomer(store), store.set
+    asking, bounded = newcomer(store), BoundedStore(store, 30.0)
 
     class Changing:
         def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
+            return getattr(bounded, name)
 
         def set(self, key: str, value: str) -> None:
             message = json.loads(value)
             change(message)
-            written(key, json.dumps(message))
+            bounded.set(key, json.dumps(message))
 
     asking.ask()
     asking._store, asking._timeout_seconds = Changing(), 0.1

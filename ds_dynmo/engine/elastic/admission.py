@@ -208,7 +208,7 @@ def _serve(admissions: weakref.ref[Admissions], stop: threading.Event) -> None:
         serving = admissions()
         if serving is None:
             return
-        with suppress(STORE_LOST):  # rank 0's process ends
+        with suppress(*STORE_LOST):  # rank 0's process ends
             serving.look()
             del serving
             continue

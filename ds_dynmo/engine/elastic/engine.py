@@ -133,7 +133,8 @@ class ElasticEngine(EngineForModels):
         assert self._repacker is not None
         if not (self._policy.parks or self._repacker.joined):
             return False
-        call = parking.await_call(self._repacker.world.store, self._repacker.world.home)
+        world = self._repacker.world
+        call = parking.await_call(world.store, world.home, self.dynmo.timeout_seconds)
         if call is None:
             return False
         self._repacker.answer(call)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from ds_dynmo.engine.bounded import BoundedStore
 from ds_dynmo.engine.elastic import joining
 from ds_dynmo.engine.elastic.admission import GARBAGE, SLOTS, message_key, read_message, slot_key
 from ds_dynmo.engine.elastic.joining import Job
@@ -29,7 +30,7 @@ class Admitted:
     """
 
     name: str
-    store: Any
+    store: BoundedStore
     axes: dict[str, int]
     first_stage: int
 
@@ -47,7 +48,7 @@ def enter(where: Any, own: Job, place: Place, world: World, comm: Any, secret: J
     Raises:
         ConfigError: on every rank, where there is no job, or it does something else or does not know the secret.
     """
-    launch = _unless_it_fails(comm, lambda: store_at(where, patience) if isinstance(where, str) else where)
+    launch = _unless_it_fails(comm, lambda: _store_of(where, patience))
     half = patience / 2  # the other ranks wait for rank 0 meanwhile
     name = _for_all(comm, world, lambda: joining.find(launch, half))
     store = part_of(launch, name)
@@ -57,6 +58,10 @@ def enter(where: Any, own: Job, place: Place, world: World, comm: Any, secret: J
     every = comm.gather_objects((world.home_stage, world.place_in_stage, place))
     places = [place for *_, place in sorted(every, key=lambda found: found[:2])]
     return Admitted(name, store, job.axes, _for_all(comm, world, lambda: newcomer.apply(own, places)))
+
+
+def _store_of(where: Any, patience: float) -> BoundedStore:
+    return store_at(where, patience) if isinstance(where, str) else BoundedStore(where, patience)
 
 
 def _unless_it_fails(comm: Any, make: Callable[[], Any]) -> Any:

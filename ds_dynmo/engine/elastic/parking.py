@@ -15,8 +15,8 @@ from typing import Any
 
 from ds_dynmo.engine.elastic.world import STORE_LOST
 
-_PATIENCE = timedelta(seconds=60)  # of one look into the store; a parked rank looks again
 _END = "end"
+_LOOK_SECONDS = 60.0  # of one look into the store, at most; a parked rank looks again
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,25 @@ def dismiss(store: Any, homes: Sequence[int]) -> None:
         store.set(_key("call", home, _count(store, home)), _END)
 
 
-def await_call(store: Any, home: int) -> Call | None:
-    """Wait until this parked rank is called and the call is confirmed; None: the job has ended."""
+def await_call(store: Any, home: int, timeout_seconds: float) -> Call | None:
+    """Wait until this parked rank is called and the call is confirmed; None: the job has ended, or is out of reach.
+
+    Args:
+        timeout_seconds: most that one look into the store waits; as long as the store answers, there is another.
+    """
+    look_seconds = min(_LOOK_SECONDS, timeout_seconds)
     try:
         while True:
             number = _count(store, home)
-            text = _get(store, _key("call", home, number))
+            text = _get(store, _key("call", home, number), look_seconds)
             if text == _END:
                 return None
             store.set(_key("answer", home, number), "")
-            if _get(store, _key("verdict", home, number)) == "on":
+            if _get(store, _key("verdict", home, number), look_seconds) == "on":
                 message = json.loads(text)
                 return Call(message["generation"], tuple(message["stages"]))
     except STORE_LOST:
-        return None  # the store went with rank 0's process
+        return None  # rank 0's process has ended, or no link leads to it
 
 
 def say_that_it_ends(store: Any, home: int) -> None:
@@ -81,10 +86,10 @@ def all_end(store: Any, homes: Sequence[int]) -> bool:
     return False
 
 
-def _get(store: Any, key: str) -> str:
+def _get(store: Any, key: str, look_seconds: float) -> str:
     while True:
         try:
-            store.wait([key], _PATIENCE)
+            store.wait([key], timedelta(seconds=look_seconds))
         except STORE_LOST:
             raise
         except RuntimeError:  # nothing yet

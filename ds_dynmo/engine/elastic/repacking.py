@@ -17,6 +17,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from ds_dynmo.engine.bounded import BoundedStore, within
 from ds_dynmo.engine.elastic import joining, newcomer, parking, standings
 from ds_dynmo.engine.elastic.admission import Admissions, Arrival, ready_key
 from ds_dynmo.engine.elastic.copying import copy_stage
@@ -61,7 +62,8 @@ class Repacker:
         self._name: str = engine._comm.broadcast_object(joining.new_name())
         self._secret = secret_for(engine.dynmo.repack)
         self._admissions: Admissions | None = None
-        self.world = World(engine.module.topology(), part_of(launch_store(), self._name))
+        self._launch_store = launch_store(engine.dynmo.timeout_seconds)
+        self.world = World(engine.module.topology(), part_of(self._launch_store, self._name))
         self.parked: tuple[int, ...] = ()
         self.newcomers = self.joined = False
         place = Place.here(self.world.home, str(engine.device))
@@ -99,7 +101,7 @@ class Repacker:
         """On rank 0: tell all ranks that take no part that nobody will call them any more."""
         if self.world.home == 0:
             if self._admissions is not None:
-                joining.withdraw(launch_store())
+                joining.withdraw(self._launch_store)
                 self._add(self._admissions.close())
             at_work = self.world.homes(self.world.stages)
             parking.dismiss(self.world.store, [rank for rank in self.places if rank not in at_work])
@@ -113,7 +115,7 @@ class Repacker:
         if self._secret is None or world.home != 0:
             return
         self._admissions = Admissions(
-            part_of(launch_store().clone(), self._name),
+            part_of(BoundedStore(self._launch_store.raw.clone(), engine.dynmo.timeout_seconds), self._name),
             self._name,
             self._secret,
             joining.job_of(engine, world),
@@ -123,7 +125,7 @@ class Repacker:
             warn=engine._warn,
         )
         self._admissions.start()
-        joining.announce(launch_store(), self._name)
+        joining.announce(self._launch_store, self._name)
 
     def welcome(self) -> tuple[int, ...]:
         """Stages that have joined meanwhile can be called from now on; the ranks of these. Collective."""
@@ -290,7 +292,7 @@ class Repacker:
         if self._engine.global_rank == 0:
             half = self._engine.dynmo.timeout_seconds / 2
             silent = parking.post(self.world.store, homes, call, timeout_seconds=half)
-        silent = self._engine._comm.gather_objects(silent)[0]
+        silent = self._engine._comm.broadcast_object(silent)
         if silent:
             lost = {stage for stage in back if set(self.world.homes([stage])) & set(silent)}
             self.parked = tuple(stage for stage in self.parked if stage not in lost)
@@ -305,7 +307,7 @@ class Repacker:
         engine = self._engine
         away = standing is None
         self._begin(call.stages, call.generation)
-        standing = engine._comm.gather_objects(standing)[0]
+        standing = engine._comm.broadcast_object(standing)
         assert standing is not None
         job = pickle.loads(standing.job)
         if away:
@@ -424,8 +426,11 @@ class Repacker:
         """A new world, and everything that was built from the old one, on a rank that goes on."""
         engine = self._engine
         patience = engine.dynmo.timeout_seconds
-        topology = self.world.begin(stages, generation, timeout_seconds=patience, copies=copies)
-        refit_deepspeed(engine, topology)
+
+        def begin() -> None:
+            refit_deepspeed(engine, self.world.begin(stages, generation, timeout_seconds=patience, copies=copies))
+
+        within(patience + self.world.timeout_seconds, begin)
         forget_batch(engine)
         engine._comm.connect("repack")
         if self._secret is not None:

@@ -22,9 +22,10 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 
+from ds_dynmo.engine.bounded import BoundedStore, NoAnswer, within
 from ds_dynmo.errors import ConfigError, MigrationError
 
-STORE_LOST = dist.DistNetworkError  # what a store raises whose server, rank 0's process, is gone
+STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
 
 
 class World:
@@ -41,7 +42,7 @@ class World:
         store: what the job's processes tell each other by, beside their process groups.
     """
 
-    def __init__(self, launch: ProcessTopology, store: Any) -> None:
+    def __init__(self, launch: ProcessTopology, store: BoundedStore) -> None:
         self._launch = launch
         self.home = dist.get_rank()
         self.stages: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
@@ -95,6 +96,11 @@ class World:
         return sorted(stages, key=lambda stage: (stage == self.last_stage > 0, stage))
 
     @property
+    def timeout_seconds(self) -> float:
+        """How long collectives of the default group wait, and so does whoever makes it anew."""
+        return self._timeout.total_seconds()
+
+    @property
     def generation(self) -> int:
         """How many worlds there were before this one."""
         return self._generation
@@ -129,7 +135,7 @@ class World:
             sizes["data"] *= self.copies
         return ProcessTopology(list(sizes), list(sizes.values()))
 
-    def join(self, axes: Mapping[str, int], stage: int, store: Any) -> None:
+    def join(self, axes: Mapping[str, int], stage: int, store: BoundedStore) -> None:
         """This process is a rank of another job from now on: of its ``stage``, with which nothing was launched."""
         place = self.place_in_stage
         self._launch = ProcessTopology(list(axes), list(axes.values()))
@@ -164,7 +170,7 @@ class World:
             place = place._replace(data=self.copy * self.launch_replicas + alike.data)
         dist.init_process_group(
             self.backend,
-            store=part_of(self.store, f"world/{generation}"),
+            store=part_of(self.store, f"world/{generation}").raw,
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
             timeout=self._timeout,
@@ -178,29 +184,37 @@ class World:
         homes = self.homes(self.stages)
         try:
             alive.set(str(self.home), "")
-            alive.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
+            return _absent(alive, homes, timeout_seconds)
         except STORE_LOST:
             return [0]
-        except RuntimeError:
-            return [home for home in homes if not alive.check([str(home)])]
-        return []
 
     def _meet(self, homes: Sequence[int], generation: int, timeout_seconds: float) -> None:
         """Wait until every one of ``homes`` is here: torch would wait for half an hour and not say for whom."""
         here = part_of(self.store, f"here/{generation}")
-        here.set(str(self.home), "")
         try:
-            here.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
+            here.set(str(self.home), "")
+            missing = _absent(here, homes, timeout_seconds)
         except STORE_LOST as error:
             raise MigrationError(
-                "rank 0's process is gone, and with it the store of the launch. Resume the job from its last checkpoint"
+                "rank 0's process is gone or out of reach, and with it the store of the launch. Resume the job from "
+                "its last checkpoint"
             ) from error
-        except RuntimeError as error:
-            missing = [home for home in homes if not here.check([str(home)])]
+        if missing:
             raise MigrationError(
                 f"ranks {missing} (as numbered at the launch) did not come to the new world within "
                 f"{timeout_seconds:g} s. Resume the job from its last checkpoint, with as many stages as are left"
-            ) from error
+            )
+
+
+def _absent(store: BoundedStore, homes: Sequence[int], timeout_seconds: float) -> list[int]:
+    """Those that have not written that they are here within the time-out."""
+    try:
+        store.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
+    except STORE_LOST:
+        raise
+    except RuntimeError:
+        return [home for home in homes if not store.check([str(home)])]
+    return []
 
 
 def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
@@ -249,20 +263,20 @@ def forget_batch(engine: Any) -> None:
         buffers.clear()
 
 
-def part_of(store: Any, name: str) -> Any:
+def part_of(store: BoundedStore, name: str) -> BoundedStore:
     """A part of a store with keys of its own."""
-    return dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store)
+    return store.view(dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store.raw))
 
 
-def launch_store() -> Any:
+def launch_store(timeout_seconds: float) -> BoundedStore:
     """The store by which the launch's processes met. The default group's is private in torch; read in 2.13.0."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
-    return store
+    return BoundedStore(store, timeout_seconds)
 
 
-def store_at(address: str, timeout_seconds: float) -> Any:
+def store_at(address: str, timeout_seconds: float) -> BoundedStore:
     """The store of another launch, whose rank 0 holds it.
 
     Args:
@@ -275,8 +289,12 @@ def store_at(address: str, timeout_seconds: float) -> Any:
     if not host or not port.isdecimal():
         raise ConfigError(f'"{address}": should be HOST:PORT, the MASTER_ADDR and MASTER_PORT of the job')
     timeout = timedelta(seconds=timeout_seconds)
-    try:
+
+    def connect() -> Any:
         return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+    try:
+        return BoundedStore(within(timeout_seconds, connect), timeout_seconds)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"no job answers at {address} within {timeout_seconds:g} s") from error
 

@@ -1,0 +1,139 @@
+"""End what waits for the store of a launch, whatever became of the link to rank 0's host.
+
+torch asks a ``TCPStore`` over a socket without a limit of time: once the link is dead, and no packet says so, ``check``
+and ``add`` wait for the kernel to give up, a quarter of an hour; so does a ``wait`` whose own time is over, because it
+then asks the server to forget it, and whatever makes a process group (seen in torch 2.13.0). So a thread asks, and
+whoever wants to know waits for that thread so long and no longer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from copy import copy
+from datetime import timedelta
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+
+class NoAnswer(RuntimeError):
+    """The store, which rank 0's process holds, does not answer this rank."""
+
+
+class _Line:
+    """Asks one question at a time, in a thread that ends when nobody holds this any more."""
+
+    def __init__(self) -> None:
+        self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._unanswered: Future[Any] | None = None
+        threading.Thread(target=_ask, args=(self._questions,), name="ds_dynmo store", daemon=True).start()
+        weakref.finalize(self, self._questions.put, None)
+
+    def ask(self, question: Callable[[], Any], seconds: float) -> Any:
+        """What ``question`` gives.
+
+        Raises:
+            NoAnswer: not within so many seconds, or an earlier question was not answered yet.
+        """
+        if self._unanswered is not None and not self._unanswered.done():
+            raise NoAnswer("the store of the launch, which rank 0's process holds, does not answer this rank any more")
+        answer: Future[Any] = Future()
+        self._questions.put((answer, question))
+        try:
+            return answer.result(seconds)
+        except NotDone:
+            if answer.done():
+                return answer.result()
+            self._unanswered = answer
+            raise NoAnswer(
+                f"the store of the launch, which rank 0's process holds, has not answered this rank in {seconds:g} s"
+            ) from None
+
+
+def _ask(questions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (asked := questions.get()) is not None:
+        answer, question = asked
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # to be raised by whoever asked
+            answer.set_exception(error)
+        del asked, answer, question  # nothing is held while there is nothing to ask
+
+
+def within(seconds: float, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, which waits for the store in functions of torch's own.
+
+    Raises:
+        NoAnswer: not within so many seconds.
+    """
+    accelerator = get_accelerator()
+    device = accelerator.current_device()
+
+    def made() -> Any:
+        accelerator.set_device(device)  # which each thread has one of
+        return make()
+
+    return _Line().ask(made, seconds)
+
+
+class BoundedStore:
+    """A ``torch.distributed.Store`` none of whose operations takes much longer than it is given.
+
+    Args:
+        raw: the store; torch's own functions take this one.
+        timeout_seconds: of an operation that has no time-out of its own.
+    """
+
+    def __init__(self, raw: Any, timeout_seconds: float) -> None:
+        self.raw = raw
+        self._timeout_seconds = timeout_seconds
+        self._line = _Line()
+
+    def view(self, raw: Any) -> BoundedStore:
+        """Another store over the same connection, such as a part of this one."""
+        other = copy(self)
+        other.raw = raw
+        return other
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+        self._ask(lambda: self.raw.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """A key that is there; what is not is waited for, as long as any operation may take."""
+        value: bytes = self._ask(lambda: self.raw.get(key))
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Are they all there?"""
+        return bool(self._ask(lambda: self.raw.check(list(keys))))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a count; what it is then."""
+        return int(self._ask(lambda: self.raw.add(key, amount)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a key if it is as ``expected``; empty: if it is not there. What it is then."""
+        value: bytes = self._ask(lambda: self.raw.compare_set(key, expected, desired))
+        return value
+
+    def delete_key(self, key: str) -> None:
+        """Remove a key."""
+        self._ask(lambda: self.raw.delete_key(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until they are all there.
+
+        Raises:
+            RuntimeError: they are not, within the time-out.
+        """
+        limit = timedelta(seconds=self._timeout_seconds) if timeout is None else timeout
+        self._line.ask(lambda: self.raw.wait(list(keys), limit), limit.total_seconds() + self._timeout_seconds)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        return self._line.ask(question, self._timeout_seconds)
