@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,19 @@ def test_recomputation_repeats_the_draws_of_each_kind_of_pass() -> None:
     still = run(2, workloads.train_with_reference, "ds_dynmo", REFERENCE)
     case = Case(blocks=6, clip=0.0, checkpoint_interval=1, reentrant=False)
     same_as(run(2, workloads.train_with_reference, "ds_dynmo", case, MOVES), still)
+
+
+def test_a_trace_shows_instructions_of_its_own_kinds(tmp_path: Path) -> None:
+    """In a profiled batch too: all of them together change nothing."""
+    block = {
+        "profile": {"batches": 99, "warmup_batches": 0},
+        "trace": {"path": str(tmp_path / "trace"), "steps": [2, 2]},
+    }
+    traced = run(2, workloads.train_with_reference, "ds_dynmo", Case(blocks=6, clip=0.0, dynmo=block))
+    same_as(traced, run(2, workloads.train_with_reference, "ds_dynmo", REFERENCE))
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    own = Counter(e["name"] for e in events if e.get("cat") == "instruction")
+    assert own == {f"{kind} {number}": 2 for kind in ("LoadBoth", "ReferencePass") for number in range(3)}
 
 
 def test_it_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
