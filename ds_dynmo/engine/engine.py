@@ -66,7 +66,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._prefix = 0
         self._trainable: list[bool] = []
         self._composed_of: dict[type, Any] | None = None
-        self._schedules_run = 0
+        self._schedule_ran = False  # in this batch
         if self._reentrant_checkpointing():
             self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
         check_sharing(self._layers, self._comm)
@@ -182,7 +182,7 @@ class DynMoPipelineEngine(ElasticEngine):
     def _train_batch(self, train: Callable[[], Any]) -> Any:
         self._check_trainable()
         self._layers.refresh_twins(training=True)
-        run_before = self._schedules_run
+        self._schedule_ran = False
         if self._controller.profile_batch(self.global_steps + 1):
             with self._profiler.batch(self.module, self._layers.start, self.is_last_stage()):
                 loss = train()
@@ -191,7 +191,7 @@ class DynMoPipelineEngine(ElasticEngine):
             loss = train()
             if self._controller.warm:
                 self._profiler.batch_took(time.perf_counter() - began)
-        if self._schedules_run == run_before:
+        if not self._schedule_ran:
             raise ConfigError(
                 "train_batch or _exec_schedule was replaced on the engine by a function that does not come to the "
                 "engine's own _exec_schedule: instructions ran without what moving layers needs. Call it, or override "
@@ -298,7 +298,7 @@ class DynMoPipelineEngine(ElasticEngine):
                 around.enter_context(batch)
             around.enter_context(self._instructions_in_force(training))
             super()._exec_schedule(pipe_schedule)
-        self._schedules_run += 1
+        self._schedule_ran = True
 
     @contextmanager
     def _instructions_in_force(self, training: bool) -> Iterator[None]:
