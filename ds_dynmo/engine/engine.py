@@ -65,6 +65,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._waits_for_profile = False
         self._prefix = 0
         self._trainable: list[bool] = []
+        self._tied_trainable: list[list[float]] = []
         self._composed_of: dict[type, Any] | None = None
         self._schedule_ran = False  # in this batch
         if self._reentrant_checkpointing():
@@ -576,13 +577,14 @@ class DynMoPipelineEngine(ElasticEngine):
         flags = self._comm.max_over_world(costs.per_layer(self._layers, lambda module: float(frozen.trains(module))))
         trainable = flags.bool().tolist()
         frozen.check_ties(self._layers, trainable)
-        if self._layers.own_uses:
-            tied = self._comm.max_over_world(frozen.tied_weights_that_train(self._layers))
-            frozen.check_tied_weights(self._layers, tied)
+        tied = frozen.tied_weights_that_train(self._layers)
+        if tied.numel():
+            self._comm.max_over_world(tied)
+            frozen.check_tied_weights(self._layers, tied.tolist())
         prefix = frozen.frozen_prefix(trainable)
         instructions.check(self._INSTRUCTION_MAP, prefix, partitioned=self.is_pipe_partitioned)
         self._refit_optimizer()
-        self._trainable, self._prefix = trainable, prefix
+        self._trainable, self._tied_trainable, self._prefix = trainable, tied.tolist(), prefix
         self._set_instructions()
 
     def _follow_optimizer(self) -> None:
@@ -603,7 +605,7 @@ class DynMoPipelineEngine(ElasticEngine):
                 "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
                 "that the optimizer stops or starts to update them"
             )
-        frozen.check_unchanged(self._layers, self._trainable)
+        frozen.check_unchanged(self._layers, self._trainable, self._tied_trainable)
         instructions.check(self._INSTRUCTION_MAP, self._prefix, partitioned=self.is_pipe_partitioned)
 
     def _set_instructions(self) -> None:

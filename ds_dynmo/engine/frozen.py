@@ -43,18 +43,18 @@ def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
             )
 
 
-def check_tied_weights(layers: StageLayers, trainable: torch.Tensor) -> None:
+def check_tied_weights(layers: StageLayers, trainable: Sequence[Sequence[float]]) -> None:
     """Refuse a tied weight that is frozen in some of the modules that have it, and in others not.
 
     Args:
-        trainable: the maximum of all ranks' :func:`tied_weights_that_train`.
+        trainable: per layer, the maximum of all ranks' :func:`tied_weights_that_train`.
 
     Raises:
         ConfigError: on every rank.
     """
     for tie in layers.own_uses:
         for number in range(tie.num_weights):
-            training = {use: tie.weights[use][number] for use in tie.uses if trainable[use, number]}
+            training = {use: tie.weights[use][number] for use in tie.uses if trainable[use][number]}
             if training and len(training) < len(tie.uses):
                 frozen = {use: tie.weights[use][number] for use in tie.uses if use not in training}
                 raise ConfigError(
@@ -80,8 +80,20 @@ def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
     return found
 
 
-def check_unchanged(layers: StageLayers, trainable: Sequence[bool]) -> None:
-    """Refuse to train where layers were frozen or unfrozen and the engine was not told."""
+def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequence[Sequence[float]]) -> None:
+    """Refuse to train where layers were frozen or unfrozen and the engine was not told.
+
+    Args:
+        trainable: per layer of the model, whether it had something to train when the engine was told.
+        tied: per layer, the :func:`tied_weights_that_train` of then.
+    """
+    for index in range(layers.start, layers.stop):
+        for weight, trained in zip(layers.tied_weights(index), tied[index], strict=False):
+            if weight.requires_grad != bool(trained):
+                raise ConfigError(
+                    f"a tied weight of layer {index} was {'frozen' if trained else 'unfrozen'}: do so in every use, "
+                    "and call engine.model_changed(reason) on every rank"
+                )
     for index, module in layers.modules().items():
         if trains(module) != trainable[index]:
             change = "frozen" if trainable[index] else "unfrozen"

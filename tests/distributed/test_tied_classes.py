@@ -35,7 +35,7 @@ def test_uses_that_move_meet_and_part(precision: str, replicas: int) -> None:
     assert found["3.inner.weight"] == found["6.weight"] and found["3.inner.bias"] == found["6.bias"]
 
 
-ENDS = ["sparkjiao", "other attribute", "gdgpt", "gdgpt, other name", "gdgpt, one class", "megatron"]
+ENDS = ["sparkjiao", "other attribute", "gdgpt", "gdgpt, other name", "gdgpt, one class", "function around", "megatron"]
 
 
 @pytest.mark.parametrize("way", ENDS)
@@ -129,8 +129,14 @@ def test_only_copies_are_marked(way: str, copy: str, converted_once: bool) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tied_weight_frozen_in_one_use(precision: str) -> None:
-    message, _ = run(2, work.freeze_one_use, Case(stages=2, precision=precision), "gdgpt, other name")[0]
-    assert "trains as embed_tokens.weight of layer 0 and is frozen as lm_head.weight of layer 7" in message
+    for message, stays in run(2, work.freeze_one_use, Case(stages=2, precision=precision), "gdgpt, other name"):
+        assert "trains as embed_tokens.weight of layer 0 and is frozen as lm_head.weight of layer 7" in message
+        assert stays
+
+
+def test_the_engine_has_to_be_told_of_a_tied_weight_that_was_frozen() -> None:
+    for message, layer in zip(run(2, work.freeze_untold, Case(stages=2), "gdgpt"), (0, 7), strict=True):
+        assert f"a tied weight of layer {layer} was frozen" in message
 
 
 @pytest.mark.parametrize(("way", "precision"), [("sparkjiao", "fp32"), ("gdgpt", "bf16 zero1")])

@@ -126,6 +126,10 @@ def logits(layer: Positioned, hidden: torch.Tensor) -> torch.Tensor:
     return hidden @ layer.word.weight.t()
 
 
+def halved(layer: NamedExit, hidden: torch.Tensor) -> torch.Tensor:
+    return layer(hidden) / 2
+
+
 class Up(nn.Module):
     """For the middle of a model, where layers move: a product with the weight."""
 
@@ -178,6 +182,10 @@ WAYS: dict[str, Callable[[Case], list[Any]]] = {
     "gdgpt, one class": ends(
         TiedLayerSpec("embed", Terminal, 1, is_first=True, tied_weight_attr="word_embeddings_weight"),
         TiedLayerSpec("embed", Terminal, 2, is_first=False, tied_weight_attr="word_embeddings_weight"),
+    ),
+    "function around": ends(
+        TiedLayerSpec("embed", Enter, 1, tied_weight_attr="weight"),
+        TiedLayerSpec("embed", NamedExit, 2, forward_fn=halved, tied_weight_attr="lm_head.weight"),
     ),
     "megatron": ends(
         TiedLayerSpec("embed", Positioned, 1, tied_weight_attr="word.weight"),
@@ -288,20 +296,39 @@ def norms(case: Case, way: str) -> list[float]:
     return [float(engine.get_global_grad_norm()), float(whole)]
 
 
-def freeze_one_use(case: Case, way: str) -> tuple[str, list[float]]:
-    """Freeze the tied weight in the head alone, then in all uses."""
+def freeze_one_use(case: Case, way: str) -> tuple[str, bool]:
+    """Freeze the tied weight in the head alone, then in all uses: the message, and whether it stays as it is then."""
     engine = build(case, WAYS[way])
-    layers, data = engine._layers, batches(engine)
-    losses, message = [engine.train_batch(data).item()], ""
-    for frozen in ([7], [0, 7]):
-        for index in frozen:
-            for weight in layers.tied_weights(index) if layers.start <= index < layers.stop else []:
-                weight.requires_grad_(False)
+    data, message = batches(engine), ""
+    engine.train_batch(data)
+    for frozen in ({7}, {0, 7}):
+        freeze(engine, frozen)
         try:
             engine.model_changed("frozen")
         except ConfigError as error:
             message = str(error)
-    return message, [*losses, *(engine.train_batch(data).item() for _ in range(2))]
+    weights = engine._layers.tied_weights(7 * engine.is_last_stage())
+    before = [workloads.raw(weight) for weight in weights]
+    for _ in range(2):
+        engine.train_batch(data)
+    return message, len(before) == 1 and before == [workloads.raw(weight) for weight in weights]
+
+
+def freeze(engine: Any, uses: set[int]) -> None:
+    for index in uses & set(range(engine._layers.start, engine._layers.stop)):
+        for weight in engine._layers.tied_weights(index):
+            weight.requires_grad_(False)
+
+
+def freeze_untold(case: Case, way: str) -> str:
+    """Freeze the tied weight everywhere and train on without a word."""
+    engine = build(case, WAYS[way])
+    freeze(engine, {0, 7})
+    try:
+        engine.train_batch(batches(engine))
+    except ConfigError as error:
+        return str(error)
+    return "trained"
 
 
 def marks(case: Case, way: str) -> list[tuple[str, bool, bool]]:

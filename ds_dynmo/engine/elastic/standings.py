@@ -23,6 +23,7 @@ _COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
     "agg_additional_losses",
     "_profile",
     "_trainable",
+    "_tied_trainable",
     "_prefix",
 )
 
