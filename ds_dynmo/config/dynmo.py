@@ -100,6 +100,11 @@ class DynMoConfig(Block):
         description="where no partition cuts: inside runs of layers such as [6, 7], and directly before layers whose "
         'class name "type:REGEX" matches',
     )
+    rank_attributes: tuple[str, ...] = Field(
+        default=(),
+        description="names of attributes, in whatever module of a layer, that belong to the rank: a layer that arrives "
+        "has what it has when it is built anew there",
+    )
     randomness: RandomnessConfig = Field(
         default=RandomnessConfig(), description="what random draws in a layer depend on"
     )
@@ -152,6 +157,13 @@ class DynMoConfig(Block):
         if limit is None or (type(limit) is int and limit > 0) or (type(limit) is float and 0 < limit <= 1):
             return limit
         raise ValueError("should be null, an int of bytes > 0 or a float in (0, 1]")
+
+    @field_validator("rank_attributes", mode="plain")
+    @classmethod
+    def _attribute_names(cls, names: Any) -> tuple[str, ...]:
+        if isinstance(names, list | tuple) and all(isinstance(name, str) and name.isidentifier() for name in names):
+            return tuple(names)
+        raise ValueError('should be a list of attribute names, such as ["_args"]')
 
     @field_validator("repack")
     @classmethod

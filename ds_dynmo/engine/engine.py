@@ -26,6 +26,7 @@ from ds_dynmo.engine.migration import Site, migrate
 from ds_dynmo.engine.optimizer_state import PerParameterState
 from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
 from ds_dynmo.engine.randomness import LayerStreams
+from ds_dynmo.engine.references import References
 from ds_dynmo.engine.reporting import Reporter, rebalance_report
 from ds_dynmo.engine.rng_trackers import TrackedStates
 from ds_dynmo.engine.trace import Tracer
@@ -71,6 +72,7 @@ class DynMoPipelineEngine(ElasticEngine):
         if self._reentrant_checkpointing():
             self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
         check_sharing(self._layers, self._comm)
+        self._names = References(self.module, self._layers.modules, self._comm.gather_objects, dynmo.rank_attributes)
         self._layers.split_uses()
         self._use_replicas()
         self._tracked_states = TrackedStates(self._comm.gather_over_slices)
@@ -511,6 +513,7 @@ class DynMoPipelineEngine(ElasticEngine):
         return Site(
             self.stage_id,
             self._layers,
+            self._names,
             self._state,
             self.grid,
             self.device,

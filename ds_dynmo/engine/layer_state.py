@@ -3,6 +3,7 @@
 The layer's module is pickled with its tensors taken out, so that attributes, masks, extra state, buffers
 (non-persistent ones too) and parameters of any present shape arrive as they left, nothing is initialised and
 no random number drawn. Optimizer state, gradients, hooks and parameter groups go the same way, in the same pickle.
+What the layer refers to and does not own goes as a name (:mod:`ds_dynmo.engine.references`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ds_dynmo.engine.pickling import (
     missing_in,
     random_state_kept,
 )
+from ds_dynmo.engine.references import Outside, Reference, References
 from ds_dynmo.engine.wrappers import bound_by_wrapper
 
 _HOOKS = {
@@ -89,15 +91,16 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A layer ready to be sent: ``shell`` refers to ``tensors`` by number."""
+    """A layer ready to be sent: ``shell`` refers to ``tensors`` and ``references`` by number."""
 
     shell: bytes
     metas: tuple[TensorMeta, ...]
     tensors: tuple[torch.Tensor, ...]  # flat byte views, parts of sparse tensors one by one
+    references: tuple[Reference, ...] = ()
 
     @property
     def header(self) -> bytes:
-        return pickle.dumps((self.shell, self.metas))
+        return pickle.dumps((self.shell, self.metas, self.references))
 
     @property
     def num_bytes(self) -> int:
@@ -108,19 +111,25 @@ class PackedLayer:
 # -- packing ------------------------------------------------------------------------------------------
 
 
-def pack(content: LayerContent, build: Callable[[], nn.Module]) -> PackedLayer:
+def pack(content: LayerContent, build: Callable[[], nn.Module], names: References | None = None) -> PackedLayer:
     """``content`` as a header and tensors; the tensors are views of the layer's own memory where they can be.
 
     Args:
         build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
+        names: of what the layer refers to and does not own; None: everything in it is its own.
 
     Raises:
-        TypeError: a part of the layer can neither be pickled nor be built by the receiver.
+        TypeError: a part of the layer can neither be pickled nor be built by the receiver, or it refers to something of
+            another layer's that has no name.
     """
+    outside = names.outside(content.module, _marks(content)) if names is not None else Outside()
+    numbers = {key: number for number, key in enumerate(outside.references)}
     try:
-        shell, tensors = dump(content)
+        if outside.rank_attributes:
+            raise TypeError("attributes that belong to the rank do not travel")
+        shell, tensors = dump(content, numbers)
     except NOT_PICKLABLE:
-        parts = dismantle(content.module)
+        parts = dismantle(content.module, numbers, outside.rank_attributes)
         with random_state_kept():
             missing = missing_in(build(), parts)
         if missing:
@@ -128,7 +137,7 @@ def pack(content: LayerContent, build: Callable[[], nn.Module]) -> PackedLayer:
                 f"{type(content.module).__name__} has submodules {missing} that cannot be pickled and that its spec "
                 "does not build"
             ) from None
-        shell, tensors = dump(replace(content, module=parts))
+        shell, tensors = dump(replace(content, module=parts), numbers)
     position = {id(parameter): number for number, parameter in enumerate(content.parameters)}
     bases = _bases(tensors)
     metas, flat = [], []
@@ -141,7 +150,16 @@ def pack(content: LayerContent, build: Callable[[], nn.Module]) -> PackedLayer:
             meta, tensors_of_it = _describe(tensor)
             flat.extend(tensors_of_it)
         metas.append(replace(meta, position=position.get(id(tensor))))
-    return PackedLayer(shell, tuple(metas), tuple(flat))
+    return PackedLayer(shell, tuple(metas), tuple(flat), tuple(outside.references.values()))
+
+
+def _marks(content: LayerContent) -> dict[str, Any]:
+    """What users set on the layer's parameters, by the parameters' names."""
+    names = {id(parameter): name for name, parameter in content.module.named_parameters()}
+    found = zip(content.parameters, content.attributes, content.hooks)
+    return {
+        f"{names[id(p)]}.{kind}": held for p, *both in found for kind, held in zip(("marks", "hooks"), both) if held
+    }
 
 
 def _describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
@@ -231,10 +249,19 @@ class ArrivingLayer:
     """A layer on its way: :meth:`furnish` makes room, :attr:`landing` is received into, :meth:`open` gives it."""
 
     def __init__(self, header: bytes) -> None:
-        self._shell, self._metas = pickle.loads(header)
+        self._shell, self._metas, self._references = pickle.loads(header)
+        self._counterparts: list[Any] = []
         self._makers: list[Callable[[], torch.Tensor]] = []
         self._data: dict[int, torch.Tensor] = {}
         self.landing: list[torch.Tensor] = []
+
+    def bind(self, names: References, device: torch.device) -> None:
+        """Find what the layer refers to on this rank. Changes no layer.
+
+        Raises:
+            LookupError: something is not here, or is something else.
+        """
+        self._counterparts = [names.resolve(reference, device) for reference in self._references]
 
     def furnish(self, device: torch.device, place: LandingPlace) -> None:
         """Make room for the layer's tensors.
@@ -274,7 +301,7 @@ class ArrivingLayer:
 
     def open(self, build: Callable[[], nn.Module]) -> LayerContent:
         """The layer, once :attr:`landing` is filled. ``build`` makes an unpicklable layer's module from its spec."""
-        content: LayerContent = load(self._shell, [make() for make in self._makers])
+        content: LayerContent = load(self._shell, [make() for make in self._makers], self._counterparts)
         if isinstance(content.module, Dismantled):
             with random_state_kept():
                 shell = build()

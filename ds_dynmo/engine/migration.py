@@ -22,6 +22,7 @@ from torch import nn
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent, PackedLayer, pack
 from ds_dynmo.engine.optimizer_state import OptimizerState
+from ds_dynmo.engine.references import References
 from ds_dynmo.engine.stage import StageLayers
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.partitioners import rounds
@@ -35,6 +36,7 @@ class Site:
     Attributes:
         stage: this rank's stage.
         layers: its layers.
+        names: of what layers refer to and do not own.
         state: what the optimizer holds for them.
         grid: DeepSpeed's grid.
         device: where arriving layers go.
@@ -44,6 +46,7 @@ class Site:
 
     stage: int
     layers: StageLayers
+    names: References
     state: OptimizerState
     grid: Any
     device: torch.device
@@ -82,14 +85,15 @@ def migrate(plan: MigrationPlan, site: Site, check: Callable[[MigrationPlan], No
     except Exception as error:  # whatever a user's layer raises: the others have to hear of it
         logger.error(f"rank {site.grid.get_global_rank()} cannot get its layers ready to move: {error!r}")
         failure = error
+    rooms, unbound = _prepare_rooms(plan, site, packed, failure)
     try:
-        moved_bytes = site.comm.all_ready(failure, outgoing_bytes)
+        moved_bytes = site.comm.all_ready(failure or unbound, outgoing_bytes)
     except MigrationError as error:
-        raise error from failure
+        raise error from failure or unbound
     step = "sending layers"
     try:
         site.state.start()
-        arrived = _exchange(plan, site, packed)
+        arrived = _exchange(plan, site, packed, rooms)
         step = "rebuilding the stage"
         _rebuild(plan, site, arrived)
         site.rebuilt()
@@ -112,6 +116,10 @@ def _travels(index: int, plan: MigrationPlan, layers: StageLayers) -> bool:
     return isinstance(layers.spec(index), nn.Module | LayerSpec) and layers.owner(index, plan.new)
 
 
+def _travelling(plan: MigrationPlan, layers: StageLayers) -> list[LayerMove]:
+    return [move for move in plan.moves if _travels(move.layer, plan, layers)]
+
+
 def _pack_departing(plan: MigrationPlan, site: Site) -> dict[int, PackedLayer]:
     packed = {}
     for move in plan.moves:
@@ -119,19 +127,38 @@ def _pack_departing(plan: MigrationPlan, site: Site) -> dict[int, PackedLayer]:
             module = site.layers.local_module(move.layer)
             assert module is not None
             build = partial(site.layers.build, move.layer, site.device)
-            packed[move.layer] = pack(site.state.content(module), build)
+            packed[move.layer] = pack(site.state.content(module), build, site.names)
     return packed
 
 
-def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -> dict[int, LayerContent]:
+def _prepare_rooms(
+    plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer], failure: Exception | None
+) -> tuple[dict[int, ArrivingLayer], Exception | None]:
+    """Exchange what the layers consist of, and find here what those that arrive refer to; what keeps it from that."""
+    try:
+        rooms = _rooms(_travelling(plan, site.layers), site, packed if failure is None else None)
+    except Exception as error:
+        raise MigrationError(
+            f"rank {site.grid.get_global_rank()} failed to tell the others what its layers consist of: {error}. No "
+            "layer has moved, yet the ranks are out of step: resume the job from its last checkpoint"
+        ) from error
+    try:
+        for room in rooms.values():
+            room.bind(site.names, site.device)
+    except Exception as error:  # whatever a user's object raises: the others have to hear of it
+        return rooms, error
+    return rooms, None
+
+
+def _exchange(
+    plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer], rooms: dict[int, ArrivingLayer]
+) -> dict[int, LayerContent]:
     """Send what departs, receive what arrives, and let go of what was sent."""
-    travelling = [move for move in plan.moves if _travels(move.layer, plan, site.layers)]
-    rooms = _rooms(travelling, site, packed)
     staying_modules = _staying_modules(plan, site)
     staying = set(map(id, staying_modules.values()))
     meanwhile = site.state.work_meanwhile(staying_modules)
     arrived: dict[int, LayerContent] = {}
-    for round_ in rounds(travelling):
+    for round_ in rounds(_travelling(plan, site.layers)):
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         for move in round_:
@@ -159,8 +186,13 @@ def _exchange(plan: MigrationPlan, site: Site, packed: dict[int, PackedLayer]) -
     return arrived
 
 
-def _rooms(travelling: Sequence[LayerMove], site: Site, packed: dict[int, PackedLayer]) -> dict[int, ArrivingLayer]:
-    """Exchange the headers of all layers: what each consists of, without its tensors."""
+def _rooms(
+    travelling: Sequence[LayerMove], site: Site, packed: dict[int, PackedLayer] | None
+) -> dict[int, ArrivingLayer]:
+    """Exchange the headers of all layers: what each consists of, without its tensors.
+
+    ``packed`` is None where this rank could not pack its own; it gets no room for those of another such rank.
+    """
     departing: dict[int, list[int]] = {}
     arriving: dict[int, list[int]] = {}
     for move in travelling:
@@ -169,7 +201,10 @@ def _rooms(travelling: Sequence[LayerMove], site: Site, packed: dict[int, Packed
         if move.destination == site.stage:
             arriving.setdefault(move.source, []).append(move.layer)
     headers = site.comm.exchange_headers(
-        {stage: pickle.dumps([packed[index].header for index in indices]) for stage, indices in departing.items()},
+        {
+            stage: pickle.dumps([packed[index].header for index in indices] if packed is not None else [])
+            for stage, indices in departing.items()
+        },
         list(arriving),
     )
     return {
@@ -198,7 +233,7 @@ def _let_go(site: Site, index: int, staying: set[int]) -> None:
     spec = site.layers.spec(index)
     site.layers.detach(index)
     if isinstance(spec, nn.Module):
-        spec.to_empty(device="meta")  # the layer list still holds a layer that the user gave as a module
+        site.names.empty(spec)  # the layer list still holds a layer that the user gave as a module
 
 
 def _rebuild(plan: MigrationPlan, site: Site, arrived: dict[int, LayerContent]) -> None:

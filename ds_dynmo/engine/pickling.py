@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,26 @@ import numpy as np
 import torch
 from torch import nn
 
+from ds_dynmo.engine.object_graph import MODULE_MACHINERY
+
 NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError)
 
-_MODULE_MACHINERY = frozenset(vars(nn.Module()))
+
+_NO_REFERENCES: Mapping[int, int] = {}
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles anything; tensors are collected, each object once."""
+    """Pickles anything; tensors are collected, each object once, and references are written as their numbers."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, references: Mapping[int, int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self._number: dict[int, int] = {}
+        self._references = references
 
     def persistent_id(self, obj: Any) -> int | None:
+        if id(obj) in self._references:
+            return -1 - self._references[id(obj)]
         if not isinstance(obj, torch.Tensor):
             return None
         if id(obj) not in self._number:
@@ -44,31 +50,36 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Loads what :class:`_Pickler` wrote on another rank of the same job."""
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], references: Sequence[Any]) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._references = references
 
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
+    def persistent_load(self, pid: int) -> Any:
+        return self._tensors[pid] if pid >= 0 else self._references[-1 - pid]
 
 
-def dump(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """``value`` as bytes that refer to its tensors by number, and the tensors."""
+def dump(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> tuple[bytes, list[torch.Tensor]]:
+    """``value`` as bytes that refer to its tensors by number, and the tensors.
+
+    Args:
+        references: by ``id``, the number of each object that is not pickled: who loads it has one of its own.
+    """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, references)
     pickler.dump(value)
     return file.getvalue(), pickler.tensors
 
 
-def load(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """What was dumped, around ``tensors``."""
-    return _Unpickler(io.BytesIO(data), tensors).load()
+def load(data: bytes, tensors: Sequence[torch.Tensor], references: Sequence[Any] = ()) -> Any:
+    """What was dumped, around ``tensors`` and ``references``."""
+    return _Unpickler(io.BytesIO(data), tensors, references).load()
 
 
-def can_be_pickled(value: Any) -> bool:
+def can_be_pickled(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> bool:
     """Would :func:`dump` take it?"""
     try:
-        dump(value)
+        dump(value, references)
     except NOT_PICKLABLE:
         return False
     return True
@@ -95,18 +106,35 @@ class Dismantled:
     children: dict[str, Any]
 
 
-def dismantle(module: nn.Module) -> Dismantled:
-    """Take ``module`` apart, and of its children those that cannot be pickled."""
-    own = {name: value for name, value in vars(module).items() if name not in _MODULE_MACHINERY}
+def dismantle(
+    module: nn.Module,
+    references: Mapping[int, int] = _NO_REFERENCES,
+    of_rank: Mapping[int, Container[str]] | None = None,
+) -> Dismantled:
+    """Take ``module`` apart, and of its children those that cannot be pickled whole.
+
+    Args:
+        references: see :func:`dump`.
+        of_rank: by ``id`` of a module, attributes that stay behind: the shell's are to be used.
+    """
+    of_rank = of_rank or {}
+    left = of_rank.get(id(module), ())
+    own = {name: value for name, value in vars(module).items() if name not in MODULE_MACHINERY and name not in left}
+
+    def whole(child: nn.Module | None) -> bool:
+        if child is None or id(child) in references:
+            return True
+        return not any(id(part) in of_rank for part in child.modules()) and can_be_pickled(child, references)
+
     return Dismantled(
         parameters=dict(module._parameters),
         buffers=dict(module._buffers),
         non_persistent=set(module._non_persistent_buffers_set),
-        attributes={name: value for name, value in own.items() if can_be_pickled(value)},
+        attributes={name: value for name, value in own.items() if can_be_pickled(value, references)},
         training=module.training,
         extra_state=module.get_extra_state() if _has_extra_state(module) else None,
         children={
-            name: child if child is None or can_be_pickled(child) else dismantle(child)
+            name: child if child is None or whole(child) else dismantle(child, references, of_rank)
             for name, child in module._modules.items()
         },
     )

@@ -6,7 +6,6 @@ runtime/pipe/module.py).
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
+from ds_dynmo.engine.object_graph import copy_of_modules
 from ds_dynmo.engine.ties import OwnUses, tied_weight
 from ds_dynmo.plan import stage_of
 
@@ -206,7 +206,7 @@ class StageLayers:
     def build(self, index: int, device: torch.device) -> nn.Module:
         """A fresh module of layer ``index``, as its spec says: a shell for a layer that cannot be pickled."""
         spec = self.spec(index)
-        built: nn.Module = spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
+        built: nn.Module = spec.build() if isinstance(spec, LayerSpec) else copy_of_modules(spec)
         return built.to(device) if not any(p.is_meta for p in built.parameters()) else built
 
     def detach(self, index: int) -> None:
@@ -233,13 +233,13 @@ class StageLayers:
         module.is_checkpointable_results_interval = None  # stale results would silently skip layers
         module._precompute_checkpointable_values()
 
-    def clear(self) -> None:
-        """Let go of all layers, and of their memory whoever still holds them."""
+    def clear(self, empty: Callable[[nn.Module], None]) -> None:
+        """Let go of all layers, and of their memory whoever still holds them; of one given as a module by ``empty``."""
         for index, layer in self.modules().items():
             for parameter in layer.parameters():
                 parameter.data = parameter.data.new_empty(0)
             if isinstance(self.spec(index), nn.Module):
-                self.spec(index).to_empty(device="meta")
+                empty(self.spec(index))
         self.rebuild([0, 0], 0, {})
         self._module.tied_comms = {}
 
@@ -411,4 +411,4 @@ def _twin(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(buffer): buffer for buffer in layer.buffers()}
     for parameter in layer.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(layer, memo)
+    return copy_of_modules(layer, memo)

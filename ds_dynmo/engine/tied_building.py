@@ -6,7 +6,6 @@ the module of each is built, so that it trains on any partition, on one stage to
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import utils as ds_utils
 from torch import nn
 
+from ds_dynmo.engine.object_graph import copy_of_modules
 from ds_dynmo.engine.pickling import random_state_kept
 from ds_dynmo.engine.ties import OwnUses, of_several_classes, tied_weight, uses_by_key
 
@@ -53,7 +53,7 @@ def _build(model: PipelineModule, index: int) -> nn.Module:
         module: nn.Module = model._layer_specs[index].build()
     theirs = {id(parameter) for parameter in model.parameters()}
     shares = any(id(parameter) in theirs for parameter in module.parameters())
-    return copy.deepcopy(module) if shares else module  # built around the very weights that the first use has
+    return copy_of_modules(module) if shares else module  # built around the very weights that the first use has
 
 
 def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[str, OwnUses]) -> list[BuiltParameter]:

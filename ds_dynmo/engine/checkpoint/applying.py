@@ -54,7 +54,13 @@ def _put_layers(engine: Any, loaded: Loaded, what: What) -> None:
     layers = engine._layers
     before = named_parameters(layers)
     for index, module in layers.modules().items():
-        install(module, loaded.layers[index], engine._origin.layers[layers.first_use(index)], strict=what.strict)
+        install(
+            module,
+            loaded.layers[index],
+            engine._origin.layers[layers.first_use(index)],
+            strict=what.strict,
+            is_shared=engine._names.is_shared,
+        )
     after = named_parameters(layers)
     optimizer_files(engine).restore(before, after, loaded.optimizer)
     layers.split_uses()  # twins copy what their layer keeps

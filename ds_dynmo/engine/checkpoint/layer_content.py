@@ -10,7 +10,14 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ds_dynmo.engine.checkpoint.compact import compact
-from ds_dynmo.engine.checkpoint.origin import LayerOrigin, aliases_of, digest, plain_attributes
+from ds_dynmo.engine.checkpoint.origin import (
+    IsShared,
+    LayerOrigin,
+    aliases_of,
+    digest,
+    is_its_own,
+    plain_attributes,
+)
 from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
@@ -31,8 +38,13 @@ class LoadedLayer:
     extras: Extras | None
 
 
-def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool) -> Extras:
-    """What DeepSpeed's file of a layer lacks. ``weights``: DeepSpeed writes no file of this layer, so all of it."""
+def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_shared: IsShared = is_its_own) -> Extras:
+    """What DeepSpeed's file of a layer lacks.
+
+    Args:
+        weights: DeepSpeed writes no file of this layer, so all of it.
+        is_shared: of a value, whether the layer shares it with others, so that it is no part of the layer.
+    """
     named = dict(module.named_parameters())
     found: Extras = {
         "parameters": {
@@ -51,9 +63,10 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool) -> Extra
             *(name for name, parameter in named.items() if parameter.dtype != origin.dtype(name)),
             *(name for name, buffer in module.named_buffers() if buffer.dtype != origin.dtypes.get(name)),
         ],
-        "attributes": {path: dict(plain_attributes(sub)) for path, sub in module.named_modules()},
+        "attributes": {path: dict(plain_attributes(sub, is_shared)) for path, sub in module.named_modules()},
         "changed": {
-            path: changed_attributes(sub, origin.attributes.get(path, {})) for path, sub in module.named_modules()
+            path: changed_attributes(sub, origin.attributes.get(path, {}), is_shared)
+            for path, sub in module.named_modules()
         },
         "weights": dict(module.state_dict()) if weights else None,
     }
@@ -64,9 +77,9 @@ def _buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if buffer is None else buffer.detach() for name, buffer in module._buffers.items()}
 
 
-def changed_attributes(module: nn.Module, built: dict[str, str]) -> list[str]:
+def changed_attributes(module: nn.Module, built: dict[str, str], is_shared: IsShared = is_its_own) -> list[str]:
     """Plain attributes that are not what they were when the layer was built."""
-    return [name for name, value in plain_attributes(module) if digest(value) != built.get(name)]
+    return [name for name, value in plain_attributes(module, is_shared) if digest(value) != built.get(name)]
 
 
 def present_shapes(module: nn.Module) -> Shapes:
@@ -121,7 +134,9 @@ def check_state(
             )
 
 
-def install(module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool) -> None:
+def install(
+    module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, is_shared: IsShared = is_its_own
+) -> None:
     """Make ``module`` what its files say. Parameters keep their identity where shape and dtype allow it."""
     extras = loaded.extras or _as_built(module, origin)
     subs = dict(module.named_modules())
@@ -153,9 +168,10 @@ def install(module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, stri
         subs[path]._buffers = saved if strict else {**subs[path]._buffers, **saved}
         subs[path]._non_persistent_buffers_set = set(extras["non_persistent"][path])
     for path in extras["attributes"].keys() & subs.keys():
-        changed = {*extras["changed"][path], *changed_attributes(subs[path], origin.attributes.get(path, {}))}
+        present = changed_attributes(subs[path], origin.attributes.get(path, {}), is_shared)
+        changed = {*extras["changed"][path], *present}
         for name, value in extras["attributes"][path].items():
-            if name in changed:
+            if name in changed and not is_shared(vars(subs[path]).get(name)):
                 subs[path].__dict__[name] = value
 
 

@@ -7,7 +7,7 @@ whoever raises a dropout rate and resumes, or freezes layers before loading a pr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,17 @@ from torch import nn
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import StageLayout
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
+from ds_dynmo.engine.object_graph import MODULE_MACHINERY
 
-_MACHINERY = frozenset(vars(nn.Module()))
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+
+
+IsShared = Callable[[Any], bool]
+
+
+def is_its_own(value: Any) -> bool:
+    """A layer that shares nothing with others."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class LayerOrigin:
     attributes: dict[str, dict[str, str]]
 
     @classmethod
-    def of(cls, module: nn.Module, precision: torch.dtype) -> LayerOrigin:
+    def of(cls, module: nn.Module, precision: torch.dtype, is_shared: IsShared = is_its_own) -> LayerOrigin:
         named = dict(module.named_parameters())
         return cls(
             shapes={name: list(parameter.shape) for name, parameter in named.items()},
@@ -58,7 +66,7 @@ class LayerOrigin:
             dtypes={name: tensor.dtype for name, tensor in [*named.items(), *module.named_buffers()]},
             precision=precision,
             attributes={
-                path: {name: digest(value) for name, value in plain_attributes(sub)}
+                path: {name: digest(value) for name, value in plain_attributes(sub, is_shared)}
                 for path, sub in module.named_modules()
             },
         )
@@ -88,7 +96,10 @@ class Origin:
         layers, mine = engine._layers, engine.grid.get_slice_parallel_rank()
         engine._comm.enter("initialize")
         precision = engine.get_data_types()[0]
-        described = {index: LayerOrigin.of(module, precision) for index, module in layers.counted_modules().items()}
+        described = {
+            index: LayerOrigin.of(module, precision, engine._names.is_shared)
+            for index, module in layers.counted_modules().items()
+        }
         every = engine._comm.gather_objects((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}
@@ -110,11 +121,18 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
 
 
-def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's own attributes that are numbers, strings, tensors or plain containers of them."""
+def plain_attributes(module: nn.Module, is_shared: IsShared) -> Iterator[tuple[str, Any]]:
+    """A module's own attributes that are numbers, strings, tensors or plain containers of them.
+
+    ``is_shared`` says which containers and tensors are not the layer's own: those are the code's.
+    """
     for name, value in vars(module).items():
-        if name not in _MACHINERY and _is_plain(value):
+        if name not in MODULE_MACHINERY and _is_plain(value) and not (_can_change(value) and is_shared(value)):
             yield name, value
+
+
+def _can_change(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | list | dict | set)
 
 
 def _is_plain(value: Any) -> bool:

@@ -97,7 +97,7 @@ def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude
     replica, slice_index = engine.grid.get_data_parallel_id(), engine.grid.get_slice_parallel_rank()
     for index, module in layers.counted_modules().items():
         weights = replica == 0 and layers.stored_use(index) is None
-        extras = extras_of(module, engine._origin.layers[index], weights=weights)
+        extras = extras_of(module, engine._origin.layers[index], weights=weights, is_shared=engine._names.is_shared)
         extras = add_own(extras, module, engine._state)
         torch.save(extras, os.path.join(folder, layer_file(index, replica, slice_index)))
     files = optimizer_files(engine)

@@ -32,6 +32,7 @@ def copy_stage(site: Site, partition: Sequence[int], width: int) -> None:
             site.comm.exchange([(rank, flat) for rank in _copies(site, width) for flat in packed[index].tensors], [])
             continue
         room = ArrivingLayer(header)
+        room.bind(site.names, site.device)
         room.furnish(site.device, lambda position: None)
         site.comm.exchange([], [(source, flat) for flat in room.landing])
         arrived[index] = room.open(partial(site.layers.build, index, site.device))
@@ -46,7 +47,7 @@ def copy_stage(site: Site, partition: Sequence[int], width: int) -> None:
 
 def _packed(site: Site) -> dict[int, PackedLayer]:
     return {
-        index: pack(site.state.content(module), partial(site.layers.build, index, site.device))
+        index: pack(site.state.content(module), partial(site.layers.build, index, site.device), site.names)
         for index, module in site.layers.modules().items()
     }
 

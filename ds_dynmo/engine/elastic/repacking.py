@@ -157,7 +157,7 @@ class Repacker:
         own, patience = joining.job_of(engine, world), engine.dynmo.timeout_seconds
         job = newcomer.enter(where, own, self.places[world.home], world, engine._comm, secret, patience)
         with no_way_back("joining failed after this launch had given up its layers", "Launch it anew"):
-            engine._layers.clear()
+            engine._layers.clear(engine._names.empty)
             engine._state.clear()
             self._end()
             self._let_go()
@@ -392,7 +392,7 @@ class Repacker:
         with self._who_is_gone():
             engine._state.draw_in(tuple(engine.partition), world.launch_replicas)
         if world.copy:
-            engine._layers.clear()
+            engine._layers.clear(engine._names.empty)
             engine._state.clear()
 
     # -- both -----------------------------------------------------------------------------------------

@@ -1,0 +1,217 @@
+"""Walk over what a Python object refers to, by steps that lead to its counterpart on another rank.
+
+What cannot change (numbers, strings, types, functions of a Python module, ...) is left out: a copy of it is as good.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import logging
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+Step = tuple[str, Any]  # ("attribute", name), ("item", key) or ("cell", number of a closure's variable)
+Path = tuple[Step, ...]
+
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GenericAlias,
+    type(Ellipsis),
+    type(NotImplemented),
+    range,
+    slice,
+    enum.Enum,
+    re.Pattern,
+    pathlib.PurePath,
+    logging.Logger,
+    numpy.dtype,
+    numpy.generic,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
+_HELD_BY_NAME = ("_parameters", "_buffers", "_modules")  # an nn.Module's, private in torch; read in 2.13.0
+MODULE_MACHINERY = frozenset(vars(nn.Module()))  # attributes that every module has
+
+
+def is_constant(value: Any) -> bool:
+    """Is ``value`` something that cannot change and holds nothing that can, or that pickle writes as a name?"""
+    return isinstance(value, _CONSTANTS) or _is_importable(value)
+
+
+def is_frozen(value: Any) -> bool:
+    """Can ``value`` itself not change, though it may hold what can: a tuple, a frozen dataclass or pydantic model?"""
+    if isinstance(value, tuple | frozenset):
+        return True
+    if dataclasses.is_dataclass(value):
+        return bool(getattr(type(value), "__dataclass_params__").frozen)  # noqa: B009  # which the stubs do not have
+    settings = getattr(type(value), "model_config", None)
+    return isinstance(settings, dict) and bool(settings.get("frozen"))
+
+
+def children(value: Any) -> Iterator[tuple[Step, Any]]:
+    """What ``value`` refers to directly, constants left out, in an order that is the same on every rank."""
+    for step, child in _all_children(value):
+        if not is_constant(child):
+            yield step, child
+
+
+def follow(start: Any, path: Sequence[Step]) -> Any:
+    """What ``path`` leads to from ``start``.
+
+    Raises:
+        LookupError: it leads nowhere here.
+    """
+    for kind, key in path:
+        try:
+            if kind == "attribute":
+                start = getattr(start, key)
+            elif kind == "item":
+                start = dict.__getitem__(start, key) if isinstance(start, dict) else start[key]
+            else:
+                start = start.__closure__[key].cell_contents
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise LookupError(f"{_step_text((kind, key))} is not there") from error
+    return start
+
+
+def text(path: Sequence[Step]) -> str:
+    """``path`` as Python writes it: ``.attention.bias[0]``."""
+    return "".join(map(_step_text, path))
+
+
+def walk(
+    roots: Sequence[tuple[Path, Any]],
+    enter: Callable[[Any], bool],
+    depth: int | None = None,
+    children: Callable[[Any], Iterable[tuple[Step, Any]]] = children,
+) -> Iterator[tuple[Path, Any]]:
+    """Every object that can be reached from ``roots``, each once, by one of the shortest paths.
+
+    Args:
+        enter: does the walk go on from this object (which is given all the same)?
+        depth: the most steps that it takes; None: any number.
+        children: what an object refers to.
+    """
+    waiting = [(path, value) for path, value in roots if not is_constant(value)]
+    met: dict[int, Any] = {}
+    for path, value in waiting:  # which grows meanwhile
+        if id(value) in met:
+            continue
+        met[id(value)] = value
+        yield path, value
+        if (depth is None or len(path) < depth) and enter(value):
+            waiting += [((*path, step), child) for step, child in children(value)]
+
+
+def copy_of_modules(layer: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a layer's modules and tensors; whatever else they refer to, both refer to.
+
+    Args:
+        memo: as ``copy.deepcopy`` takes it: by ``id``, what is to stand for a tensor or a module.
+    """
+    own = {id(part) for part in (*layer.modules(), *layer.parameters(), *layer.buffers())}
+
+    def lists_own(value: Any) -> bool:
+        found = walk([((), value)], lambda container: isinstance(container, list | tuple | dict))
+        return any(id(part) in own for _, part in found)
+
+    held = [item for part in layer.modules() for item in vars(part).items()]
+    others = {id(value): value for name, value in held if name not in MODULE_MACHINERY and not lists_own(value)}
+    return copy.deepcopy(layer, {**others, **(memo or {})})
+
+
+def _is_importable(value: Any) -> bool:
+    """Is it a function, or the like, under its own name in its Python module?"""
+    if not callable(value) or isinstance(value, nn.Module | types.MethodType | functools.partial):
+        return False
+    try:
+        found = sys.modules[value.__module__]
+        for name in value.__qualname__.split("."):
+            found = getattr(found, name)
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return found is value
+
+
+def _all_children(value: Any) -> Iterator[tuple[Step, Any]]:
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, nn.Module):
+        yield from _of_module(value)
+        return
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+        return
+    if isinstance(value, types.MethodType):
+        yield ("attribute", "__self__"), value.__self__
+        return
+    if isinstance(value, functools.partial):
+        yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
+        return
+    if isinstance(
+        value, dict
+    ):  # read as a dict is, whatever its class makes of it: some import what they are asked for
+        yield from ((("item", key), item) for key, item in list(dict.items(value)) if is_constant(key))
+    elif isinstance(value, list):
+        yield from ((("item", number), item) for number, item in enumerate(list.__iter__(value)))
+    elif isinstance(value, tuple):
+        yield from ((("item", number), item) for number, item in enumerate(tuple.__iter__(value)))
+    yield from ((("attribute", name), item) for name, item in _attributes(value))
+
+
+def _of_module(module: nn.Module) -> Iterator[tuple[Step, Any]]:
+    own = vars(module)
+    for held in _HELD_BY_NAME:
+        yield from ((("attribute", name), child) for name, child in own.get(held, {}).items())
+    for name, child in own.items():
+        if name not in MODULE_MACHINERY or (name not in _HELD_BY_NAME and isinstance(child, dict) and child):
+            yield ("attribute", name), child
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
+    for number, cell in enumerate(function.__closure__ or ()):
+        try:
+            yield ("cell", number), cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield ("attribute", "__defaults__"), function.__defaults__
+    yield ("attribute", "__kwdefaults__"), function.__kwdefaults__
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(value, "__dict__", {}).items())
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _step_text(step: Step) -> str:
+    kind, key = step
+    return {"attribute": f".{key}", "item": f"[{key!r}]"}.get(kind, f".<variable {key}>")

@@ -1,0 +1,250 @@
+"""Layers that refer to what they share with others, as strangers' programs do; every function runs on a rank."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_dynmo.errors import MigrationError
+from tests.distributed.workloads import WIDTH, Block, Case, Embedding, Head, batches, build, seeded, state
+
+STEPS = 6
+LAYERS = 7
+MOVES = [[0, 1, 7], [0, 5, 7], [0, 2, 7], [0, 6, 7], [0, 3, 7]]
+
+# -- Megatron: every layer caches the program's arguments ---------------------------------------------
+
+_GLOBAL_ARGS: Namespace | None = None
+
+
+def get_args() -> Namespace:
+    assert _GLOBAL_ARGS is not None
+    return _GLOBAL_ARGS
+
+
+class MegatronBlock(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._args = get_args()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * self._args.scale
+
+
+def megatron(case: Case) -> list[Any]:
+    global _GLOBAL_ARGS
+    _GLOBAL_ARGS = Namespace(scale=1.0, rank=torch.distributed.get_rank())
+    return [LayerSpec(Embedding, 1), *[LayerSpec(MegatronBlock, i) for i in range(5)], LayerSpec(Head, 2)]
+
+
+# -- qlora-pipe: every layer holds the whole model, whose other weights are on "meta" -----------------
+
+
+class WholeModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        with torch.device("meta"):
+            self.blocks = nn.ModuleList([Block(i) for i in range(5)])
+
+
+class DecoderPipe(nn.Module):
+    def __init__(self, model: WholeModel, index: int) -> None:
+        super().__init__()
+        original = model.blocks[index]
+        original.to_empty(device="cpu")
+        for number, parameter in enumerate(original.parameters()):
+            parameter.data.copy_(seeded(parameter.shape, 10 * index + number))
+        self.orig = original
+        self.model = [model]  # in a list, so that it is no submodule
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.orig(hidden) * self.model[0].scale  # type: ignore[no-any-return]
+
+
+_models: list[WholeModel] = []  # of this rank's program, which changes it
+
+
+def whole_model(case: Case) -> list[Any]:
+    _models[:] = [WholeModel()]
+    specs = [LayerSpec(DecoderPipe, _models[0], i) for i in range(5)]
+    return [LayerSpec(Embedding, 1), *specs, LayerSpec(Head, 2)]
+
+
+# -- layers given as modules that share a part, and a configuration -----------------------------------
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.linspace(0.1, 1.0, WIDTH), persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.angles.cos().to(hidden.dtype)
+
+
+class RotaryBlock(Block):
+    def __init__(self, index: int, rotary: Rotary, settings: dict[str, float]) -> None:
+        super().__init__(index)
+        self.rotary = rotary
+        self.settings = settings
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rotary(super().forward(hidden)) * self.settings["scale"]  # type: ignore[no-any-return]
+
+
+_settings: list[dict[str, float]] = []
+
+
+def shared_part(case: Case) -> list[Any]:
+    _settings[:] = [{"scale": 1.0}]
+    rotary = Rotary()
+    return [Embedding(1), *[RotaryBlock(i, rotary, _settings[0]) for i in range(5)], Head(2)]
+
+
+def shared_part_in_specs(case: Case) -> list[Any]:
+    _settings[:] = [{"scale": 1.0}]
+    rotary = Rotary()
+    specs = [LayerSpec(RotaryBlock, i, rotary, _settings[0]) for i in range(5)]
+    return [LayerSpec(Embedding, 1), *specs, LayerSpec(Head, 2)]
+
+
+def change(what: str) -> None:
+    """What the program changes in mid-run, on every rank."""
+    if what == "megatron":
+        get_args().scale = 0.5
+    elif what == "whole_model":
+        _models[0].scale = 0.5
+    else:
+        _settings[0]["scale"] = 0.5
+
+
+MODELS: dict[str, Callable[[Case], list[Any]]] = {
+    "megatron": megatron,
+    "whole_model": whole_model,
+    "shared_part": shared_part,
+    "shared_part_in_specs": shared_part_in_specs,
+}
+
+
+def train(what: str, precision: str, moves: list[list[int]]) -> dict[str, Any]:
+    """Train, moving after every batch; what layers share is changed in the middle."""
+    engine = build(Case(stages=2, blocks=4, precision=precision), MODELS[what])
+    data = batches(engine)
+    losses, waiting = [], list(moves)
+    for step in range(STEPS):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+        if step == 2:
+            change(what)
+    parts = [part for module in engine._layers.modules().values() for part in module.modules()]
+    return {
+        "losses": losses,
+        "evaluations": [],
+        "state": state(engine),
+        "moved": sum(report.layers_moved for report in engine.reports),
+        "replica": engine.grid.get_data_parallel_id(),
+        "rotaries": len({id(part) for part in parts if isinstance(part, Rotary)}),
+    }
+
+
+def save_and_load(what: str, stages: int, folder: str) -> list[float]:
+    """Save at two stages, after what is shared was changed and layers moved, and go on; or load at so many stages."""
+    engine = build(Case(stages=stages, blocks=4), MODELS[what])
+    data = batches(engine)
+    if stages == 2:
+        for move in MOVES[:2]:
+            engine.train_batch(data)
+            engine.rebalance(move)
+        change(what)
+        engine.save_checkpoint(folder)
+    else:
+        change(what)
+        engine.load_checkpoint(folder)
+        for _ in range(2 * engine.micro_batches):
+            next(data)
+    losses = [engine.train_batch(data).item() for _ in range(2)]
+    _set_back(what)
+    return [*losses, engine.train_batch(data).item()]
+
+
+def _set_back(what: str) -> None:
+    if what == "megatron":
+        get_args().scale = 1.0
+    elif what == "whole_model":
+        _models[0].scale = 1.0
+    else:
+        _settings[0]["scale"] = 1.0
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+class Counter:
+    """Made by the program where no other rank finds it."""
+
+    def __init__(self) -> None:
+        self.rank = torch.distributed.get_rank()
+
+
+@functools.cache
+def the_counter() -> Counter:
+    return Counter()
+
+
+class Counting(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.counter = the_counter()
+        self.peeks: list[Any] = []
+
+
+class Declared(Counting):
+    rank_attributes = ("counter",)
+
+
+class Peeking(Block):
+    """May refer to anything."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.peeks: list[Any] = []
+
+
+KINDS = {"counter": Counting, "declared": Declared}
+
+
+def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]:
+    """Layers 1 to 5 share a counter, or layer 2 refers to a tensor that is not its own; a move is asked for."""
+    kind = KINDS.get(how, Peeking)
+    case = Case(stages=2, blocks=4, dynmo={"interval": 0, "rank_attributes": list(rank_attributes)})
+    engine = build(
+        case, lambda _: [LayerSpec(Embedding, 1), *[LayerSpec(kind, i) for i in range(5)], LayerSpec(Head, 2)]
+    )
+    if kind is Peeking and engine.stage_id == 0:
+        weight, layer = engine._layers.local_module(1).up.weight, engine._layers.local_module(2)
+        peeks = {"weight": weight, "view": {"of": weight.detach()[0]}, "meta": torch.empty(3, device="meta")}
+        layer.peeks.append(peeks[how])
+    data = batches(engine)
+    losses = [engine.train_batch(data).item()]
+    try:
+        engine.rebalance([0, 2, 7])
+        message, harmless = "moved", False
+    except MigrationError as error:
+        message, harmless = str(error), error.harmless
+    losses.append(engine.train_batch(data).item())
+    counters = [m.counter for m in engine._layers.modules().values() if isinstance(m, Counting)]
+    return {
+        "message": message,
+        "harmless": harmless,
+        "partition": engine.partition,
+        "counters": [counter is the_counter() for counter in counters],
+        "losses": losses,
+    }

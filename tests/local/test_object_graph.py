@@ -1,0 +1,113 @@
+"""Walking over objects: what is found, by which path, and that the path leads to the counterpart elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_dynmo.engine.object_graph import children, copy_of_modules, follow, is_constant, is_frozen, text, walk
+
+
+class Thing:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class Lazy(OrderedDict[str, Any]):
+    """Imports what it is asked for, as some registries do."""
+
+    def items(self) -> Any:
+        raise AssertionError("it was asked")
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError("it was asked")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    values: list[int]
+
+
+@pytest.mark.parametrize(
+    "value", [None, 1, "a", torch.float32, torch.device("cpu"), nn.Linear, len, walk, logging.root]
+)
+def test_constants(value: Any) -> None:
+    assert is_constant(value)
+
+
+@pytest.mark.parametrize("value", [[], {}, torch.zeros(1), lambda x: x, functools.partial(len), Thing(), nn.ReLU()])
+def test_no_constants(value: Any) -> None:
+    assert not is_constant(value) and not is_frozen(value)
+
+
+def test_frozen_values_may_hold_what_can_change() -> None:
+    frozen = Frozen([1])
+    assert is_frozen(frozen) and is_frozen(([],))
+    assert [child for _, child in children(frozen)] == [frozen.values]
+
+
+def closure(value: Any) -> Any:
+    return lambda: value
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda found: {"a": [0, found]}, "['a'][1]"),
+        (lambda found: Thing(x=(1, found)), ".x[1]"),
+        (lambda found: Slotted(found), ".inner"),
+        (lambda found: functools.partial(print, 1, key=found), ".keywords['key']"),
+        (closure, ".<variable 0>"),
+        (lambda found: Thing(method=Thing(x=found).__init__), ".method.__self__.x"),  # type: ignore[misc]
+        (lambda found: Lazy(a=found), "['a']"),
+    ],
+)
+def test_a_path_leads_to_the_counterpart(make: Any, path: str) -> None:
+    here, there = Thing(), Thing()
+    found = {id(value): steps for steps, value in walk([((), make(here))], lambda _: True)}
+    assert text(found[id(here)]) == path
+    assert follow(make(there), found[id(here)]) is there
+
+
+def test_modules_and_what_is_registered_in_them() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.note = [Thing()]  # type: ignore[assignment]
+    paths = {text(path) for path, _ in walk([((), module)], lambda _: True)}
+    assert {".0", ".0.weight", ".1.running_mean", ".note[0]"} <= paths
+    assert not any("_parameters" in path or "_modules" in path for path in paths)
+
+
+def test_a_path_that_leads_nowhere() -> None:
+    with pytest.raises(LookupError, match=r"\.gone is not there"):
+        follow(Thing(), (("attribute", "gone"),))
+
+
+def test_the_shortest_path_and_each_object_once() -> None:
+    shared = Thing()
+    found = [value for _, value in walk([((), {"far": {"away": shared}, "near": shared})], lambda _: True)]
+    assert sum(value is shared for value in found) == 1
+    paths = {id(value): path for path, value in walk([((), {"far": {"away": shared}, "near": shared})], lambda _: True)}
+    assert text(paths[id(shared)]) == "['near']"
+
+
+def test_a_copy_of_modules_refers_to_the_same_objects() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2))
+    layer.shared, layer.parts = Thing(), [layer[0]]  # type: ignore[assignment]
+    copied: Any = copy_of_modules(layer)
+    assert copied.shared is layer.shared
+    assert copied[0] is not layer[0] and copied.parts[0] is copied[0]
+    assert copied[0].weight is not layer[0].weight and torch.equal(copied[0].weight, layer[0].weight)
