@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
-def guarded_group(leader: subprocess.Popen[str]) -> Iterator[None]:
+def guarded_group(leader: subprocess.Popen[Any]) -> Iterator[None]:
     """Kill ``leader`` and its process group at the end of the block, or when this program is killed in it.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -66,6 +67,18 @@ def test_a_killed_benchmark_that_launches_jobs(killed: str, tmp_path: Path) -> N
             os.killpg(command.launcher.pid, signal.SIGKILL)
         else:
             command.launcher.kill()
+        assert not command.left(), command.output()
+
+
+@pytest.mark.fuzz
+def test_killed_while_a_rank_is_parked(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    with WatchedCommand(tmp_path, [*launcher, str(Path(__file__).with_name("parked_script.py"))]) as command:
+        command.until(lambda: "parks\n" in command.output() and "trains on\n" in command.output())
+        command.launcher.kill()
         assert not command.left(), command.output()
 
 

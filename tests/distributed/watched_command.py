@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -33,12 +34,12 @@ class WatchedCommand:
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._mark = uuid.uuid4().hex
-        self._folders = [folder / name for name in ("home", "temporary", "extensions")]
-        for each in self._folders:
-            each.mkdir()
-        home, temporary, extensions = self._folders
+        home, extensions = folder / "home", folder / "extensions"
+        temporary = Path(tempfile.mkdtemp())  # holds sockets, whose paths have to be short
+        self._folders = [home, temporary, extensions]
+        home.mkdir()
         lock = extensions / "deepspeed_shm_comm" / "lock"
-        lock.parent.mkdir()
+        lock.parent.mkdir(parents=True)
         lock.touch()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+
+from scripts.guard import guarded_group
 
 CONFIGURATION = """
 ClusterName=test
@@ -74,6 +76,7 @@ class Cluster:
         )
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.environment = {**kept, "SLURM_CONF": str(path)}
+        self._guards = ExitStack()  # daemons end too where the tests are killed
         self._daemons = [self._daemon("slurmctld", "-D", "-c")]
         self._daemons += [self._daemon("slurmd", "-D", "-N", name) for name in names]
         try:
@@ -83,9 +86,11 @@ class Cluster:
             raise
 
     def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        daemon = subprocess.Popen(
             command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
+        self._guards.enter_context(guarded_group(daemon))
+        return daemon
 
     def say(self, *command: str) -> str:
         """What a command of Slurm's prints; it has to succeed."""
@@ -137,6 +142,7 @@ class Cluster:
             daemon.terminate()
         for daemon in self._daemons:
             daemon.wait(timeout=30)
+        self._guards.close()
         self._spool.cleanup()
 
 
