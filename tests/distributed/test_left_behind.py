@@ -14,6 +14,7 @@ import pytest
 from tests.distributed.watched_command import ROOT, WatchedCommand
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
+TORCHS_CACHE = "/torchinductor_"  # an empty folder, where scripts/setup_env.sh did not give torch another
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 
 
@@ -67,7 +68,7 @@ def test_a_killed_benchmark_that_launches_jobs(killed: str, tmp_path: Path) -> N
             os.killpg(command.launcher.pid, signal.SIGKILL)
         else:
             command.launcher.kill()
-        assert not command.left(), command.output()
+        assert not command.left(besides=TORCHS_CACHE), command.output()
 
 
 @pytest.mark.fuzz
@@ -79,7 +80,7 @@ def test_killed_while_a_rank_is_parked(tmp_path: Path) -> None:
     with WatchedCommand(tmp_path, [*launcher, str(Path(__file__).with_name("parked_script.py"))]) as command:
         command.until(lambda: "parks\n" in command.output() and "trains on\n" in command.output())
         command.launcher.kill()
-        assert not command.left(), command.output()
+        assert not command.left(besides=TORCHS_CACHE), command.output()
 
 
 @pytest.mark.fuzz
