@@ -10,14 +10,13 @@ setup(
         "torch>=2.9",  # sparse attention: the first that has FlexAttention's AuxRequest; tested: 2.13.0
         "deepspeed==0.19.8",
         "numpy",
-        "psutil",
         "pydantic>=2",
     ],
     extras_require={
         "huggingface": ["transformers>=5.23", "safetensors"],  # what was tested; before 5, experts were modules
         "kubernetes": ["kubernetes>=36"],  # the official client: release policy "kubernetes", nothing else
         "plots": ["matplotlib>=3.8"],  # pictures of a run: scripts/plot.py, nothing else
-        "test": [  # the extras above too, and TensorBoard, whose files a test reads: no test is skipped for a package
+        "test": [  # the extras above too, and what tests read or move: none is skipped for want of one
             "pytest",
             "pytest-xdist>=3.6",
             "ruff>=0.17,<0.18",
@@ -25,6 +24,7 @@ setup(
             "kubernetes>=36",
             "transformers>=5.23",
             "safetensors",
+            "peft",
             "matplotlib>=3.8",
             "tensorboard",
         ],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.errors import MigrationError
@@ -248,3 +249,35 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
         "counters": [counter is the_counter() for counter in counters],
         "losses": losses,
     }
+
+
+# -- both uses of a tied layer on one stage -----------------------------------------------------------
+
+
+class SettledEmbedding(Embedding):
+    def __init__(self, seed: int, settings: dict[str, float]) -> None:
+        super().__init__(seed)
+        self.settings = settings
+
+
+def tied_with_settings(case: Case) -> list[Any]:
+    _settings[:] = [{"scale": 1.0}]
+    tie = partial(TiedLayerSpec, "tie", SettledEmbedding, 1, _settings[0], tied_weight_attr="weight")
+    return [tie(), *[LayerSpec(Block, i) for i in range(5)], tie(forward_fn=settled_head)]
+
+
+def settled_head(embedding: SettledEmbedding, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ embedding.weight.t() * embedding.settings["scale"]
+
+
+MODELS["tied_with_settings"] = tied_with_settings
+
+
+def train_on_one_stage(changes: bool) -> list[float]:
+    """Both uses of a tied layer on one stage; what they share is changed in the middle, or not."""
+    engine = build(Case(stages=1, blocks=4), tied_with_settings)
+    data = batches(engine)
+    losses = [engine.train_batch(data).item()]
+    if changes:
+        _settings[0]["scale"] = 0.5
+    return [*losses, engine.train_batch(data).item()]

@@ -50,3 +50,8 @@ def test_attributes_that_belong_to_the_rank(how: str, block: tuple[str, ...]) ->
     for found in run(2, work.move_or_refuse, how, block):
         assert found["message"] == "moved" and found["partition"] == [0, 2, 7]
         assert found["counters"] and all(found["counters"])
+
+
+def test_a_later_use_of_a_tied_layer_shares_what_the_first_does() -> None:
+    [[same], [changed]] = run_each(1, work.train_on_one_stage, (False,), (True,))
+    assert same[0] == changed[0] and same[1] != changed[1]
