@@ -121,10 +121,11 @@ def test_every_weight_is_clipped_by_once(precision: str) -> None:
 )
 def test_only_copies_are_marked(way: str, copy: str, converted_once: bool) -> None:
     """For DeepSpeed's norm, and for its universal conversion, which leaves them out on all stages but the first."""
-    first, last = run(2, work.marks, Case(stages=2, precision="bf16 zero1"), way)
-    assert not any(replicated for _, replicated, _ in first)
-    assert [name for name, replicated, _ in last if replicated] == [f"tied_modules.embed.{copy}"]
-    assert [name for name, _, left_out in last if left_out] == [f"tied_modules.embed.{copy}"] * converted_once
+    case = Case(stages=2, precision="bf16 zero1")
+    for first, last in run_each(2, work.marks, (case, way), (case, way, [0, 6, 8])):
+        assert not any(replicated for _, replicated, _ in first)
+        assert [name for name, replicated, _ in last if replicated] == [f"tied_modules.embed.{copy}"]
+        assert [name for name, _, left_out in last if left_out] == [f"tied_modules.embed.{copy}"] * converted_once
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -331,9 +331,11 @@ def freeze_untold(case: Case, way: str) -> str:
     return "trained"
 
 
-def marks(case: Case, way: str) -> list[tuple[str, bool, bool]]:
+def marks(case: Case, way: str, move: Sequence[int] | None = None) -> list[tuple[str, bool, bool]]:
     """Per parameter of this stage: is it marked as a copy, and does DeepSpeed's conversion leave it out?"""
     engine = build(case, WAYS[way])
+    if move is not None:
+        engine.rebalance(move)
     info = universal_info(engine)[UNIVERSAL_CHECKPOINT_INFO]
     patterns = info[PIPELINE_REPLICATED_PARAMETER_PATTERNS]
     return [

@@ -53,6 +53,15 @@ def test_only_a_layers_own_elements_are_written() -> None:
     assert torch.equal(found["weights"]["weight"], layer.weight)
 
 
+def test_a_second_name_needs_its_submodule() -> None:
+    named = Layer()
+    named.inner = nn.Module()
+    named.inner.again = named.weight
+    check(Layer(), loaded(Layer()))
+    with pytest.raises(CheckpointError, match=r"some file: the layer has no submodule \['inner'\]"):
+        check(Layer(), loaded(named))
+
+
 @pytest.mark.parametrize("flags", [{"strict": False}, {"frozen_excluded": True}])
 def test_no_weight_is_made_up(flags: dict[str, bool]) -> None:
     narrow = Layer(width=3)
