@@ -71,7 +71,8 @@ class DynMoConfig(Block):
     balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
     decentralized: bool = Field(
         default=False,
-        description='neighbours exchange point to point, nothing is gathered; only with balancer "diffusion"',
+        description="neighbouring ranks settle point to point where layers should go; the profile is reduced over all "
+        'ranks all the same, for the judgement and the report; only with balancer "diffusion"',
     )
     profile: ProfileConfig = Field(default=ProfileConfig(), description="how per-layer costs are measured")
     min_improvement: float = Field(

@@ -1,8 +1,14 @@
-"""Diffusion as a decentralised algorithm: every stage hears from its two neighbours only, nothing is gathered.
+"""Diffusion as a decentralised algorithm: where layers should go is settled pair by pair, between neighbours.
 
 The state machine is :class:`ds_dynmo.partitioners.DiffusionNode`, the one that the pure ``diffusion`` runs for all
-stages in memory, so both land on the same partition. Here it is fed over point-to-point messages. What the ranks
-share afterwards is the outcome, which DeepSpeed's module needs on every rank.
+stages in memory, so both land on the same partition. Here it is fed over point-to-point messages, and a stage uses the
+costs of its own layers only. What the ranks share afterwards is the outcome, the boundaries, which DeepSpeed's module
+needs on every rank: one reduction of ``num_stages + 1`` numbers.
+
+The engine as a whole is not without collectives. The profile, a few kilobytes, is reduced over the world before any
+decision, this one too: costs are averaged over earlier profiles with a noise that is estimated from all layers, stages'
+speeds are fitted to all of them, and what the neighbours propose is judged by the simulated iteration of all stages, as
+every balancer's proposal is. ``engine.profile`` and the reports hold all layers as well.
 """
 
 from __future__ import annotations
