@@ -152,6 +152,7 @@ def test_weights_alone_under_a_wrapper(tmp_path: Path, precision: str) -> None:
     case = Case(stages=2, precision=precision)
     run(2, work.save_and_go_on, case, str(tmp_path), skewed(2))
     for result in run(2, work.load_weights_only, case, str(tmp_path)):
+        assert result["masters"]
         for key, (_, master) in result["masters"].items():
             weights = torch.frombuffer(bytearray(result["weights"][key.removesuffix("/master")]), dtype=torch.uint8)
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -165,6 +166,8 @@ def test_weights_of_another_shape_leave_the_state_of_the_others(tmp_path: Path) 
     results = run(case.ranks, work.weights_onto_moments, case, str(tmp_path))
     before, after = (whole([{**found, "state": found[when]} for found in results]) for when in ("before", "after"))
     assert before.keys() == after.keys()
+    assert {key.partition("/")[2] for key in before} == {"", "group", "master", "exp_avg", "exp_avg_sq", "step"}
+    assert {"1.weight/exp_avg", "1.back/exp_avg"} <= before.keys()
     for key, value in before.items():
         layer, _, kind = key.partition("/")
         if layer in ("1.weight", "1.back") and kind.startswith("exp_avg"):
@@ -203,6 +206,7 @@ def test_deepspeeds_universal_conversion(tmp_path: Path, tied: bool) -> None:
     folders = ["--input_folder", str(tmp_path / "now"), "--output_folder", str(tmp_path / "universal")]
     done = subprocess.run([*command, *folders, "--num_merge_workers", "1"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert all(results)
     for key, value in {key: value for result in results for key, value in result.items()}.items():
         name, _, kind = key.rpartition("/")
         converted = torch.load(tmp_path / "universal" / "zero" / name / f"{kind}.pt", weights_only=True)
@@ -254,7 +258,16 @@ def test_stock_reads_what_stock_would_have_written(tmp_path: Path) -> None:
         stock, ours = (torch.load(tmp_path / which / name, weights_only=True) for which in ("stock", "ours"))
         if "ds_config" in stock:
             stock.pop("ds_config"), ours.pop("ds_config")
-        assert str(stock) == str(ours)
+        assert plain(stock) == plain(ours), name
+
+
+def plain(value: Any) -> Any:
+    """What a file holds, tensors as dtype, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, workloads.raw(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _files(folder: Path) -> set[str]:
@@ -311,7 +324,7 @@ def test_what_did_not_change_belongs_to_the_code(tmp_path: Path) -> None:
     loaded = run(2, work.load_changed, case, str(tmp_path), 0.25, 0)
     kept = {index: value for result in loaded for index, value in result["kept"].items()}
     assert {value[4] for value in kept.values()} == {0.25}
-    assert {value[2] for value in kept.values()} != {0}
+    assert all(value[2] > 0 for value in kept.values()) and len(kept) == 5
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -368,12 +381,10 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     run(2, work.save_and_go_on, case, str(tmp_path), None)
     for other, message in (
         (replace(case, blocks=6), "a model of 8 layers, expected 9"),
-        (replace(case, tied=True), "layer 7 has no parameters there|layer 7"),
+        (replace(case, tied=True), "layer 7 has parameters .* there, expected none"),
         (replace(case, optimizer="SGD"), "AdamW.*expected SGD"),
         (replace(case, groups="two"), "has 1 parameter groups, expected 2"),
     ):
-        if other.tied:
-            continue
         with pytest.raises(RankError, match=f"CheckpointError.*{message}"):
             run(2, work.load_and_go_on, other, str(tmp_path))
 

@@ -37,6 +37,8 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
             raise CheckpointError(
                 f"{path}: layer {index} was built with parameters of shapes {differ}, expected {expected}"
             )
+    if what.strict:
+        _check_no_more_layers(engine, manifest, path)
     if what.module_only or not what.optimizer:
         return
     ours = engine.basic_optimizer
@@ -48,6 +50,13 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
             f"{path}: optimizer state of {written[0] or 'none'} ({written[1]}), expected {name or 'none'} ({kind}); "
             "load_optimizer_states=False loads the rest"
         )
+
+
+def _check_no_more_layers(engine: Any, manifest: Manifest, path: str) -> None:
+    """No layer has parameters there that here are another one's, as those of a tied layer are, or nobody's."""
+    for index, found in manifest.slices[engine.grid.get_slice_parallel_rank()].shapes.items():
+        if found and index not in engine._origin.layers:
+            raise CheckpointError(f"{path}: layer {index} has parameters {found} there, expected none of its own")
 
 
 def _check_slices(engine: Any, found: int, path: str) -> None:
