@@ -30,6 +30,7 @@ def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: i
     still, moved = run_each(case.ranks, workloads.train_frozen, (case, frozen, {}), (case, frozen, moves))
     for results in (still, moved):
         assert results[0]["losses"] == reference[0]["losses"]
+        assert all(result["thawed"] == [] for result in results)
         assert whole(results) == whole(reference)
 
 
@@ -51,7 +52,7 @@ def test_freezing_takes_effect_under_every_wrapper(precision: str, replicas: int
     still, moved = run_each(case.ranks, workloads.train_frozen, (case, frozen, {}), (case, frozen, moves))
     for results in (still, moved):
         assert results[0]["losses"] == reference[0]["losses"]
-        assert results[0]["thawed"] == []
+        assert all(result["thawed"] == [] for result in results)
         assert whole(results) == whole(reference)
 
 
@@ -99,6 +100,7 @@ def test_a_tie_is_frozen_and_thawed(precision: str) -> None:
     still, moved = (run(2, workloads.freeze_tie, precision, moves) for moves in ([], [apart, together, apart, apart]))
     assert [r["losses"] for r in still] == [r["losses"] for r in moved]
     assert whole(still) == whole(moved)
+    assert all(r["changed"] == [True, False, True] for r in [*still, *moved])
 
 
 def test_a_model_that_changed_is_profiled_and_rebalanced() -> None:

@@ -46,6 +46,7 @@ def test_random_moves_change_nothing() -> None:
     moves = {step: [0, *sorted(rng.choice(range(1, 7), 2, replace=False).tolist()), 7] for step in range(1, 6)}
     a, b = run_each(3, case_workloads.train, (still,), (replace(still, moves=moves),))
     assert a[0]["losses"] == b[0]["losses"] and whole(a) == whole(b)
+    assert b[0]["partition"] == moves[5] != a[0]["partition"]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])

@@ -63,9 +63,10 @@ def test_global_pruning(stages: int, replicas: int, precision: str) -> None:
 
 @pytest.mark.parametrize(("precision", "replicas"), [("fp32", 1), ("bf16", 1), ("bf16 zero1", 2)])
 def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str, replicas: int, tmp_path: Path) -> None:
-    for result in run(2 * replicas, work.load_weights_alone, CaseRun(PRUNING, 2, replicas, precision), str(tmp_path)):
-        loaded, *trained = result
-        assert replicas > 1 or loaded["exp_avg"][0]  # what was there to go wrong
+    results = run(2 * replicas, work.load_weights_alone, CaseRun(PRUNING, 2, replicas, precision), str(tmp_path))
+    wrong = [loaded["exp_avg"][0] for loaded, *_ in results]  # what was there to go wrong; a shard may have nothing
+    assert all(wrong) if replicas == 1 else any(wrong)
+    for _, *trained in results:
         assert all(counts["weight"][1] for counts in trained)
         assert all(pruned == 0 for counts in trained for pruned, _ in counts.values())
 
@@ -76,5 +77,7 @@ def test_a_resumed_run_goes_on_as_it_was(name: str, precision: str, tmp_path: Pa
     case = CaseRun(CASES[name], precision=precision, steps=8)
     for result in run(2, work.resume, case, str(tmp_path), 4):
         assert result["resumed"] == result["losses"]
-        for layer, masks in result["masks"][0].items():
-            assert all(np.array_equal(a, b) for a, b in zip(masks, result["masks"][1][layer], strict=True))
+        before, after = result["masks"]
+        assert before.keys() == after.keys() and all(before.values())
+        for layer, masks in before.items():
+            assert all(np.array_equal(a, b) for a, b in zip(masks, after[layer], strict=True))

@@ -62,7 +62,9 @@ def test_replicas_draw_numbers_of_their_own() -> None:
 @pytest.mark.parametrize("interval", [0, 2])
 def test_profiled_batches_draw_the_same(interval: int) -> None:
     block = {"interval": 0, "profile": {"batches": 99, "warmup_batches": 0}}
-    check_same(run(2, workloads.train, Case(dynmo=block, checkpoint_interval=interval), MOVES), still())
+    profiled = run(2, workloads.train, Case(dynmo=block, checkpoint_interval=interval), MOVES)
+    check_same(profiled, still())
+    assert [result["profiled"] for result in [*profiled, *still()]] == [2, 2, 0, 0]  # since the last move
 
 
 def test_evaluations_change_no_training_and_are_the_same_after_a_move() -> None:

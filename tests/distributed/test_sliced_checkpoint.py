@@ -50,6 +50,7 @@ def test_stock_both_ways(tmp_path: Path, precision: str) -> None:
     for rank, ways in enumerate(run(4, work.between_stock_and_ours, case, str(tmp_path))):
         for way, (saved, loaded) in ways.items():
             assert loaded == saved, (rank, way)
+        assert len(ways) == 3
     files = {
         writer: {str(path.relative_to(tmp_path / writer)) for path in (tmp_path / writer).rglob("*") if path.is_file()}
         for writer in ("stock", "ours")

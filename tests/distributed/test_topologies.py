@@ -63,6 +63,7 @@ def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int)
 def test_features(settings: dict[str, Any], module_options: dict[str, Any], lengths: bool) -> None:
     calls = [(settings, module_options, moves, lengths) for moves in ([], MOVES)]
     still, moved = run_each(2, work.train_feature, *calls)
+    assert moved[0]["partition"] == MOVES[-1] and still[0]["partition"] == [0, 4, 8]
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert whole(moved) == whole(still)
 
@@ -108,17 +109,22 @@ def test_csv_monitor(tmp_path: Path) -> None:
 
 
 def test_set_train_batch_size() -> None:
-    assert run(2, work.train_other_sizes, []) == run(2, work.train_other_sizes, MOVES)
+    still, moved = (run(2, work.train_other_sizes, moves) for moves in ([], MOVES))
+    assert [losses for losses, _ in still] == [losses for losses, _ in moved]
+    assert still[0][1] == [0, 4, 8] and moved[0][1] == MOVES[-1]
 
 
 def test_logits() -> None:
-    for found in run(2, work.evaluate_logits, MOVES):
-        assert all(each == found[0] for each in found)
+    for rank, found in enumerate(run(2, work.evaluate_logits, MOVES)):
+        assert len(found) == 4 and all(each == found[0] for each in found)
+        _, logits, shapes = found[0]
+        assert (logits is None) == (shapes is None) == (rank == 0)
 
 
 def test_data_given_to_initialize() -> None:
     still, moved = run_each(2, work.given_data, ([],), (MOVES,))
-    assert still == moved
+    assert [result[:2] for result in still] == [result[:2] for result in moved]
+    assert still[0][2] == [0, 4, 8] and moved[0][2] == MOVES[-1]
 
 
 def test_one_stage() -> None:
@@ -126,8 +132,8 @@ def test_one_stage() -> None:
 
 
 def test_no_optimizer() -> None:
-    for before, after in run(2, work.no_optimizer):
-        assert before == after
+    for before, after, partition in run(2, work.no_optimizer):
+        assert before == after and partition == [0, 2, 8]
 
 
 def test_compile_is_refused() -> None:

@@ -75,8 +75,8 @@ def test_the_timeline_of_sleeping_layers_on_ranks_whose_clocks_differ(tmp_path: 
         found = named(events, step)
         check_batch(found, pipelines=1, stages=3, micro_batches=4, error=error)
         assert all(found[0, stage, "forward", 1]["dur"] > 4000 for stage in range(3))
-        assert all((0, stage, "migrate", None) in found for stage in range(3)) == (step == 3)
-        assert all((0, stage, "decide", None) in found for stage in range(3)) == (step == 3)
+        for what in ("migrate", "decide"):
+            assert [(0, stage, what, None) in found for stage in range(3)] == [step == 3] * 3
     # The last stage was the slow one: the first waits for its gradients.
     wait = named(events, 2)[0, 1, "wait for gradient", 0]
     assert wait["cat"] == "wait" and wait["dur"] > 5000

@@ -146,7 +146,7 @@ def train_feature(
         losses.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
-    return {"losses": losses, "state": state(engine), "replica": 0}
+    return {"losses": losses, "state": state(engine), "replica": 0, "partition": engine.partition}
 
 
 class Places(nn.Embedding):
@@ -248,8 +248,8 @@ def refused_layers() -> tuple[list[str], list[str], float]:
     return said, list(groups._get_expert_parallel_group_dict()), engine.train_batch(batches(engine)).item()
 
 
-def train_other_sizes(moves: Sequence[Sequence[int]]) -> list[float]:
-    """The number of micro-batches changes in between."""
+def train_other_sizes(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[int]]:
+    """Losses, where the number of micro-batches changes in between, and the last partition."""
     engine = build(Case(stages=2))
     data, losses, waiting = batches(engine), [], list(moves)
     for micro_batches in (3, 5, 2, 4):
@@ -257,7 +257,7 @@ def train_other_sizes(moves: Sequence[Sequence[int]]) -> list[float]:
         losses.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
-    return losses
+    return losses, engine.partition
 
 
 def evaluate_logits(moves: Sequence[Sequence[int]]) -> list[Any]:
@@ -274,7 +274,7 @@ def evaluate_logits(moves: Sequence[Sequence[int]]) -> list[Any]:
     return found
 
 
-def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float], list[int]]:
     """Data and a callable scheduler given to initialize; batches without an iterator."""
     case = Case(stages=2)
     torch.manual_seed(0)
@@ -292,7 +292,7 @@ def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float]
         losses.append(engine.train_batch().item())
         if waiting:
             engine.rebalance(waiting.pop(0))
-    return losses, [group["lr"] for group in optimizer.param_groups]
+    return losses, [group["lr"] for group in optimizer.param_groups], engine.partition
 
 
 def one_stage() -> tuple[list[int], int]:
@@ -303,13 +303,13 @@ def one_stage() -> tuple[list[int], int]:
     return engine.partition, len(engine.reports)
 
 
-def no_optimizer() -> tuple[float, float]:
+def no_optimizer() -> tuple[float, float, list[int]]:
     case = replace(Case(stages=2), optimizer="none")
     module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
     engine = ds_dynmo.initialize(model=module, config=config(case))[0]
     before = engine.eval_batch(batches(engine)).item()
     engine.rebalance([0, 2, 8])
-    return before, engine.eval_batch(batches(engine)).item()
+    return before, engine.eval_batch(batches(engine)).item(), engine.partition
 
 
 def compile_stage() -> None:

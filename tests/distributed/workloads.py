@@ -197,8 +197,9 @@ def build(
     make_layers: Callable[[Case], list[Any]] = layers,
     training_data: Any = None,
     more: dict[str, Any] | None = None,
+    partition_method: str = "uniform",
 ) -> Any:
-    """An engine for ``case``, started at ``case.start`` (default: DeepSpeed's uniform partition).
+    """An engine for ``case``, started at ``case.start`` (default: as DeepSpeed's ``partition_method`` says).
 
     Args:
         more: blocks of DeepSpeed's configuration.
@@ -209,7 +210,7 @@ def build(
         num_stages=case.stages,
         topology=case.topology,
         loss_fn=loss,
-        partition_method="uniform",
+        partition_method=partition_method,
         activation_checkpoint_interval=case.checkpoint_interval,
     )
     dynmo = case.dynmo
@@ -299,10 +300,12 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) ->
 # -- tests/distributed/test_engine.py -----------------------------------------------------------------
 
 
-def partition_of(case: Case) -> list[int]:
-    engine = build(case)
+def partition_of(case: Case) -> tuple[list[int], list[int]]:
+    """As built, by DeepSpeed, and after a batch."""
+    engine = build(case, partition_method="type:Embedding|Head")
+    built = [report.old_partition for report in engine.reports]
     engine.train_batch(batches(engine))
-    return engine.partition
+    return [list(partition) for partition in built], engine.partition
 
 
 def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]] = layers) -> tuple[Any, ...]:
@@ -406,7 +409,8 @@ def train_sleeping(block: dict[str, Any], milliseconds: Sequence[float], steps: 
     return {"partition": engine.partition, "reports": reports}
 
 
-def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any]:
+def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
+    """Partitions found between neighbours and in memory, and how many numbers each reduction over the world had."""
     from ds_dynmo import partitioners
     from ds_dynmo.engine.comm import Communicator
     from ds_dynmo.engine.decentralized import decide_among_neighbours
@@ -415,7 +419,15 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any]:
     case = Case(stages=stages)
     module = PipelineModule(layers=layers(case), num_stages=stages, loss_fn=loss, partition_method="uniform")
     comm = Communicator(module.mpu(), torch.device("cpu"), 30.0)
-    decentralized, pure = [], []
+    decentralized, pure, reduced = [], [], []
+    reduce = comm.max_over_world
+
+    def watched(numbers: torch.Tensor) -> torch.Tensor:
+        reduced.append(numbers.numel())
+        return reduce(numbers)
+
+    comm.max_over_world = watched  # type: ignore[method-assign]
+    comm.gather_objects = comm._gather = None  # type: ignore[assignment]
     for _ in range(5):
         num_layers = chooser.randint(stages, 20)
         costs = [chooser.choice([0.0, 1.0, chooser.random()]) for _ in range(num_layers)]
@@ -425,7 +437,7 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any]:
         speed = speeds[module.stage_id]
         decentralized.append(list(decide_among_neighbours(own, start, None, module.stage_id, comm, speed=speed)))
         pure.append(partitioners.diffusion(costs, stages, start, speeds=speeds))
-    return decentralized, pure
+    return decentralized, pure, reduced
 
 
 def profile_sleeping(milliseconds: Sequence[float]) -> tuple[list[float], Any]:
@@ -638,7 +650,7 @@ def train_layers(
         losses.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
-    return {"losses": losses, "state": state(engine)}
+    return {"losses": losses, "state": state(engine), "partition": engine.partition}
 
 
 class Widen(nn.Module):
@@ -900,17 +912,25 @@ def freeze_tie(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]
     """Freeze all uses of a tied layer, and let them train again."""
     engine = build(Case(tied=True, precision=precision))
     data, losses, waiting = batches(engine), [], list(moves)
+
+    def tie() -> list[bytes]:
+        mine = [raw_layer(m) for i, m in sorted(engine._layers.modules().items()) if engine._layers.key(i) is not None]
+        return next(filter(None, engine._comm.gather_objects(mine[0] if mine else [])))
+
+    changed = []
     for tie_trains in (True, False, True):
         for index, module in engine._layers.modules().items():
             if engine._layers.key(index) is not None:
                 module.requires_grad_(tie_trains)
+        before = tie()
         engine.model_changed("the tie")
         for _ in range(2):
             engine._controller.decided(moved=False)
             losses.append(engine.train_batch(data).item())
             if waiting:
                 engine.rebalance(waiting.pop(0))
-    return {"losses": losses, "state": state(engine), "replica": 0}
+        changed.append(tie() != before)
+    return {"losses": losses, "state": state(engine), "replica": 0, "changed": changed}
 
 
 def share_a_parameter() -> str:

@@ -176,7 +176,8 @@ def test_losses_gradients_and_exits_are_those_of_the_slow_reference(name: str, t
     streams = list(fast.streams(text()[:, :-1]))
     actual = language_model_loss(streams[-1], text()[:, 1:])
     assert Stream.unpack(streams[-2]).exited.tolist() == left
-    assert tied or len({depth for row in left for depth in row}) > 1  # tokens part
+    if (name, tied) != ("state", True):  # states that the embedding makes alone hardly turn: all leave at once
+        assert len({depth for row in left for depth in row}) > 1  # tokens part
     torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-6)  # cross entropies are fp32
     actual.backward()
     expected.backward()

@@ -165,9 +165,9 @@ def test_a_recorded_run_is_a_case(
 
 
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         run_script(monkeypatch, "--case", "moe", "--layers", "4", "--stages", "8")
     assert "4 layers" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         run_script(monkeypatch, "--case", "moe", "--link-gbps", "0")
     assert "--link-gbps 0" in capsys.readouterr().err
