@@ -6,7 +6,9 @@
     deepspeed --num_gpus 2 scripts/benchmark.py --compute real              # the models of ds_configs
 
 Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, through the
-real engine; "oracle" is told where they are even, and pays for nothing. What a profile is worth and what the parts of a
+real engine; "oracle" is told where they are even, and pays for nothing. "best static": speedup over the fastest of the
+static partitions that can be known before training (uniform, by parameters, balanced by a profile of the model before
+it changes); every balancer starts at the one that is predicted to be. What a profile is worth and what the parts of a
 rebalance cost by themselves:
 
     deepspeed --num_gpus 2 scripts/benchmark.py freezing|profile|overhead --help
@@ -43,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--balancer",
         action="append",
         choices=[arm for arm in ARMS if arm not in ALWAYS],
-        help="emulated, beside the uniform partition and the dense model; default: all; may be repeated",
+        help="beside the static partitions and the dense model; default: all; may be repeated",
     )
     parser.add_argument("--compute", choices=["emulated", "real"], default="emulated", help="default: %(default)s")
     parser.add_argument("--stages", type=int, help="of the pipeline: the number of processes")

@@ -7,7 +7,8 @@
     python scripts/simulate.py --report run.jsonl --stages 4       # load signals that scripts/train.py recorded
     python scripts/simulate.py --repack                            # fewer stages as a model is pruned
 
-Speedups are over the static uniform partition of the same dynamic model and over the dense model. "full" is the time
+Speedups are over the best static partition of the same dynamic model, of uniform, by parameters and balanced by the
+loads of the first iteration, where every balancer starts; and over the dense model. "full" is the time
 that the busiest stage works, as under a schedule almost without bubbles of its own, which is the paper's; "1F1B" is
 DeepSpeed's schedule, links included.
 """
@@ -28,7 +29,8 @@ from ds_dynmo.errors import ConfigError, PartitionError
 from scripts.simulation.loads import CASES, Case, Phase, recorded_phases
 from scripts.simulation.paper import AVERAGE_GPUS, PAPER
 from scripts.simulation.repacking import repack_rows, sustained_stages
-from scripts.simulation.runs import ARMS, STATIC, Outcome, Setting, compare
+from scripts.simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
+from scripts.simulation.statics import label
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,26 @@ class Recorded:
 
 def rows_of(case: Case, setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per balancer."""
-    arms = [arm for arm in ARMS if arm in (STATIC, "dense", *arguments.balancers)]
+    arms = [arm for arm in ARMS if arm in (*STATICS, "dense", *arguments.balancers)]
     outcomes = compare(case, setting, arms, count=arguments.phases, seeds=arguments.seeds)
     return [row(case.name, arm, outcomes, setting) for arm in arms]
 
 
 def row(case: str, arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict[str, Any]:
-    own, static, dense = outcomes[arm], outcomes[STATIC], outcomes["dense"]
+    own, uniform, dense = outcomes[arm], outcomes[STATIC], outcomes["dense"]
+    statics = [outcomes[name] for name in STATICS]
+    best = min(statics, key=lambda one: one.full_seconds)
+    best_1f1b = min(statics, key=lambda one: one.schedule_seconds)
     return {
         "case": case,
         "balancer": arm,
         "tokens_per_second": setting.tokens / own.full_seconds,
         "tokens_per_second_1f1b": setting.tokens / own.schedule_seconds,
-        "speedup_over_static": static.full_seconds / own.full_seconds,
-        "speedup_over_static_1f1b": static.schedule_seconds / own.schedule_seconds,
-        "speedup_over_static_at_end": static.last_seconds / own.last_seconds,
+        "speedup_over_static": best.full_seconds / own.full_seconds,
+        "speedup_over_static_1f1b": best_1f1b.schedule_seconds / own.schedule_seconds,
+        "speedup_over_static_at_end": best.last_seconds / own.last_seconds,
+        "speedup_over_uniform": uniform.full_seconds / own.full_seconds,
+        "speedup_over_uniform_at_end": uniform.last_seconds / own.last_seconds,
         "speedup_over_dense": dense.full_seconds / own.full_seconds,
         "speedup_over_dense_1f1b": dense.schedule_seconds / own.schedule_seconds,
         "bubble_ratio": own.full_bubble,
@@ -81,7 +88,7 @@ def print_case(rows: Sequence[dict[str, Any]], setting: Setting) -> None:
     scale = f"{setting.layers} layers, {setting.stages} stages x {setting.replicas} replicas"
     print(f"\n{rows[0]['case']}: {scale}, {setting.micro_batches} micro-batches, interval {setting.interval}")
     print(f"{'':<22}{'--- full ---':^36}{'--- 1F1B ---':^36}")
-    heads = ("over static", "over dense", "bubble")
+    heads = ("best static", "over dense", "bubble")
     print(f"{'balancer':<22}" + "".join(f"{head:>12}" for head in heads * 2) + f"{'imbalance':>12}{'moves':>7}")
     for one in rows:
         figures = [
@@ -90,31 +97,36 @@ def print_case(rows: Sequence[dict[str, Any]], setting: Setting) -> None:
             for name in ("speedup_over_static", "speedup_over_dense", "bubble_ratio")
         ]
         print(
-            f"{one['balancer']:<22}"
+            f"{label(one['balancer']):<22}"
             + "".join(f"{figure:>12.2f}" for figure in figures)
             + f"{one['imbalance']:>12.2f}{one['moves']:>7}"
         )
 
 
 def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
-    print("\nBeside the paper (its schedule is almost without bubbles of its own: figures of 'full')\n")
-    heads = ("case", "speedup over", "paper", "best", "at end", "ideal", "bubble before", "paper's", "after", "paper's")
-    widths = (18, 14, 14, 7, 8, 7, 15, 18, 7, 8)
+    print("\nBeside the paper: its schedule is almost without bubbles of its own ('full'), its static is uniform\n")
+    heads = (
+        *("case", "speedup over", "paper", "best", "at end", "ideal", "over best static", "at end", "bubble before"),
+        *("paper's", "after", "paper's"),
+    )
+    widths = (18, 14, 14, 7, 8, 7, 18, 8, 15, 18, 7, 8)
     print("".join(f"{head:<{width}}" for head, width in zip(heads, widths)))
     for case, published in PAPER.items():
         own = {one["balancer"]: one for one in rows if one["case"] == case}
         if not own:
             continue
-        key = "speedup_over_dense" if published.over == "dense" else "speedup_over_static"
-        dynamic = [one for arm, one in own.items() if arm not in (STATIC, "static_parameters", "dense", "oracle")]
+        key = "speedup_over_dense" if published.over == "dense" else "speedup_over_uniform"
+        dynamic = [one for arm, one in own.items() if arm not in (*STATICS, "dense", "oracle")]
         best = max(dynamic, key=lambda one: float(one[key])) if dynamic else own[STATIC]
         figures = (
             case,
             published.over,
             published.speedup,
             f"{best[key]:.2f}",
-            f"{best['speedup_over_static_at_end']:.2f}" if published.over != "dense" else "",
+            f"{best['speedup_over_uniform_at_end']:.2f}" if published.over != "dense" else "",
             f"{own['oracle'][key]:.2f}" if "oracle" in own else "",
+            f"{best['speedup_over_static']:.2f}",
+            f"{best['speedup_over_static_at_end']:.2f}",
             f"{own[STATIC]['bubble_ratio']:.0%}",
             published.bubble_before,
             f"{best['bubble_ratio']:.0%}",

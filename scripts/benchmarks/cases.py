@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmarks/cases.py freezing --steps 200
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/benchmarks/cases.py moe mod --steps 100 --json cases.json
 
-"Off" is the same dynamic model under the partition it starts at: the baseline. Its losses have to be those of "on", to
-the bit in fp32, and a difference is an error. The three engines live in the same processes and take turns after every
-batch, so that what the machine does meanwhile hits all of them alike. The table shows tokens per second, losses, and
-what profiling, deciding and moving cost of the run.
+"On" starts at the best static partition that a profile of the model before it changes knows of: uniform, by
+parameters or balanced by that profile. "Off" is the same dynamic model that stays there: the baseline. Its losses have
+to be those of "on", to the bit in fp32, and a difference is an error. The three engines live in the same processes and
+take turns after every batch, so that what the machine does meanwhile hits all of them alike. The table shows tokens per
+second, losses, and what profiling, deciding and moving cost of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ import torch
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import AUXILIARY_LOSS, LANGUAGE_MODEL_LOSS, dynamic_cases
+from ds_dynmo.partitioners import PipelineModel
 from scripts.benchmarks.arms import Arm, engines_end_here, quietly, say, timed, turns
+from scripts.simulation.statics import Statics
 from scripts.startup import init_distributed
 from scripts.train import VALIDATIONS, batches, build_engine, validate
 from scripts.training.options import Run, prepare
@@ -38,6 +41,7 @@ SIZES = ("layers", "hidden_size", "heads", "sequence_length", "mlp_ratio", "tied
 WAYS = ("on", "off", "dense")
 SAID = 10  # lines of progress a case
 LAST_STEPS = 10  # the training loss that is shown is their mean
+FIRST_PROFILE = 3  # batches of the profile that static partitions are taken from
 
 
 @dataclass
@@ -93,13 +97,42 @@ def settings_for(case: str, way: str) -> dict[str, Any]:
     return settings
 
 
+def statics_of(case: str, steps: int) -> Statics:
+    """From a profile of the case's model over its first batch, again and again, so that nothing changes. Collective."""
+    profile = {"batches": FIRST_PROFILE, "warmup_batches": 1}
+    block = {"interval": 0, "min_improvement": 0.99, "initial_partition": "uniform", "log": False, "profile": profile}
+    trained = Trained.build("profile", {**settings_for(case, "on"), "dynmo": block}, steps)
+    engine = trained.arm.engine
+    for _ in range(1 + FIRST_PROFILE):
+        trained.batch(0)
+    while engine.profile is None:  # the model said in its first batch that it had changed
+        trained.batch(0)
+    layers = engine.profile.layers
+    pipeline = PipelineModel(
+        tuple(layer.forward_seconds for layer in layers),
+        tuple(layer.backward_seconds for layer in layers),
+        engine.micro_batches,
+        (1.0,) * engine.num_stages,
+    )
+    known = Statics.known(pipeline, [layer.trainable_parameters for layer in layers])
+    for line in known.lines():
+        say(f"{case}: {line}")
+    return known
+
+
 def measure(case: str, steps: int) -> list[dict[str, Any]]:
     """The case's rows. Collective.
 
     Raises:
         ConfigError: losses are not the same with DynMo on as with it off.
     """
-    trained = {way: Trained.build(way, settings_for(case, way), steps) for way in WAYS}
+    known = statics_of(case, steps)
+    trained = {}
+    for way in WAYS:
+        settings = settings_for(case, way)
+        start = known.start("dense" if way == "dense" else known.best)
+        settings["dynmo"] = {**settings["dynmo"], "initial_partition": list(start)}
+        trained[way] = Trained.build(way, settings, steps)
     for step in range(steps):
         for way in turns(WAYS, step):
             trained[way].timed_batch(step)
@@ -109,7 +142,7 @@ def measure(case: str, steps: int) -> list[dict[str, Any]]:
     on, off = trained["on"], trained["off"]
     if (on.losses, on.validation_losses) != (off.losses, off.validation_losses):
         raise ConfigError(f"{case}: losses differ: {on.validation_losses} and {off.validation_losses}")
-    return [row(case, one, off) for one in trained.values()]
+    return [{**row(case, one, off), "static": known.best} for one in trained.values()]
 
 
 def row(case: str, one: Trained, off: Trained) -> dict[str, Any]:

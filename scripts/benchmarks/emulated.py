@@ -5,6 +5,9 @@ iterations. Else a run of 10,000 iterations is cut down to its phases: in each, 
 decides, and, if the phase lasts, once more as it would an interval later, with a second profile; then the settled
 pipelines are timed in turns. A phase takes its iterations times that, and what rebalances were measured to cost is
 counted as often as the interval has them.
+
+Static engines have the partitions that the loads of the first phase or iteration, taken for known before training, say;
+of those that are alike one is run. All others start at the best of them, the dense model at the uniform one.
 """
 
 from __future__ import annotations
@@ -14,20 +17,22 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from ds_dynmo.partitioners import balanced
+from ds_dynmo.partitioners import PipelineModel, balanced
 from scripts.benchmarks.arms import Arm, profiling_seconds, quietly, say, timed, turns
 from scripts.benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from scripts.benchmarks.rows import Costs, Measured, Passes, Slice, rows
 from scripts.simulation.loads import Case, Phase
-from scripts.simulation.runs import ARMS, Setting
+from scripts.simulation.runs import ARMS, STATICS, Setting
+from scripts.simulation.statics import Statics
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
 LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
-ALWAYS = ("static_uniform", "dense")  # what others are compared with
+ALWAYS = (*STATICS, "dense")  # what others are compared with
 PROBES = 6  # pairs of a profiled and a plain batch
 
 
@@ -38,7 +43,7 @@ def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, o
     if torch.distributed.get_rank():
         return []
     measured = {arm.name: Measured.of(arm.rounds, arguments.micro_batches) for arm in benchmark.arms}
-    return rows(case.name, measured, arguments.micro_batches * Setting.micro_batch_tokens)
+    return rows(case.name, measured, arguments.micro_batches * Setting.micro_batch_tokens, benchmark.statics)
 
 
 class Benchmark:
@@ -51,8 +56,6 @@ class Benchmark:
         self.batches = data()
         self.began = time.perf_counter()
         sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": case.interval}
-        chosen = [name for name in ARMS if not arguments.balancer or name in (*arguments.balancer, *ALWAYS)]
-        self.arms = [Arm(name, quietly(partial(make_engine, name, **sizes))) for name in chosen]
         self.dense = Phase.of([1.0] * arguments.layers)
         self.rounds = arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
         count = PHASES if self.lasting else 1 + self.rounds * arguments.batches
@@ -60,6 +63,21 @@ class Benchmark:
         mean_ms = arguments.forward_ms or (LASTING_MS if self.lasting else CHANGING_MS)
         self.mean_share = mean_share(self.phases)
         self.forward_seconds = mean_ms / 1e3 / self.mean_share  # of a dense layer
+        stages = torch.distributed.get_world_size()
+        first = PipelineModel(*self.passes(self.phases[0]), arguments.micro_batches, (1.0,) * stages)
+        self.statics = Statics.known(first, self.phases[0].trainable)
+        self.arms = [Arm(name, quietly(partial(self.engine_of, name, sizes))) for name in self.chosen()]
+        for line in self.statics.lines():
+            say(f"{case.name}: {line}")
+
+    def chosen(self) -> list[str]:
+        """The arms that are run."""
+        asked = self.arguments.balancer
+        wanted = [name for name in ARMS if not asked or name in (*asked, *ALWAYS)]
+        return [name for name in wanted if name not in self.statics.alike]
+
+    def engine_of(self, arm: str, sizes: dict[str, int]) -> Any:
+        return make_engine(arm, **sizes, block={"initial_partition": list(self.statics.start(arm))})
 
     def measure(self) -> None:
         """Fills the rounds of every arm. Collective."""

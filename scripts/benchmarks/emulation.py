@@ -18,7 +18,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.models.local_layers import local_layers
 from scripts.simulation.loads import Phase
-from scripts.simulation.runs import STATICS
+from scripts.simulation.statics import STATICS
 
 UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
 UNIT = 64  # elements
@@ -98,12 +98,12 @@ def dynmo_block(arm: str, interval: int) -> dict[str, Any]:
 def make_engine(
     arm: str, *, layers: int, micro_batches: int, interval: int, block: dict[str, Any] | None = None
 ) -> Any:
-    """An engine over emulated blocks, one stage per rank; ``block`` adds to the arm's "dynmo" block."""
+    """An engine over emulated blocks, one stage per rank, uniform; ``block`` adds to the arm's "dynmo" block."""
     module = PipelineModule(
         layers=[LayerSpec(EmulatedBlock) for _ in range(layers)],
         num_stages=torch.distributed.get_world_size(),
         loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
-        partition_method="parameters" if arm == "static_parameters" else "uniform",
+        partition_method="uniform",
     )
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -2,7 +2,9 @@
 
 Engines take turns batch by batch, so that whatever else the machine does is shared alike.
 Training is bitwise the same under every balancer, so that the layers' seconds that one engine profiles, those of
-"partition_time", hold for all. Nobody knows true costs here, so there is no oracle.
+"partition_time", hold for all. Nobody knows true costs here, so there is no oracle. Static engines have the partitions
+that a profile of the model before it changes says; of those that are alike one is run. All others start at the best of
+them, the dense model at the uniform one.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import torch
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import Profile
 from scripts.benchmarks.arms import Arm, profiling_seconds, say, timed, turns
-from scripts.benchmarks.cases import Trained, settings_for
+from scripts.benchmarks.cases import Trained, settings_for, statics_of
+from scripts.benchmarks.emulated import ALWAYS
 from scripts.benchmarks.emulation import BALANCERS
 from scripts.benchmarks.rows import Costs, Measured, Passes, Slice, rows
 from scripts.simulation.loads import Case
 from scripts.simulation.runs import ARMS, STATICS
+from scripts.simulation.statics import Statics
 
 REFERENCE = "partition_time"
 NOT_KNOWN_YET: Passes = ((), ())
@@ -30,7 +34,8 @@ PROBES = 16  # pairs of a profiled and a plain batch: single batches differ by a
 
 def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """The case's rows, on rank 0; others return none."""
-    trained = [train(case.name, arm, arguments) for arm in ARMS if arm != "oracle"]
+    known = statics_of(case.name, arguments.steps)
+    trained = [train(case.name, arm, known, arguments) for arm in chosen(known, arguments)]
     say(f"{case.name}: engines are built")
     dense = next(one for one in trained if one.arm.name == "dense")
     dense.batch(0)
@@ -60,20 +65,26 @@ def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, objec
     micro_batches, run = reference.micro_batches, trained[0].run
     measured = {one.arm.name: Measured.of(one.arm.rounds, micro_batches) for one in trained}
     tokens = micro_batches * reference.train_micro_batch_size_per_gpu() * run.model.sequence_length
-    return rows(case.name, measured, tokens)
+    return rows(case.name, measured, tokens, known)
 
 
-def train(case: str, arm: str, arguments: argparse.Namespace) -> Trained:
+def chosen(known: Statics, arguments: argparse.Namespace) -> list[str]:
+    """The arms that are run: what was asked for, what they are compared with, and what is profiled."""
+    asked = (*arguments.balancer, *ALWAYS, REFERENCE) if arguments.balancer else ARMS
+    return [arm for arm in ARMS if arm in asked and arm not in ("oracle", *known.alike)]
+
+
+def train(case: str, arm: str, known: Statics, arguments: argparse.Namespace) -> Trained:
     """An engine for ``arm`` over the case's model, or over the dense model of its size."""
     settings = settings_for(case, "dense" if arm == "dense" else "on")
     block = {**settings["dynmo"], "log": False}
     if arm in STATICS:
-        start = "uniform" if arm == "static_uniform" else "parameters"
-        block = {"enabled": False, "initial_partition": start}
+        block = {"enabled": False, "log": False}
     elif arm == "dense":
         block = {"interval": 0, "min_improvement": 0.99, "log": False, "profile": {"warmup_batches": 1_000_000}}
     else:
         block["balancer"], block["balance_by"] = BALANCERS[arm]
+    block["initial_partition"] = list(known.start(arm))
     return Trained.build(arm, {**settings, "dynmo": block}, arguments.steps)
 
 

@@ -6,12 +6,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from ds_dynmo.partitioners import PipelineModel, imbalance, loads, shortest, uniform
 from scripts.simulation.runs import ARMS, DYNAMIC, STATICS
+from scripts.simulation.statics import Statics, label
 
 OVERHEADS = ("profile", "decide", "migrate")
 Costs = tuple[float, float, float]  # seconds of OVERHEADS
@@ -57,11 +59,13 @@ class Measured:
 
     Attributes:
         rounds: all balancers have as many, taking turns.
+        partitions: every one that it ran under, in order, without repetitions in a row.
         imbalance: the paper's equation 2, mean over iterations.
         overheads: seconds of each of :data:`OVERHEADS`, per iteration.
     """
 
     rounds: tuple[Round, ...]
+    partitions: tuple[tuple[int, ...], ...]
     imbalance: float
     overheads: Costs
 
@@ -73,6 +77,7 @@ class Measured:
         profile, decide, migrate = (sum(one.costs[part] for one in slices) / sum(weights) for part in range(3))
         return cls(
             tuple(_round(of_round, micro_batches) for of_round in rounds),
+            tuple(partition for partition, _ in groupby(one.partition for one in slices)),
             float(np.average(imbalances, weights=weights)),
             (profile, decide, migrate),
         )
@@ -99,12 +104,19 @@ def bound_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
     return pipeline.iteration_seconds(shortest(_costs(passes), stages, start=start, pipeline=pipeline))
 
 
-def rows(case: str, measured: Mapping[str, Measured], tokens: int) -> list[dict[str, Any]]:
+def rows(
+    case: str, measured: Mapping[str, Measured], tokens: int, known: Statics | None = None
+) -> list[dict[str, Any]]:
     """One row per balancer; ratios are medians of those of the rounds, so that what drifts cancels.
+
+    "over static" is over the static partition that came out fastest, which one could not even know before.
 
     Args:
         tokens: of one iteration.
+        known: the static partitions; of those that are alike one was run, and its row is that of each.
     """
+    alike = {} if known is None else {arm: other for arm, other in known.alike.items() if other in measured}
+    measured = {**measured, **{arm: measured[other] for arm, other in alike.items()}}
     throughput = {arm: tokens / statistics.median(one.seconds for one in run.rounds) for arm, run in measured.items()}
     static = max((arm for arm in STATICS if arm in throughput), key=lambda arm: throughput[arm])
     return [
@@ -119,6 +131,9 @@ def rows(case: str, measured: Mapping[str, Measured], tokens: int) -> list[dict[
             "share_of_bound": _share(measured[arm], lambda one: one.bound_seconds),
             "bubble_ratio": max(0.0, 1 - _share(measured[arm], lambda one: one.busy_seconds)),
             "imbalance": measured[arm].imbalance,
+            "start": None if known is None else list(known.start(arm)),
+            "partitions": [list(partition) for partition in measured[arm].partitions],
+            "measured_as": alike.get(arm, arm),
             **_overheads(measured[arm]),
         }
         for arm in ARMS
@@ -145,14 +160,19 @@ def _overheads(run: Measured) -> dict[str, float]:
 
 
 def print_rows(table: Sequence[dict[str, Any]]) -> None:
-    heads = ("tokens/s", "over static", "over dense", "of ideal", "of bound", "bubble", "imbalance", *OVERHEADS)
+    heads = ("tokens/s", "best static", "over dense", "of ideal", "of bound", "bubble", "imbalance", *OVERHEADS)
     print(f"\n{'case':<18}{'balancer':<22}" + "".join(f"{head:>12}" for head in heads))
     for row in table:
         numbers = [row[name] for name in ("speedup_over_static", "speedup_over_dense", "share_of_ideal")]
         numbers += [row[name] for name in ("share_of_bound", "bubble_ratio", "imbalance")]
         costs = [row[f"overhead_{name}"] if row["balancer"] in DYNAMIC else None for name in OVERHEADS]
         print(
-            f"{row['case']:<18}{row['balancer']:<22}{row['tokens_per_second']:>12,.0f}"
+            f"{row['case']:<18}{label(row['balancer']):<22}{row['tokens_per_second']:>12,.0f}"
             + "".join(f"{'' if number is None else f'{number:.2f}':>12}" for number in numbers)
             + "".join(f"{'' if cost is None else f'{cost:.2%}':>12}" for cost in costs)
         )
+    for row in table:
+        if row["start"] is not None:
+            went = " -> ".join(map(str, row["partitions"]))
+            alike = "" if row["measured_as"] == row["balancer"] else f", the row of {label(row['measured_as'])}"
+            print(f"{row['case']:<18}{label(row['balancer']):<22}starts at {row['start']}, ran under {went}{alike}")

@@ -19,12 +19,11 @@ import numpy.typing as npt
 
 from ds_dynmo.partitioners import PipelineModel, balanced, diffusion, iteration_seconds, shortest, uniform
 from scripts.simulation.loads import Case, Phase
+from scripts.simulation.statics import STATIC, STATICS, Statics
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]
 
-STATIC = "static_uniform"
-STATICS = (STATIC, "static_parameters")
 DYNAMIC = (
     "partition_time",
     "partition_parameters",
@@ -180,17 +179,26 @@ def proposer(arm: str, setting: Setting) -> Propose:
     assert arm == "schedule"
 
     def by_schedule(step: Step, start: Partition) -> Partition:
-        forward, backward = step.slowest()
-        pipeline = PipelineModel(
-            tuple(forward.tolist()),
-            tuple(backward.tolist()),
-            setting.micro_batches,
-            (1.0,) * stages,
-            (setting.layer_bytes,) * setting.layers,
-        )
-        return shortest(step.costs(), stages, start=list(start), pipeline=pipeline)
+        return shortest(step.costs(), stages, start=list(start), pipeline=pipeline_of(step, setting))
 
     return by_schedule
+
+
+def pipeline_of(step: Step, setting: Setting) -> PipelineModel:
+    """What a profile of ``step`` says."""
+    forward, backward = step.slowest()
+    return PipelineModel(
+        tuple(forward.tolist()),
+        tuple(backward.tolist()),
+        setting.micro_batches,
+        (1.0,) * setting.stages,
+        (setting.layer_bytes,) * setting.layers,
+    )
+
+
+def known_statics(first: Step, setting: Setting) -> Statics:
+    """The static partitions by the loads of the first iteration."""
+    return Statics.known(pipeline_of(first, setting), first.trainable)
 
 
 def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Setting) -> bool:
@@ -221,13 +229,13 @@ def move_seconds(old: Partition, new: Partition, setting: Setting) -> float:
     return busiest * setting.layer_bytes / setting.link_bytes_per_second
 
 
-def replay(steps: Sequence[Step], arm: str, setting: Setting) -> Outcome:
-    """The run under ``arm``; the partition is uniform at first.
+def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition | None = None) -> Outcome:
+    """The run under ``arm``, which begins at ``start``; None: uniform.
 
     A rebalance follows the first iteration of a phase that was announced, else the next multiple of the interval. The
     oracle knows loads that last before they come, and of those that change in every iteration the one before.
     """
-    partition: Partition = uniform(setting.layers, setting.stages)
+    partition: Partition = uniform(setting.layers, setting.stages) if start is None else start
     propose = proposer(arm, setting) if arm in DYNAMIC or arm == "oracle" else None
     rows, moves, moving, begin = [], 0, 0.0, 0
     for step in steps:
@@ -267,9 +275,18 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, seeds: int) -> dict[str, Outcome]:
-    """Each of ``arms`` on the same loads; means over seeds."""
+    """Each of ``arms`` on the same loads; means over seeds.
+
+    Static ones begin where their name says, by the loads of the first iteration, which they take for known; all others
+    at the one of these that an iteration is shortest with then.
+    """
     runs = [steps_of(case, setting, count, seed) for seed in range(seeds)]
-    outcomes = {arm: mean_outcome([replay(steps, arm, setting) for steps in runs]) for arm in arms if arm != "dense"}
+    starts = [known_statics(steps[0], setting) for steps in runs]
+    outcomes = {
+        arm: mean_outcome([replay(steps, arm, setting, known.start(arm)) for steps, known in zip(runs, starts)])
+        for arm in arms
+        if arm != "dense"
+    }
     if "dense" in arms:
         outcomes["dense"] = replay(dense_steps(setting), STATIC, setting)
     return outcomes

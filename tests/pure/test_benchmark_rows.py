@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.benchmarks.rows import Measured, Slice, print_rows, rows
+from scripts.simulation.statics import STATICS, Statics
 
 DENSE = ((1.0,) * 4, (2.0,) * 4)
 HALF = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 2.0, 2.0))
@@ -59,6 +60,22 @@ def test_a_run_of_phases_counts_each_by_its_iterations() -> None:
     assert measured.imbalance == pytest.approx(0.5)
 
 
+def test_partitions_that_are_alike_are_run_once() -> None:
+    known = Statics(
+        {"static_uniform": (0, 2, 4), "static_parameters": (0, 2, 4), "static_profiled": (0, 3, 4)},
+        {"static_uniform": 4.0, "static_parameters": 4.0, "static_profiled": 3.0},
+        dict.fromkeys(STATICS, 0.5),
+    )
+    own = {arm: one for arm, one in MEASURED.items() if arm != "static_parameters"}
+    profiled = run([40.0, 40.0, 50.0], (0, 3, 4))
+    table = {one["balancer"]: one for one in rows("freezing", {**own, "static_profiled": profiled}, 120, known)}
+    same, uniform = table["static_parameters"], table["static_uniform"]
+    assert same == {**uniform, "balancer": "static_parameters"} and same["measured_as"] == "static_uniform"
+    assert table["partition_time"]["speedup_over_static"] == 1.25  # of 1.33, 0.8 and 1.25: over the profiled one
+    assert table["partition_time"]["start"] == [0, 3, 4] and table["dense"]["start"] == [0, 2, 4]
+    assert known.lines()[2].startswith("static profiled [0, 3, 4]: predicted iteration 3.000 s, imbalance 0.50, best")
+
+
 def test_without_an_oracle_there_is_no_share_of_it() -> None:
     real = {arm: one for arm, one in MEASURED.items() if arm != "oracle"}
     assert {row["share_of_ideal"] for row in rows("freezing", real, tokens=120)} == {None}
@@ -68,7 +85,7 @@ def test_the_table_leaves_blank_what_there_is_not(capsys: pytest.CaptureFixture[
     print_rows(rows("freezing", {name: one for name, one in MEASURED.items() if name != "oracle"}, tokens=120))
     head, *lines = capsys.readouterr().out.strip().splitlines()
     assert head.split()[:2] == ["case", "balancer"] and head.split()[-3:] == ["profile", "decide", "migrate"]
-    cells = {line.split()[1]: line.split()[2:] for line in lines}
+    cells = {line[18:40].strip(): line[40:].split() for line in lines}
     assert cells["partition_time"][:3] == ["3", "2.00", "4.00"]  # no share of an ideal that was not run
     assert cells["partition_time"][-3:] == ["1.50%", "0.50%", "1.00%"]
-    assert len(cells["dense"]) == len(cells["static_uniform"]) == len(cells["partition_time"]) - 3
+    assert len(cells["dense"]) == len(cells["static uniform"]) == len(cells["partition_time"]) - 3

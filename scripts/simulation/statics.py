@@ -1,0 +1,73 @@
+"""Static partitions that can be known before training: what every comparison starts from. Pure, no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_dynmo.partitioners import PipelineModel, balanced, imbalance, uniform
+
+STATIC = "static_uniform"
+STATICS = (STATIC, "static_parameters", "static_profiled")
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Statics:
+    """The static partitions of a model, each with what a profile of it before it changes predicts.
+
+    Attributes:
+        partitions: by the names in :data:`STATICS`.
+        seconds: predicted, of an iteration.
+        imbalances: the paper's equation 2.
+    """
+
+    partitions: dict[str, tuple[int, ...]]
+    seconds: dict[str, float]
+    imbalances: dict[str, float]
+
+    @classmethod
+    def known(cls, pipeline: PipelineModel, trainable: Sequence[float]) -> Statics:
+        """Of the model as ``pipeline`` has it before it changes; ``trainable``: parameters of each layer, any unit."""
+        costs = [forward + backward for forward, backward in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
+        stages = len(pipeline.speeds)
+        partitions = {
+            "static_uniform": tuple(uniform(len(costs), stages)),
+            "static_parameters": tuple(balanced(trainable, stages)),
+            "static_profiled": tuple(balanced(costs, stages)),
+        }
+        return cls(
+            partitions,
+            {arm: pipeline.iteration_seconds(partition) for arm, partition in partitions.items()},
+            {arm: imbalance(costs, partition) for arm, partition in partitions.items()},
+        )
+
+    @property
+    def best(self) -> str:
+        """Of the shortest predicted iteration."""
+        return min(STATICS, key=lambda arm: self.seconds[arm])
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """The static arms whose partition an earlier one has, and which."""
+        first = {partition: arm for arm, partition in reversed(self.partitions.items())}
+        return {arm: first[partition] for arm, partition in self.partitions.items() if first[partition] != arm}
+
+    def start(self, arm: str) -> tuple[int, ...]:
+        """Where ``arm`` begins: a static one at its own, the dense model at the uniform, all others at the best one."""
+        if arm == DENSE:
+            return self.partitions[STATIC]
+        return self.partitions[arm if arm in STATICS else self.best]
+
+    def lines(self) -> list[str]:
+        """What to show of them, one line each."""
+        return [
+            f"{label(arm)} {list(self.partitions[arm])}: predicted iteration {self.seconds[arm]:.3f} s, imbalance "
+            f"{self.imbalances[arm]:.2f}{', best: where all others start' if arm == self.best else ''}"
+            for arm in STATICS
+        ]
+
+
+def label(arm: str) -> str:
+    """The name of ``arm`` in tables."""
+    return arm.replace("_", " ") if arm in STATICS else arm
