@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.partitioners import PipelineModel
 from scripts.benchmark import asks_for_part, check, parse
 from scripts.benchmarks.emulated import until_settled
 from scripts.benchmarks.emulation import EmulatedBlock
 from scripts.benchmarks.machine import Stolen
+from scripts.benchmarks.real import chosen
 from scripts.simulation.loads import CASES
+from scripts.simulation.runs import ARMS
+from scripts.simulation.statics import Statics
 
 
 def test_a_part_is_asked_for_by_the_first_argument() -> None:
@@ -35,6 +39,15 @@ def test_sizes_that_make_no_pipeline_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match=message):
         check(parse(flags))
+
+
+def test_real_engines_are_what_is_asked_for_and_what_it_is_compared_with() -> None:
+    lopsided = PipelineModel((1.0, 1.0, 1.0, 3.0), (2.0, 2.0, 2.0, 6.0), 8, (1.0, 1.0))
+    known = Statics.known(lopsided, [1.0] * 4)  # by parameters it is uniform
+    assert chosen(known, parse(["--balancer", "schedule"])) == [
+        *("static_uniform", "static_profiled", "partition_time", "schedule", "dense")
+    ]
+    assert set(ARMS) - set(chosen(known, parse([]))) == {"static_parameters", "oracle"}
 
 
 def test_without_the_launcher_there_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
