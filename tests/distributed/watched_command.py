@@ -72,12 +72,7 @@ class WatchedCommand:
 
     def processes(self, part: str = "") -> list[psutil.Process]:
         """Those that run, with ``part`` in their command line."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and any(part in word for word in process.cmdline()):
-                    found.append(process)
-        return found
+        return [process for process, line in self._running() if part in line]
 
     def until(self, look: Callable[[], Found]) -> Found:
         """What ``look`` finds, once it finds something."""
@@ -105,8 +100,17 @@ class WatchedCommand:
         return self._output.read_text()
 
     def _left(self) -> list[str]:
-        running = [" ".join(process.cmdline()) for process in self.processes()]
+        running = [line for _, line in self._running()]
         return [*running, *sorted(self._lasting() - self._before)]
+
+    def _running(self) -> list[tuple[psutil.Process, str]]:
+        """With their command lines; one can end at any moment."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and (line := " ".join(process.cmdline())):
+                    found.append((process, line))
+        return found
 
     def _lasting(self) -> set[str]:
         """Shared memory and files. Other programs' memory comes and goes; DeepSpeed's is named after its port."""
