@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ds_dynmo.engine import hosts
 from ds_dynmo.engine.bounded import BoundedStore, within
+from ds_dynmo.engine.objects import from_bytes, to_bytes
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
 
@@ -24,6 +26,21 @@ SMALL_BYTES = 1 << 16  # a tensor of no more travels in one message with others
 _CLOCK_ROUNDS = 10
 
 Placed = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A value on its way to other ranks, or why it cannot be sent."""
+
+    data: bytes
+    problem: str = ""
+
+    @classmethod
+    def of(cls, value: Any) -> _Sent:
+        try:
+            return cls(to_bytes(value))
+        except Exception as error:  # whatever a user's object raises: the others have to hear of it
+            return cls(b"", repr(error))
 
 
 def nothing() -> None:
@@ -139,22 +156,37 @@ class Communicator:
         return moved.to(numbers.device)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """One small picklable value of every rank, in rank order."""
+        """One small picklable value of every rank, in rank order.
+
+        Raises:
+            MigrationError: on every rank, where that of one cannot be sent.
+        """
         gathered: list[Any] = [None] * dist.get_world_size()
+        sent = _Sent.of(value)
         try:
-            dist.all_gather_object(gathered, value, group=self._control)
+            dist.all_gather_object(gathered, sent, group=self._control)
         except RuntimeError as error:
             raise self._control_failed(error) from error
-        return gathered
+        return self._received(gathered)
 
     def broadcast_object(self, value: Any) -> Any:
-        """The picklable value of rank 0, whatever the others pass."""
-        box = [value]
+        """The picklable value of rank 0, whatever the others pass.
+
+        Raises:
+            MigrationError: on every rank, where it cannot be sent.
+        """
+        box = [_Sent.of(value) if dist.get_rank() == 0 else None]
         try:
             dist.broadcast_object_list(box, src=0, group=self._control)
         except RuntimeError as error:
             raise self._control_failed(error) from error
-        return box[0]
+        return self._received(box)[0]
+
+    def _received(self, every: Sequence[Any]) -> list[Any]:
+        problems = {rank: sent.problem for rank, sent in enumerate(every) if sent.problem}
+        if problems:
+            raise MigrationError(f"{self._what}: ranks cannot send what they have to: {problems}", harmless=True)
+        return [from_bytes(sent.data, self._device) for sent in every]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """A byte string of every rank, all of one length, in rank order; nothing is unpickled."""
@@ -172,8 +204,8 @@ class Communicator:
         if slices == 1:
             return [value]
         gathered: list[Any] = [None] * slices
-        dist.all_gather_object(gathered, value, group=self._grid.get_slice_parallel_group())
-        return gathered
+        dist.all_gather_object(gathered, _Sent.of(value), group=self._grid.get_slice_parallel_group())
+        return self._received(gathered)
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Seconds that this rank's clock is ahead of rank 0's, and the most that they can be wrong by.

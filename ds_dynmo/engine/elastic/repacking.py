@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from ds_dynmo.engine.elastic.secret import check_members, secret_for
 from ds_dynmo.engine.elastic.standings import Standing
 from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed
 from ds_dynmo.engine.migration import migrate
+from ds_dynmo.engine.objects import from_bytes
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.partitioners import hosts, with_empty
 from ds_dynmo.plan import MigrationPlan
@@ -219,7 +219,7 @@ class Repacker:
                 else:
                     engine._layers.tie(engine.grid, engine._comm.tied_group)
                 self._stages_changed(new)
-                standings.load_states(pickle.loads(job), self.states)
+                standings.load_states(from_bytes(job, engine.device), self.states)
             else:
                 self._let_go()
                 if not park:
@@ -309,7 +309,7 @@ class Repacker:
         self._begin(call.stages, call.generation)
         standing = engine._comm.broadcast_object(standing)
         assert standing is not None
-        job = pickle.loads(standing.job)
+        job = from_bytes(standing.job, engine.device)
         if away:
             standings.learn(engine, self.data, job)
             self.parked, self.places = standing.parked, standing.places

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ds_dynmo.engine.checkpoint.progress import counters_of, restore_counters
 from ds_dynmo.engine.elastic.data import DataPosition
 from ds_dynmo.engine.elastic.release import Place
+from ds_dynmo.engine.objects import to_bytes
 from ds_dynmo.engine.parameter_groups import options_of
 
 _COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
@@ -37,7 +35,7 @@ class Standing:
         parked: stages of the job that stay parked.
         places: where every rank runs.
         first_seconds: what an iteration at the start of the run took counts as from now on; None: as before.
-        job: of :func:`gather_job`.
+        job: of :func:`gather_job`, for ``from_bytes``.
     """
 
     old: tuple[int, ...]
@@ -57,7 +55,7 @@ def gather_job(engine: Any, data: DataPosition, states: Mapping[str, Any]) -> by
     Raises:
         MigrationError: harmless; a rank could not tell.
     """
-    every = engine._comm.gather_or_fail("telling how the job stands", lambda: pickle.dumps(_job(engine, data, states)))
+    every = engine._comm.gather_or_fail("telling how the job stands", lambda: to_bytes(_job(engine, data, states)))
     job: bytes = every[0]
     return job
 
@@ -66,7 +64,7 @@ def _job(engine: Any, data: DataPosition, states: Mapping[str, Any]) -> dict[str
     """All that the ranks count alike."""
     optimizer, scheduler = engine.basic_optimizer, engine.lr_scheduler
     return {
-        "attributes": {name: _on_cpu(getattr(engine, name)) for name in _COUNTED},
+        "attributes": {name: getattr(engine, name) for name in _COUNTED},
         "batch_size": engine.train_batch_size(),
         "passed": data.passed,
         "counters": counters_of(engine),
@@ -94,9 +92,3 @@ def load_states(job: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """On every rank, as when a job is resumed: what a rank kept of them for itself went with it."""
     for name, holder in states.items():
         holder.load_state_dict(job["states"][name])
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value
