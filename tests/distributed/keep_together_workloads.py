@@ -15,6 +15,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.engine.comm import Communicator
 from ds_dynmo.engine.decentralized import decide_among_neighbours
+from ds_dynmo.engine.decision import Outlook
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, propose
@@ -141,6 +142,15 @@ def begins_at(case: Case) -> dict[str, Any]:
     first = engine.partition
     engine.train_batch(batches(engine))
     return {"first": first, "then": engine.partition, "reasons": [report.reason for report in engine.reports]}
+
+
+def start_of_the_run(case: Case) -> tuple[float, float]:
+    """What an iteration counts as having taken at the start, and what it is predicted to take as layers are."""
+    engine = build(case)
+    data = batches(engine)
+    while engine.profile is None:
+        engine.train_batch(data)
+    return engine._experience.first_seconds, Outlook.of(engine.profile).pipeline.iteration_seconds(engine.partition)
 
 
 def refused_at_the_start(case: Case) -> tuple[str, str]:

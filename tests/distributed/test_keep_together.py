@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from ds_dynmo.partitioners import balanced
+from ds_dynmo.partitioners import balanced, uniform
 from tests.distributed import checkpoint_workloads, joining_workloads, keep_together_workloads
 from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.keep_together_workloads import BLOCKS, HEAD_WIDTH
@@ -91,17 +91,18 @@ def test_neighbours_land_where_diffusion_does() -> None:
         ({"keep_together": [[3, 4]], "enabled": False}, [0, 3, 8]),
         ({"keep_together": [[0, 1]]}, [0, 4, 8]),
         ({"keep_together": ["type:^block", [3, 4]]}, [0, 6, 8]),  # layers 1 to 5 are blocks
-        ({"keep_together": [[3, 4, 5]], "initial_partition": "uniform"}, [0, 3, 8]),
-        ({"keep_together": [[3, 4, 5, 6]], "initial_partition": "uniform"}, [0, 3, 8]),
-        ({"keep_together": [[1, 2, 3]], "initial_partition": "type:block"}, [0, 4, 8]),
-        ({"keep_together": [[3, 4]], "initial_partition": "type:block"}, [0, 3, 8]),
-        ({"keep_together": [[3, 4], [4, 5]], "initial_partition": "parameters"}, [0, 3, 8]),
+        ({"keep_together": [[3, 4]], "initial_partition": "uniform"}, [0, 3, 6, 8]),
+        # Below, the best that is allowed is not the allowed one that is nearest to the best.
+        ({"keep_together": [[1, 2, 3, 4]], "initial_partition": "uniform"}, [0, 1, 5, 8]),
+        ({"keep_together": [[4, 5]], "initial_partition": "type:block|head:4"}, [0, 6, 8]),
+        ({"keep_together": [[3, 4, 5]], "initial_partition": "parameters"}, [0, 3, 6, 8]),
     ],
 )
 def test_the_first_partition_is_allowed(block: dict[str, Any], first: list[int]) -> None:
-    found = run(2, keep_together_workloads.begins_at, Case(dynmo={"interval": 0, **block}))
+    stages = len(first) - 1
+    found = run(stages, keep_together_workloads.begins_at, Case(stages=stages, dynmo={"interval": 0, **block}))
     assert all(rank["first"] == rank["then"] == first for rank in found)
-    assert found[0]["reasons"] == ([] if first == [0, 4, 8] else ["initial"])
+    assert found[0]["reasons"] == ([] if first == uniform(8, stages) else ["initial"])
 
 
 def test_rules_that_do_not_suit_are_refused_before_anything_begins() -> None:
@@ -156,6 +157,13 @@ def test_re_packing_and_growing_cut_where_they_may() -> None:
     alone = run(3, keep_together_workloads.repack_by_hand, case, [3] * len(sizes))
     assert found["most"] == [3] * len(sizes)
     assert found["losses"] == alone[0]["losses"]
+
+
+def test_re_packing_expects_no_speed_that_no_allowed_partition_has() -> None:
+    """One partition is allowed, [0, 1, 8], and a balanced one would be faster."""
+    case = Case(dynmo={"interval": 0, "keep_together": [[1, 2, 3, 4, 5, 6, 7]]})
+    first_seconds, as_it_is = run(2, keep_together_workloads.start_of_the_run, case)[0]
+    assert first_seconds == as_it_is
 
 
 @pytest.fixture

@@ -98,9 +98,9 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
             f"{saved.path('')}: rank {engine.global_rank} failed while it was put to use, so the "
             f"engine is neither what it was nor what was saved: {error}"
         ) from error
-    settled = engine.allowed(engine.partition)
-    if list(settled) != engine.partition:
-        engine._go_to(settled, reason="checkpoint")
+    allowed = engine.allowed(engine.partition)  # saved without dynmo.keep_together, or with another one
+    if list(allowed) != engine.partition:
+        engine._go_to(allowed, reason="checkpoint")
     return loaded.path, client_state_of(engine, loaded, what)
 
 
@@ -146,14 +146,11 @@ def _open(engine: Any, load_dir: str, tag: str, what: What) -> SavedCheckpoint:
 
 
 def _target(engine: Any, manifest: Manifest, what: What) -> tuple[int, ...]:
-    """Where the ranks go before they load: to the saved partition if it is one for them.
-
-    Where ``keep_together`` does not let them, to the nearest. Stock DeepSpeed's files are read where it wrote them.
-    """
-    if manifest.stock:
-        return tuple(engine.partition) if what.module_only else manifest.partition
+    """Where the ranks go before they load: to the saved partition if it is one for them."""
     adopts = manifest.num_stages == engine.num_stages and (engine.dynmo.enabled or _was_placed(engine, manifest, what))
-    return engine.allowed(manifest.partition) if adopts else tuple(engine.partition)
+    if manifest.stock:
+        adopts = not what.module_only
+    return manifest.partition if adopts else tuple(engine.partition)
 
 
 def _was_placed(engine: Any, manifest: Manifest, what: What) -> bool:
