@@ -234,6 +234,25 @@ class Communicator:
         error_seconds, offset_seconds = min(trips)
         return offset_seconds, error_seconds
 
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """One small picklable value of every rank, in rank order, on rank 0; nothing elsewhere."""
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        try:
+            dist.gather_object(_Sent.of(value), gathered, group_dst=0, group=self._control)
+        except RuntimeError as error:
+            raise self._control_failed(error) from error
+        return self._received(gathered or [])
+
+    def make_or_fail(self, what: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives on this rank, once every rank is done with its own.
+
+        Raises:
+            MigrationError: on every rank, where it fails on one.
+        """
+        made: list[Any] = []
+        self.gather_or_fail(what, lambda: made.append(make()))
+        return made[0]
+
     def gather_or_fail(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What ``make`` gives on every rank.
 
@@ -328,15 +347,9 @@ class Communicator:
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
         works: list[Any] = [
-            dist.irecv(tensor, self._grid.stage_to_global(stage), group=self._control)
-            for stage, tensor in incoming.items()
-            if tensor.numel()
+            dist.irecv(tensor, rank, group=self._control) for rank, tensor in incoming.items() if tensor.numel()
         ]
-        works += [
-            dist.isend(tensor, self._grid.stage_to_global(stage), group=self._control)
-            for stage, tensor in outgoing.items()
-            if tensor.numel()
-        ]
+        works += [dist.isend(tensor, rank, group=self._control) for rank, tensor in outgoing.items() if tensor.numel()]
         for work in works:
             work.wait(timedelta(seconds=self._timeout_seconds))
 
@@ -344,15 +357,20 @@ class Communicator:
 
     def exchange_headers(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
         """Send one byte string to each stage of ``outgoing``; receive one from each stage of ``sources``."""
-        sizes_out = {stage: torch.tensor([len(header)]) for stage, header in outgoing.items()}
-        sizes_in = {stage: torch.zeros(1, dtype=torch.int64) for stage in sources}
+        rank_of = self._grid.stage_to_global
+        stages = {rank_of(stage): stage for stage in sources}
+        received = self.exchange_bytes({rank_of(stage): header for stage, header in outgoing.items()}, list(stages))
+        return {stages[rank]: header for rank, header in received.items()}
+
+    def exchange_bytes(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
+        """Send one byte string to each rank of ``outgoing``; receive one from each rank of ``sources``."""
+        sizes_out = {rank: torch.tensor([len(data)]) for rank, data in outgoing.items()}
+        sizes_in = {rank: torch.zeros(1, dtype=torch.int64) for rank in sources}
         self._swap(sizes_out, sizes_in)
-        headers_out = {
-            stage: torch.frombuffer(bytearray(header), dtype=torch.uint8) for stage, header in outgoing.items()
-        }
-        headers_in = {stage: torch.empty(int(size), dtype=torch.uint8) for stage, size in sizes_in.items()}
-        self._swap(headers_out, headers_in)
-        return {stage: header.numpy().tobytes() for stage, header in headers_in.items()}
+        out = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in outgoing.items() if data}
+        arriving = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes_in.items()}
+        self._swap(out, arriving)
+        return {rank: data.numpy().tobytes() for rank, data in arriving.items()}
 
     def exchange(
         self, sends: Sequence[Placed], receives: Sequence[Placed], meanwhile: Callable[[], None] = nothing

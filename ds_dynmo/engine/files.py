@@ -32,7 +32,7 @@ def check_writable(path: str, key: str, comm: Communicator, *, writes: bool) -> 
         except OSError as error:
             failure = str(error)
     comm.enter("initialize")
-    failure = comm.gather_objects(failure)[0]
+    failure = comm.broadcast_object(failure)
     if failure is not None:
         raise ConfigError(f'{key} = "{path}": cannot be written: {failure}')
 

@@ -147,7 +147,7 @@ class Tracer:
             Event(*mark, begin, end) for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
         )
         error_seconds += self._base_error_seconds
-        tracks = self._comm.gather_objects(Track(**self._place, clock_error_seconds=error_seconds, events=events))
+        tracks = self._comm.gather_on_first(Track(**self._place, clock_error_seconds=error_seconds, events=events))
         if not self._writes:
             return
         names = []

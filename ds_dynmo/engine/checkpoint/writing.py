@@ -59,8 +59,13 @@ def save(
         together(comm, lambda: _write_files(engine, folder.temporary, client_state, exclude_frozen_parameters))
         place = engine.grid.get_slice_parallel_rank(), engine.stage_id
         share = together(comm, lambda: (*place, _layout(engine), _check_files(engine, folder.temporary)))
-        manifest = _manifest(engine, comm.gather_objects(share), exclude_frozen_parameters)
-        together(comm, lambda: _finish(folder, manifest, save_latest) if leads else None)
+        every = comm.gather_on_first(share)
+
+        def finish() -> None:
+            if leads:
+                _finish(folder, _manifest(engine, every, exclude_frozen_parameters), save_latest)
+
+        together(comm, finish)
     except CheckpointError:
         together(comm, lambda: folder.discard() if leads else None)
         raise

@@ -6,6 +6,7 @@ optimizer state goes its own way, :meth:`OptimizerState.share_out`.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,10 +25,13 @@ def copy_stage(site: Site, partition: Sequence[int], width: int) -> None:
     has_them = replica < width
     plan = site.state.plan_share_out(partition, width)
     packed = _packed(site) if has_them else {}
-    headers = site.comm.gather_objects({index: layer.header for index, layer in packed.items()})
     source = site.grid.stage_to_global(site.stage, data=replica % width)
+    mine = {index: layer.header for index, layer in packed.items()}
+    if has_them:
+        site.comm.exchange_bytes(dict.fromkeys(_copies(site, width), pickle.dumps(mine)), [])
+    headers = mine if has_them else pickle.loads(site.comm.exchange_bytes({}, [source])[source])
     arrived: dict[int, LayerContent] = {}
-    for index, header in headers[source].items():
+    for index, header in headers.items():
         if has_them:
             site.comm.exchange([(rank, flat) for rank in _copies(site, width) for flat in packed[index].tensors], [])
             continue

@@ -197,7 +197,7 @@ class Repacker:
         leaving = sorted(plan.leaving)
         copying = leaving[: (copies - 1) * len(places)]
         began = time.perf_counter()
-        job = standings.gather_job(engine, self.data, self.states)
+        job = standings.describe_job(engine, self.data, self.states)
         moved_bytes = self._migrate(plan)
         moved = time.perf_counter()
         gone = tuple(world.stages[stage] for stage in leaving if stage not in copying)
@@ -219,7 +219,8 @@ class Repacker:
                 else:
                     engine._layers.tie(engine.grid, engine._comm.tied_group)
                 self._stages_changed(new)
-                standings.load_states(from_bytes(job, engine.device), self.states)
+                if self.states:
+                    standings.load_states(from_bytes(engine._comm.broadcast_object(job), engine.device), self.states)
             else:
                 self._let_go()
                 if not park:
@@ -260,7 +261,7 @@ class Repacker:
         old = self._among(stages)
         self._engine._check_room(MigrationPlan.between(old, new, joining=_without_layers(old)))
         began = time.perf_counter()
-        job = standings.gather_job(self._engine, self.data, self.states)
+        job = standings.describe_job(self._engine, self.data, self.states)
         call = parking.Call(world.generation + 1, tuple(stages))
         self._call(back, call)
         with no_way_back():

@@ -35,7 +35,7 @@ class Standing:
         parked: stages of the job that stay parked.
         places: where every rank runs.
         first_seconds: what an iteration at the start of the run took counts as from now on; None: as before.
-        job: of :func:`gather_job`, for ``from_bytes``.
+        job: of :func:`describe_job`, for ``from_bytes``.
     """
 
     old: tuple[int, ...]
@@ -46,8 +46,8 @@ class Standing:
     job: bytes
 
 
-def gather_job(engine: Any, data: DataPosition, states: Mapping[str, Any]) -> bytes:
-    """What rank 0 has to tell of the job, pickled: while all that takes part is still together. Collective.
+def describe_job(engine: Any, data: DataPosition, states: Mapping[str, Any]) -> bytes:
+    """What there is to tell of the job, pickled, on rank 0; nothing elsewhere. Collective, while all are together.
 
     Args:
         states: holders that may gather theirs, by name.
@@ -55,8 +55,12 @@ def gather_job(engine: Any, data: DataPosition, states: Mapping[str, Any]) -> by
     Raises:
         MigrationError: harmless; a rank could not tell.
     """
-    every = engine._comm.gather_or_fail("telling how the job stands", lambda: to_bytes(_job(engine, data, states)))
-    job: bytes = every[0]
+
+    def describe() -> bytes:
+        job = _job(engine, data, states)  # on every rank: a holder may gather
+        return to_bytes(job) if engine.global_rank == 0 else b""
+
+    job: bytes = engine._comm.make_or_fail("telling how the job stands", describe)
     return job
 
 

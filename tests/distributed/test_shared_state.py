@@ -1,0 +1,19 @@
+"""What one rank has is broadcast: no rank holds as many copies of it as there are ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import shared_state_workloads
+from tests.distributed.harness import run
+from tests.distributed.workloads import Case
+
+
+@pytest.mark.parametrize("repack", [{"release": "park"}, {"release": "park", "freed_ranks": "replicas"}])
+def test_shared_state_is_not_gathered_from_all_ranks(repack: dict[str, Any]) -> None:
+    case = Case(stages=4, dynmo={"interval": 0, "timeout_seconds": 60.0, "repack": repack})
+    for gathered, is_first in run(4, shared_state_workloads.repack, case, [2, 4]):
+        assert gathered < shared_state_workloads.STATE_BYTES // 10
+        assert is_first
