@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from ds_dynmo.config import RepackConfig, parse_block
 from ds_dynmo.engine.elastic import parking
-from ds_dynmo.engine.elastic.release import Place, ReleasePolicy, ReleaseRefused, policy_for
+from ds_dynmo.engine.elastic.release import Place, ReleasePolicy, ReleaseRefused, check_policy, policy_for
 from ds_dynmo.engine.elastic.release.messenger import Messenger
 from ds_dynmo.errors import ConfigError
 from tests.local.kubernetes_server import TOKEN, Server
@@ -24,6 +25,8 @@ from tests.local.slurm_cluster import Cluster, skip_without_slurm
 
 GONE = [Place(1, "host-a", "cuda:1"), Place(2, "host-b", "cuda:0")]
 STAYING = [Place(0, "host-a", "cuda:0")]
+PODS_GONE = [replace(place, pod=place.host.replace("host", "pod")) for place in GONE]
+PODS_STAYING = [replace(place, pod="pod-a") for place in STAYING]
 RECORDER = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 
@@ -32,7 +35,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     pytest.importorskip("kubernetes")
     if shutil.which("openssl") is None:
         pytest.skip("needs the command openssl, to make a certificate")
-    started = Server(tmp_path, ["host-a", "host-b", "host-c"])
+    started = Server(tmp_path, ["pod-a", "pod-b", "pod-c"])
     for name, value in started.environment.items():
         monkeypatch.setenv(name, value)
     yield started
@@ -74,9 +77,9 @@ def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
 
 def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
     """It may be called again with the same ranks, and with more of them, and says whether its ranks can come back."""
-    any_policy.release(GONE[:1], [*STAYING, GONE[1]])
-    any_policy.release(GONE, STAYING)
-    assert isinstance(any_policy.release(GONE, STAYING), str)
+    any_policy.release(PODS_GONE[:1], [*PODS_STAYING, PODS_GONE[1]])
+    any_policy.release(PODS_GONE, PODS_STAYING)
+    assert isinstance(any_policy.release(PODS_GONE, PODS_STAYING), str)
     name = request.node.callspec.params["any_policy"]
     assert any_policy.parks == (name == "park")
     assert any_policy.silent == (name in ("exit", "park", "checkpoint"))
@@ -239,24 +242,24 @@ def test_a_later_release_takes_the_place_of_one_that_is_refused() -> None:
 
 
 def test_the_pod_of_a_released_rank_is_deleted_and_one_that_is_shared_stays(server: Server) -> None:
-    text = kubernetes(server).release(GONE, STAYING)
-    assert set(server.pods) == {"host-a", "host-c"}
-    assert text == "pods ['host-b'] of namespace training were deleted; ['host-a'] have ranks at work and stay"
+    text = kubernetes(server).release(PODS_GONE, PODS_STAYING)
+    assert set(server.pods) == {"pod-a", "pod-c"}
+    assert text == "pods ['pod-b'] of namespace training were deleted; pods ['pod-a'] have ranks at work and stay"
 
 
 def test_nothing_is_deleted_until_it_is_told_so(server: Server) -> None:
-    text = policy({"release": "kubernetes"}, server.secrets).release(GONE, STAYING)
-    assert set(server.pods) == {"host-a", "host-b", "host-c"}
-    assert server.requests[0][1].endswith("/pods/host-b?dryRun=All") and "would be deleted" in text
+    text = policy({"release": "kubernetes"}, server.secrets).release(PODS_GONE, PODS_STAYING)
+    assert set(server.pods) == {"pod-a", "pod-b", "pod-c"}
+    assert server.requests[0][1].endswith("/pods/pod-b?dryRun=All") and "would be deleted" in text
 
 
 def test_cpu_and_memory_are_resized_by_the_subresource(server: Server) -> None:
     resources = {"cpu": "100m", "memory": "256Mi"}
-    kubernetes(server, action="resize", resources=resources).release(GONE[1:], STAYING)
-    found = server.pods["host-b"]["spec"]["containers"][0]["resources"]
+    kubernetes(server, action="resize", resources=resources).release(PODS_GONE[1:], PODS_STAYING)
+    found = server.pods["pod-b"]["spec"]["containers"][0]["resources"]
     assert found["requests"] == found["limits"] == {**resources, "nvidia.com/gpu": "1"}
     assert [(method, path.split("?")[0].rsplit("/", 1)[1]) for method, path, _ in server.requests] == [
-        ("GET", "host-b"),
+        ("GET", "pod-b"),
         ("PATCH", "resize"),
     ]
 
@@ -264,34 +267,64 @@ def test_cpu_and_memory_are_resized_by_the_subresource(server: Server) -> None:
 def test_accelerators_cannot_be_taken_from_a_running_pod(server: Server) -> None:
     """The paper's PATCH: stock Kubernetes refuses it, and says so."""
     asked = kubernetes(server, action="resize", resources={"nvidia.com/gpu": "0"}, container="trainer")
-    with pytest.raises(ReleaseRefused, match="pod host-b: 422 spec: Forbidden: only cpu and memory"):
-        asked.release(GONE, STAYING)
+    with pytest.raises(ReleaseRefused, match="pod pod-b: 422 spec: Forbidden: only cpu and memory"):
+        asked.release(PODS_GONE, PODS_STAYING)
 
 
 def test_a_server_that_is_down_is_asked_again(server: Server) -> None:
     server.broken = 2
     said: list[str] = []
     messenger = messenger_of(kubernetes(server), said, attempts=4, pause=lambda *_: False)
-    messenger.release(GONE, STAYING)
+    messenger.release(PODS_GONE, PODS_STAYING)
     messenger.finish()
-    assert "pod host-b: 503 the server is currently unable to handle the request" in said[0]
-    assert len(said) == 2 and "host-b" not in server.pods
+    assert "pod pod-b: 503 the server is currently unable to handle the request" in said[0]
+    assert len(said) == 2 and "pod-b" not in server.pods
 
 
 def test_wrong_credentials_are_a_refusal_that_does_not_show_them(server: Server) -> None:
     (server.secrets / "token").write_text("another-token")
     with pytest.raises(ReleaseRefused, match="401 Unauthorized") as refusal:
-        kubernetes(server).release(GONE, STAYING)
+        kubernetes(server).release(PODS_GONE, PODS_STAYING)
     assert TOKEN not in str(refusal.value) and "another-token" not in str(refusal.value)
 
 
 def test_a_server_that_cannot_be_reached(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
-    with pytest.raises(ReleaseRefused, match="pod host-b: the API server cannot be reached"):
-        kubernetes(server).release(GONE, STAYING)
+    with pytest.raises(ReleaseRefused, match="pod pod-b: the API server cannot be reached"):
+        kubernetes(server).release(PODS_GONE, PODS_STAYING)
 
 
 def test_outside_kubernetes(server: Server, tmp_path: Path) -> None:
     outside = policy({"release": "kubernetes"}, tmp_path / "no secrets")
     with pytest.raises(ReleaseRefused, match="does not run in a pod of Kubernetes"):
-        outside.release(GONE, STAYING)
+        outside.release(PODS_GONE, PODS_STAYING)
+
+
+def test_a_pod_that_is_not_there_is_not_said_to_be_deleted(server: Server) -> None:
+    """404: the name may be wrong, and the pod live on; one that was deleted here before is known to be gone."""
+    asked = kubernetes(server)
+    asked.release(PODS_GONE, PODS_STAYING)
+    elsewhere = Place(3, "host-c", "cuda:0", "pod-of-another-name")
+    assert asked.release([PODS_GONE[1], elsewhere], []) == (
+        "pods ['pod-b'] of namespace training were deleted; pods ['pod-of-another-name'] are not in namespace "
+        "training: somebody else deleted them, or POD_NAME or the namespace is another"
+    )
+    assert kubernetes(server).release([PODS_GONE[1]], []).startswith("pods ['pod-b'] are not in namespace training")
+
+
+def test_the_pod_is_named_by_the_downward_api_and_not_by_the_host(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_NAME", "pod-c")
+    config = parse_block(RepackConfig, {"release": "kubernetes"}, "repack")
+    check_policy(config)
+    here = Place.here(1, "cpu")
+    assert here.pod == here.as_record()["pod"] == "pod-c" != here.host
+    kubernetes(server).release([here], [])
+    assert set(server.pods) == {"pod-a", "pod-b"}
+    monkeypatch.delenv("POD_NAME")
+    assert Place.here(1, "cpu").pod is None
+    with pytest.raises(ConfigError, match=r"POD_NAME .*fieldPath: metadata\.name"):
+        check_policy(config)
+    with pytest.raises(ReleaseRefused, match=r"ranks \[1, 2\]: the environment variable POD_NAME"):
+        kubernetes(server).release(GONE, [])

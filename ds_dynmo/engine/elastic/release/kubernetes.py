@@ -10,28 +10,35 @@ The official client is an optional extra; it is imported when the policy is used
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ds_dynmo.config import KubernetesConfig
-from ds_dynmo.engine.elastic.release.policy import Place, ReleaseRefused
+from ds_dynmo.engine.elastic.release.policy import POD, Place, ReleaseRefused
 from ds_dynmo.errors import ConfigError
 
+_NAMELESS = (  # a pod's host name is another one in Indexed Jobs, and on hostNetwork
+    f"the environment variable {POD} does not say which pod this is: set it in the pod's specification from the "
+    "downward API, valueFrom: {fieldRef: {fieldPath: metadata.name}}"
+)
 SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where Kubernetes puts a pod's own credentials
 
 
-def check_client() -> None:
-    """Refuse the policy where the client is missing.
+def check_pod() -> None:
+    """Refuse the policy where the client is missing, or the process does not know its pod.
 
     Raises:
-        ConfigError: says what to install.
+        ConfigError: says what to install, or to set.
     """
     if find_spec("kubernetes") is None:
         raise ConfigError(
             'dynmo.repack.release = "kubernetes" needs the package kubernetes: install ds_dynmo[kubernetes]'
         )
+    if not os.environ.get(POD):
+        raise ConfigError(f'dynmo.repack.release = "kubernetes": {_NAMELESS}')
 
 
 class Kubernetes:
@@ -47,19 +54,31 @@ class Kubernetes:
 
     def __init__(self, config: KubernetesConfig, timeout_seconds: float, secrets: Path = SECRETS) -> None:
         self._config, self._timeout_seconds, self._secrets = config, timeout_seconds, secrets
+        self._done: set[str] = set()  # pods; those that were deleted are not known any more when they are named again
 
     def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
-        """One request per pod; a pod that is gone already counts as done."""
-        pods = sorted({place.host for place in gone} - {place.host for place in staying})
-        shared = sorted({place.host for place in gone} & {place.host for place in staying})
+        """One request per pod. A pod that the API server does not know is reported as such, and counts as done."""
+        if nameless := [place.rank for place in gone if place.pod is None]:
+            raise ReleaseRefused(f"ranks {nameless}: {_NAMELESS}")
+        left, needed = ({place.pod for place in places if place.pod is not None} for places in (gone, staying))
         api, namespace = self._connect()
         act = self._delete if self._config.action == "delete_pod" else self._resize
-        for pod in pods:
-            self._ask(pod, lambda pod=pod: act(api, namespace, pod))  # type: ignore[misc]
+        done: list[str] = []
+        unknown: list[str] = []
+        for pod in sorted(left - needed):
+            found = self._ask(pod, lambda pod=pod: act(api, namespace, pod))  # type: ignore[misc]
+            if found and not self._config.dry_run:
+                self._done.add(pod)
+            (done if found or pod in self._done else unknown).append(pod)
         tense = "would be" if self._config.dry_run else "were"
-        done = "deleted" if self._config.action == "delete_pod" else "resized"
-        text = f"pods {pods} of namespace {namespace} {tense} {done}"
-        return text + (f"; {shared} have ranks at work and stay" if shared else "")
+        what = "deleted" if self._config.action == "delete_pod" else "resized"
+        clauses = {
+            f"pods {done} of namespace {namespace} {tense} {what}": done,
+            f"pods {unknown} are not in namespace {namespace}: somebody else deleted them, or {POD} or the namespace "
+            "is another": unknown,
+            f"pods {sorted(left & needed)} have ranks at work and stay": left & needed,
+        }
+        return "; ".join(clause for clause, pods in clauses.items() if pods)
 
     def _connect(self) -> tuple[Any, str]:
         from kubernetes import client
@@ -78,17 +97,20 @@ class Kubernetes:
         configuration.retries = 0  # the caller tries again, with pauses
         return client.CoreV1Api(client.ApiClient(configuration)), namespace
 
-    def _ask(self, pod: str, request: Callable[[], Any]) -> None:
+    def _ask(self, pod: str, request: Callable[[], Any]) -> bool:
+        """Carry out the request; False: the API server knows no such pod."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
             request()
         except ApiException as error:
-            if error.status != 404:  # somebody was faster
-                raise ReleaseRefused(f"pod {pod}: {error.status} {_message(error)}") from error
+            if error.status == 404:
+                return False
+            raise ReleaseRefused(f"pod {pod}: {error.status} {_message(error)}") from error
         except (HTTPError, OSError) as error:
             raise ReleaseRefused(f"pod {pod}: the API server cannot be reached: {error}") from error
+        return True
 
     def _delete(self, api: Any, namespace: str, pod: str) -> None:
         api.delete_namespaced_pod(pod, namespace, **self._options())

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+POD = "POD_NAME"  # what the pod's specification has to set from the downward API
+
 
 @dataclass(frozen=True)
 class Place:
@@ -15,22 +17,25 @@ class Place:
 
     Attributes:
         rank: at the launch.
-        host: the machine's, or the pod's, name.
+        host: the machine's name.
         device: of the accelerator, as DeepSpeed names it: "cuda:1", "cpu".
+        pod: the name of the Kubernetes pod, where the environment has it.
     """
 
     rank: int
     host: str
     device: str
+    pod: str | None = None
 
     @classmethod
     def here(cls, rank: int, device: str) -> Place:
-        """Of this process. A pod's host name is its own name; Slurm names the node in the environment."""
-        return cls(rank, os.environ.get("SLURMD_NODENAME") or socket.gethostname(), device)
+        """Of this process. Slurm names the node in the environment, the pod's own specification the pod."""
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        return cls(rank, host, device, os.environ.get(POD) or None)
 
     def as_record(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+        """Plain values for JSON, those that are known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class ReleaseRefused(RuntimeError):

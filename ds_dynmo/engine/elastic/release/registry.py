@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ds_dynmo.config import RepackConfig
 from ds_dynmo.engine.elastic.release.command import Command
-from ds_dynmo.engine.elastic.release.kubernetes import SECRETS, Kubernetes, check_client
+from ds_dynmo.engine.elastic.release.kubernetes import SECRETS, Kubernetes, check_pod
 from ds_dynmo.engine.elastic.release.policy import ReleasePolicy
 from ds_dynmo.engine.elastic.release.processes import Checkpoint, Exit, Park
 from ds_dynmo.engine.elastic.release.slurm import Slurm, check_scontrol
@@ -19,7 +19,7 @@ def check_policy(config: RepackConfig) -> None:
         ConfigError: naming what is missing.
     """
     if config.release == "kubernetes":
-        check_client()
+        check_pod()
     if config.release == "slurm":
         check_scontrol()
 
