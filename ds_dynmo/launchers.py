@@ -92,7 +92,7 @@ def _end_after(launchers: Sequence[psutil.Process]) -> None:
 def _end() -> None:
     """End this process and its children."""
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.Error):  # it has ended, or is another user's
             child.terminate()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)

@@ -20,9 +20,10 @@ class _Above(PipelineEngine):
     """What our engine finds where DeepSpeed's would be: the user's, whose attributes are noted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        before = set(vars(self))
         super().__init__(*args, **kwargs)
-        before = self.__dict__.pop("_before_theirs")
-        self.__dict__["_set_by_theirs"] = {name: vars(self)[name] for name in vars(self).keys() - before}
+        others = before | self.__dict__.pop("_set_by_deepspeed")
+        self.__dict__["_set_by_theirs"] = {name: vars(self)[name] for name in vars(self).keys() - others}
 
 
 class _Beneath(PipelineEngine):
@@ -31,8 +32,9 @@ class _Beneath(PipelineEngine):
     dynmo: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        before = set(vars(self))  # what theirs has set before it calls this, too
         super().__init__(*args, **kwargs)
-        self.__dict__["_before_theirs"] = set(vars(self))
+        self.__dict__["_set_by_deepspeed"] = vars(self).keys() - before
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         save = super().save_checkpoint if self.dynmo is None else partial(DynMoPipelineEngine.save_checkpoint, self)

@@ -77,7 +77,7 @@ def append_line(path: Path, line: str) -> None:
         OSError: it could not be written.
     """
     with path.open("ab", buffering=0) as file:
-        begin = file.seek(0, os.SEEK_END)
+        begin = file.seek(0, os.SEEK_END) if file.seekable() else 0  # a pipe or a terminal is not
         left = (line + "\n").encode()
         try:
             while left:

@@ -33,6 +33,7 @@ _MODULES = (  # where Megatron, Megatron-DeepSpeed, GPT-NeoX and fairscale keep 
     "mpu",
     "fairscale.nn.model_parallel.random",
 )
+_TRACKER = "_CUDA_RNG_STATE_TRACKER"  # the global of such a module
 _KEY = struct.Struct("<Qq")
 
 
@@ -40,18 +41,27 @@ def find_trackers() -> dict[str, Any]:
     """The trackers of this process by name, each once; a library that is not loaded has none."""
     found = {"deepspeed.checkpointing": ds_checkpointing.get_cuda_rng_tracker()}
     for name in _MODULES:
-        module: Any = sys.modules.get(name)
-        if hasattr(module, "_CUDA_RNG_STATE_TRACKER"):  # not made yet, None: Megatron's function would choose its kind
-            found[name] = module._CUDA_RNG_STATE_TRACKER
-        elif callable(getattr(module, "get_cuda_rng_tracker", None)):
-            found[name] = module.get_cuda_rng_tracker()
-    of_mpu = getattr(ds_checkpointing.mpu, "get_cuda_rng_tracker", None)
-    if callable(of_mpu) and getattr(of_mpu, "__module__", None) not in found:
-        found["mpu"] = of_mpu()
+        found[name] = _tracker_of(sys.modules.get(name))
+    found["mpu"] = _tracker_of(ds_checkpointing.mpu)
     each: dict[int, str] = {}
     for name, tracker in found.items():
         each.setdefault(id(tracker), name)
     return {name: found[name] for name in each.values() if found[name] is not None}
+
+
+def _tracker_of(holder: Any) -> Any:
+    """The tracker of a module or an ``mpu``; None: it has none, or none yet.
+
+    One that is not made yet is not asked for: Megatron's function, also where a package hands it on, would make one
+    and so choose its kind.
+    """
+    if hasattr(holder, _TRACKER):
+        return getattr(holder, _TRACKER)
+    function = getattr(holder, "get_cuda_rng_tracker", None)
+    if not callable(function):
+        return None
+    home = sys.modules.get(getattr(function, "__module__", ""))
+    return getattr(home, _TRACKER) if hasattr(home, _TRACKER) else function()
 
 
 def states_of(name: str, tracker: Any) -> dict[str, State]:

@@ -177,9 +177,11 @@ def begin(clock: Any) -> tuple[Any, float, float]:
 
 @contextmanager
 def _replaced(engine: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """``function`` in place of the engine's method ``name``."""
+    """``function`` in place of the engine's method ``name``, which may be one that the user set on the engine."""
+    of_users = {name: vars(engine)[name]} if name in vars(engine) else {}
     setattr(engine, name, function)
     try:
         yield
     finally:
         delattr(engine, name)
+        vars(engine).update(of_users)

@@ -398,6 +398,7 @@ def train_with_reference(
 def an_attribute_of_the_same_name() -> str:
     class TheirEngine(PipelineEngine):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._controller, self._harmless_too = "theirs", 2
             super().__init__(*args, **kwargs)
             self._reporter, self._harmless, self.micro_batches = "theirs", 1, self.micro_batches
 

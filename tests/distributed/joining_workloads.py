@@ -85,6 +85,15 @@ def quiet_job(case: Case) -> int:
     return int(engine.most_stages())
 
 
+def secrets_that_differ(case: Case) -> str:
+    know(f"{SECRET}, rank {os.environ['RANK']}")
+    try:
+        build(case)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def job_beside_a_stranger(case: Case) -> int:
     """How many stages the job can go on with, once a stranger wrote what ranks that joined used to write."""
     know()

@@ -167,7 +167,7 @@ def test_it_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> N
 
 def test_an_engine_class_whose_constructor_sets_what_is_ours_is_refused() -> None:
     for message in run(2, workloads.an_attribute_of_the_same_name):
-        assert "TheirEngine: its constructor sets _reporter, which ds_dynmo's engine uses" in message
+        assert "TheirEngine: its constructor sets _controller, _reporter, which ds_dynmo's engine uses" in message
 
 
 def test_an_engine_class_put_into_deepspeed_is_built_upon() -> None:

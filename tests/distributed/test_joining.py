@@ -132,6 +132,12 @@ def test_without_accept_joins_nobody_is_looked_for(store: TCPStore) -> None:
     assert refusals[0][0].startswith("engine.join: dynmo.repack.accept_joins = false")
 
 
+def test_ranks_of_a_launch_with_different_secrets_are_refused_at_once() -> None:
+    """A re-packing would find it out where there is no way back."""
+    for rank, message in enumerate(run(2, joining_workloads.secrets_that_differ, Case(dynmo=BY_HAND))):
+        assert message.startswith(f"ranks [{1 - rank}] have another secret in DS_DYNMO_JOIN_SECRET than rank {rank}")
+
+
 def test_who_takes_the_place_of_one_that_was_let_in_is_found_out_in_the_new_world(store: TCPStore) -> None:
     """Before anything is unpickled of what comes over its connections."""
     case, address = Case(stages=1, dynmo=BY_HAND), f"localhost:{store.port}"

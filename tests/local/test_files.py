@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,14 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append_line(path, "é")
     assert path.read_bytes() == b"aaaaaaaaa\n\xc3\xa9\n"
+
+
+def test_a_line_goes_through_a_pipe() -> None:
+    reading, writing = os.pipe()
+    append_line(Path(f"/dev/fd/{writing}"), "a")
+    assert os.read(reading, 9) == b"a\n"
+    os.close(reading)
+    os.close(writing)
 
 
 def test_monitors_that_fail_are_named_once_each_and_the_others_go_on() -> None:

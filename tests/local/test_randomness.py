@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -13,6 +14,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.randomness import LayerStreams, PythonGenerators, TorchGenerators, stream_seed
+from ds_dynmo.engine.rng_trackers import find_trackers
 
 Pass = tuple[str, int]  # "F" or "B", and the pipeline buffer
 
@@ -235,3 +237,20 @@ def test_instructions_of_ones_own_have_streams_of_their_kind_and_repeat_them_in_
     assert next_draws() == expected
     assert found["again"] == found["forward"] and len({*found["forward"], *found["own"]}) == 4
     assert found["forward"] == [drawn[0] for drawn in run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1)], step=0)]
+
+
+def test_no_tracker_is_made_by_looking_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's function makes one, of a kind that its arguments say, where there is none; its package hands it on."""
+    package = "megatron.core.tensor_parallel"
+    module, parent = ModuleType(f"{package}.random"), ModuleType(package)
+    module.__dict__["_CUDA_RNG_STATE_TRACKER"] = None
+    exec("def get_cuda_rng_tracker(): raise AssertionError('it would be made')", module.__dict__)
+    parent.__dict__["get_cuda_rng_tracker"] = module.__dict__["get_cuda_rng_tracker"]
+    for each in (module, parent):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    assert list(find_trackers()) == ["deepspeed.checkpointing"]
+    module.__dict__["_CUDA_RNG_STATE_TRACKER"] = made = SimpleNamespace()
+    assert find_trackers()[module.__name__] is made
+    monkeypatch.delitem(sys.modules, module.__name__)
+    parent.__dict__["get_cuda_rng_tracker"] = lambda: made  # of a library that makes it when it is loaded
+    assert find_trackers()[package] is made

@@ -22,7 +22,7 @@ from ds_dynmo.engine.elastic.admission import Admissions, Arrival, ready_key
 from ds_dynmo.engine.elastic.copying import copy_stage
 from ds_dynmo.engine.elastic.data import DataPosition
 from ds_dynmo.engine.elastic.release import Place
-from ds_dynmo.engine.elastic.secret import check_members, secret_for
+from ds_dynmo.engine.elastic.secret import check_launch, check_members, secret_for
 from ds_dynmo.engine.elastic.standings import Standing
 from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed
 from ds_dynmo.engine.migration import migrate
@@ -61,6 +61,8 @@ class Repacker:
         self._engine = engine
         self._name: str = engine._comm.broadcast_object(joining.new_name())
         self._secret = secret_for(engine.dynmo.repack)
+        if self._secret is not None:
+            check_launch(self._secret, engine._comm.gather_bytes, engine.global_rank)
         self._admissions: Admissions | None = None
         self._launch_store = launch_store(engine.dynmo.timeout_seconds)
         self.world = World(engine.module.topology(), part_of(self._launch_store, self._name))

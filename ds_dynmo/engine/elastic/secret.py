@@ -69,21 +69,44 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
+def find_strangers(secret: JoinSecret, gather: Callable[[bytes], list[bytes]], rank: int, world: str) -> list[int]:
+    """The ranks of a world that cannot prove over its connections that they know the secret. Collective.
+
+    Args:
+        gather: one byte string of every rank, all of one length, in rank order.
+        rank: of this process in ``world``, which is the world's name.
+    """
+    nonces = [nonce.hex() for nonce in gather(bytes.fromhex(new_nonce()))]
+    facts = ("member", world, *nonces)
+    proofs = gather(bytes.fromhex(secret.proof(*facts, str(rank))))
+    return [other for other, proof in enumerate(proofs) if not secret.proves(proof.hex(), *facts, str(other))]
+
+
 def check_members(secret: JoinSecret, gather: Callable[[bytes], list[bytes]], rank: int, world: str) -> None:
     """Prove over the connections of a new world that every rank of it knows the secret. Collective.
 
     This comes before anything is unpickled that travelled over them: who was let in may not be who came.
 
-    Args:
-        gather: one byte string of every rank, all of one length, in rank order.
-        rank: of this process in ``world``, which is the world's name.
+    Args: as of :func:`find_strangers`.
 
     Raises:
         MigrationError: names the ranks that do not know it.
     """
-    nonces = [nonce.hex() for nonce in gather(bytes.fromhex(new_nonce()))]
-    facts = ("member", world, *nonces)
-    proofs = gather(bytes.fromhex(secret.proof(*facts, str(rank))))
-    strangers = [other for other, proof in enumerate(proofs) if not secret.proves(proof.hex(), *facts, str(other))]
+    strangers = find_strangers(secret, gather, rank, world)
     if strangers:
         raise MigrationError(f"ranks {strangers} of the new world do not know the secret in {VARIABLE}")
+
+
+def check_launch(secret: JoinSecret, gather: Callable[[bytes], list[bytes]], rank: int) -> None:
+    """Refuse a launch whose ranks have different secrets: it would end at its first re-packing. Collective.
+
+    Args: as of :func:`find_strangers`.
+
+    Raises:
+        ConfigError: on every rank; names those that have another secret than this one.
+    """
+    others = find_strangers(secret, gather, rank, "launch")
+    if others:
+        raise ConfigError(
+            f"ranks {others} have another secret in {VARIABLE} than rank {rank}: set the same one on every host"
+        )
