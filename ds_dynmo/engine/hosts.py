@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,6 +56,10 @@ def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds
     found = store.add(f"{part}/loopbacks", 0)
     if found and store.add(f"{part}/elsewhere", 0):
         names = {store.get(f"{part}/loopback/{number}").decode() for number in range(1, found + 1)}
+        with suppress(RuntimeError):  # the process that has the store ends only when all have read it
+            if store.add(f"{part}/read", 1) == world_size:
+                store.set(f"{part}/all_read", "")
+            store.wait([f"{part}/all_read"], timedelta(seconds=timeout_seconds))
         raise ConfigError(_refusal(sorted(names)))
 
 

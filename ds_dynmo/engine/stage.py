@@ -76,6 +76,10 @@ class StageLayers:
         """The keys whose uses are modules of their own."""
         return [self._ties[key] for key in sorted(self._ties)]
 
+    def alike_uses(self) -> dict[str, list[int]]:
+        """By key, the uses that are modules of their own, of which what is saved of one will do for any."""
+        return {tie.key: tie.uses for tie in self.own_uses if tie.alike}
+
     def tied_keys(self) -> list[str]:
         """The keys of all tied layers of the model that are one module with their other uses."""
         return sorted({key for index in range(self.num_layers) if (key := self.key(index)) is not None})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = 3
@@ -175,6 +175,7 @@ class Manifest:
         files: every file but this one, by its path in the checkpoint's folder.
         state: counters and what the engine itself keeps: plain JSON.
         replicas_differ: each holds parameters of its own.
+        ties: by key, the uses of tied layers that were modules of their own, any of whose files will do for all.
     """
 
     partition: tuple[int, ...]
@@ -186,6 +187,7 @@ class Manifest:
     files: dict[str, SavedFile]
     state: dict[str, Any]
     replicas_differ: bool = False
+    ties: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:

@@ -53,9 +53,16 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
 
 
 def _check_no_more_layers(engine: Any, manifest: Manifest, path: str) -> None:
-    """No layer has parameters there that here are another one's, as those of a tied layer are, or nobody's."""
-    for index, found in manifest.slices[engine.grid.get_slice_parallel_rank()].shapes.items():
-        if found and index not in engine._origin.layers:
+    """No layer has parameters there that here are another one's, as those of a tied layer are, or nobody's.
+
+    But for a later use of a key that was a module of its own there and is the first use's module here.
+    """
+    shapes = manifest.slices[engine.grid.get_slice_parallel_rank()].shapes
+    first_there = {use: uses[0] for uses in manifest.ties.values() for use in uses}
+    for index, found in shapes.items():
+        first = first_there.get(index)
+        tied = first is not None and first == engine._layers.first_use(index) and found == shapes.get(first)
+        if found and index not in engine._origin.layers and not tied:
             raise CheckpointError(f"{path}: layer {index} has parameters {found} there, expected none of its own")
 
 

@@ -142,6 +142,7 @@ def _manifest(
         slices=join((slice_index, stage, layout) for slice_index, stage, layout, _ in every),
         frozen_excluded=exclude_frozen,
         replicas_differ=engine._replicas_differ,
+        ties=engine._layers.alike_uses(),
         files={name: file for *_, found in every for name, file in found.items()},
         state=counters_of(engine),
     )
