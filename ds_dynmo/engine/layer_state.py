@@ -27,7 +27,7 @@ from ds_dynmo.engine.pickling import (
     missing_in,
     random_state_kept,
 )
-from ds_dynmo.engine.references import Outside, Reference, References
+from ds_dynmo.engine.references import Outside, References
 from ds_dynmo.engine.wrappers import bound_by_wrapper
 
 _HOOKS = {
@@ -91,16 +91,10 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A layer ready to be sent: ``shell`` refers to ``tensors`` and ``references`` by number."""
+    """A layer ready to be sent: ``header``, for :class:`ArrivingLayer`, refers to ``tensors`` by number."""
 
-    shell: bytes
-    metas: tuple[TensorMeta, ...]
+    header: bytes
     tensors: tuple[torch.Tensor, ...]  # flat byte views, parts of sparse tensors one by one
-    references: tuple[Reference, ...] = ()
-
-    @property
-    def header(self) -> bytes:
-        return pickle.dumps((self.shell, self.metas, self.references))
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +144,7 @@ def pack(content: LayerContent, build: Callable[[], nn.Module], names: Reference
             meta, tensors_of_it = _describe(tensor)
             flat.extend(tensors_of_it)
         metas.append(replace(meta, position=position.get(id(tensor))))
-    return PackedLayer(shell, tuple(metas), tuple(flat), tuple(outside.references.values()))
+    return PackedLayer(pickle.dumps((shell, tuple(metas), tuple(outside.references.values()))), tuple(flat))
 
 
 def _marks(content: LayerContent) -> dict[str, Any]:

@@ -128,6 +128,9 @@ def _pack_departing(plan: MigrationPlan, site: Site) -> dict[int, PackedLayer]:
             assert module is not None
             build = partial(site.layers.build, move.layer, site.device)
             packed[move.layer] = pack(site.state.content(module), build, site.names)
+    staying = set(map(id, _staying_modules(plan, site).values()))
+    leaving = {move.layer: site.layers.local_module(move.layer) for move in plan.moves if move.source == site.stage}
+    site.names.check_left_behind({i: m for i, m in leaving.items() if m is not None and id(m) not in staying})
     return packed
 
 

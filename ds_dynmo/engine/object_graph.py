@@ -14,6 +14,7 @@ import pathlib
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ import numpy
 import torch
 from torch import nn
 
-Step = tuple[str, Any]  # ("attribute", name), ("item", key) or ("cell", number of a closure's variable)
+# ("attribute", name), ("item", key), ("cell", number of a closure's variable), or ("member", number): see members
+Step = tuple[str, Any]
 Path = tuple[Step, ...]
 
 _CONSTANTS = (
@@ -78,6 +80,16 @@ def children(value: Any) -> Iterator[tuple[Step, Any]]:
     for step, child in _all_children(value):
         if not is_constant(child):
             yield step, child
+
+
+def members(value: Any) -> Iterator[tuple[Step, Any]]:
+    """What ``value`` refers to by no step that leads to its counterpart: what a set holds, and the keys of a dict."""
+    held: Iterable[Any] = ()
+    if isinstance(value, set | frozenset):
+        held = list(value)
+    elif isinstance(value, dict):
+        held = list(dict.keys(value))
+    yield from ((("member", number), item) for number, item in enumerate(held) if not is_constant(item))
 
 
 def follow(start: Any, path: Sequence[Step]) -> Any:
@@ -179,6 +191,8 @@ def _all_children(value: Any) -> Iterator[tuple[Step, Any]]:
         yield from ((("item", key), item) for key, item in list(dict.items(value)) if is_constant(key))
     elif isinstance(value, list):
         yield from ((("item", number), item) for number, item in enumerate(list.__iter__(value)))
+    elif isinstance(value, deque):
+        yield from ((("item", number), item) for number, item in enumerate(deque.__iter__(value)))
     elif isinstance(value, tuple):
         yield from ((("item", number), item) for number, item in enumerate(tuple.__iter__(value)))
     yield from ((("attribute", name), item) for name, item in _attributes(value))
@@ -206,12 +220,17 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     yield from list(getattr(value, "__dict__", {}).items())
     for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+        if "__slots__" not in vars(kind):
+            continue
+        for name, slot in vars(kind).items():  # by its own name: that of a private one begins with its class's
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield name, slot.__get__(value)
+                except AttributeError:  # not assigned yet
+                    continue
 
 
 def _step_text(step: Step) -> str:
     kind, key = step
-    return {"attribute": f".{key}", "item": f"[{key!r}]"}.get(kind, f".<variable {key}>")
+    known = {"attribute": f".{key}", "item": f"[{key!r}]", "member": f".<member {key}>"}
+    return known.get(kind, f".<variable {key}>")

@@ -23,10 +23,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.object_graph import MODULE_MACHINERY, Path, children, follow, is_frozen, text, walk
+from ds_dynmo.engine.object_graph import (
+    MODULE_MACHINERY,
+    Path,
+    Step,
+    children,
+    follow,
+    is_frozen,
+    members,
+    text,
+    walk,
+)
 from ds_dynmo.engine.pickling import can_be_pickled
 
 RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attributes that belong to the rank
@@ -126,16 +136,17 @@ class References:
                 part._apply(lambda tensor: torch.empty_like(tensor, device="meta"), recurse=False)
 
     def _users(self, gather: Callable[[Any], list[Any]]) -> dict[int, tuple[nn.Module, set[int]]]:
-        """By ``id``, each module that layers register, with those layers.
+        """By ``id``, each module that layers register, with those layers; uses of one key count as the first of them.
 
         Layers given as modules are on every rank. Which of the modules among the arguments of LayerSpecs a layer took,
         the ranks tell that have built it.
         """
         users: dict[int, tuple[nn.Module, set[int]]] = {}
+        first_use = self._first_uses()
         given = {i: spec for i, spec in enumerate(self._pipeline._layer_specs) if isinstance(spec, nn.Module)}
         for layer, module in {**given, **self._modules()}.items():
             for part in module.modules():
-                users.setdefault(id(part), (part, set()))[1].add(layer)
+                users.setdefault(id(part), (part, set()))[1].add(first_use[layer])
         specs = [((("item", i),), s) for i, s in enumerate(self._pipeline._layer_specs) if isinstance(s, LayerSpec)]
         arguments = {path: part for path, part in walk(specs, lambda _: True) if isinstance(part, nn.Module)}
         mine = {path: sorted(users[id(part)][1]) for path, part in arguments.items() if id(part) in users}
@@ -143,6 +154,13 @@ class References:
             for path in theirs.keys() & arguments.keys():
                 users.setdefault(id(arguments[path]), (arguments[path], set()))[1].update(theirs[path])
         return users
+
+    def _first_uses(self) -> list[int]:
+        """Per layer, the first that is tied to it: itself, unless it is a later use of a key."""
+        first: dict[str | int, int] = {}
+        specs = self._pipeline._layer_specs
+        keys = [str(spec.key) if isinstance(spec, TiedLayerSpec) else layer for layer, spec in enumerate(specs)]
+        return [first.setdefault(key, layer) for layer, key in enumerate(keys)]
 
     def _find_names(self, owner: Mapping[int, int]) -> dict[int, tuple[Any, Name]]:
         """By ``id``, what has a name. ``owner``: by ``id`` of a module, the only layer that registers it."""
@@ -212,14 +230,61 @@ class References:
 
         for path, value in _walk_layer(list(roots()), enter, self._rank_attributes_of, found):
             if id(value) in own_tensors or id(value) in own_modules:
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    raise TypeError(f"{_path(path)} is on the meta device: it has no values to move")
+                if isinstance(value, torch.Tensor):
+                    _check_has_values(path, value)
             elif id(value) in self._names:
+                if isinstance(value, nn.Parameter):
+                    _check_is_no_others(path, value, self._others(layer))
                 found.references[id(value)] = self._reference(self._names[id(value)][1], path, value, layer)
             elif not is_frozen(value):
                 nameless[id(value)] = (path, value)
         self._settle_nameless(nameless, layer, found)
         return found
+
+    def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
+        """Refuse to send layers away that others, which stay, hold parts of: those would be left with nothing.
+
+        Args:
+            leaving: by number.
+
+        Raises:
+            TypeError: with the path of the attribute that refers to such a part.
+        """
+        owner: dict[int, tuple[int, str]] = {}
+        tensors: list[tuple[torch.Tensor, tuple[int, str]]] = []
+        for number, layer in leaving.items():
+            for path, part in layer.named_modules():
+                if not self.is_own(part):
+                    continue
+                owner[id(part)] = number, path or "the layer itself"
+                tensors += [(t, (number, name)) for name, t in _named_tensors(path, part) if self._is_held_by_it(t)]
+        owner.update({id(tensor): found for tensor, found in tensors})
+        gone = set(map(id, leaving.values()))
+
+        def enter(value: Any) -> bool:
+            return id(value) not in owner and id(value) not in self._names
+
+        for number, layer in self._modules().items():
+            if id(layer) in gone:
+                continue
+            registered = {id(tensor) for part in layer.modules() for tensor in _registered(part)}
+            for path, value in _walk_layer([((), layer)], enter, self._rank_attributes_of, Outside()):
+                held = owner.get(id(value))
+                if held is None and isinstance(value, torch.Tensor):
+                    held = next((found for tensor, found in tensors if _lies_in(value, tensor)), None)
+                if held is not None and id(value) not in registered:
+                    raise TypeError(
+                        f"layer {number} stays and its {_path(path)} is {held[1]} of layer {held[0]}, which leaves: "
+                        "pass what both need to each as an argument of its LayerSpec, tie the two (TiedLayerSpec), or "
+                        "keep them on one stage (dynmo.keep_together)"
+                    )
+
+    def _is_held_by_it(self, tensor: torch.Tensor) -> bool:
+        """Is a tensor that a layer registers gone with it? One that is the rank's stays, unless it is a weight."""
+        return isinstance(tensor, nn.Parameter) or id(tensor) not in self._names
+
+    def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
+        return {number: module for number, module in self._modules().items() if module is not layer}
 
     def _rank_attributes_of(self, module: nn.Module) -> frozenset[str]:
         declared = self._rank_attributes.union(getattr(type(module), RANK_ATTRIBUTES, ()))
@@ -232,13 +297,16 @@ class References:
         for key, name in self._global_names({key: value for key, (_, value) in nameless.items()}, layer).items():
             path, value = nameless.pop(key)
             found.references[key] = self._reference(name, path, value, layer)
-        others = {number: module for number, module in self._modules().items() if module is not layer}
+        others = self._others(layer)
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):
-                _check_tensor(path, value, others)
+                _check_has_values(path, value)
+                _check_is_no_others(path, value, others)
+        named = dict.fromkeys(found.references, 0)
         for number, other in others.items():
-            for _, value in walk([((), other)], lambda value: id(value) not in self._names):
-                if id(value) in nameless and can_be_pickled(value):  # else the layer gets what its spec builds anew
+            for _, value in walk([((), other)], lambda value: id(value) not in self._names, children=_all_of):
+                # What cannot be pickled does not travel: the layer gets what its spec builds anew.
+                if id(value) in nameless and can_be_pickled(value, named):
                     path, shared = nameless[id(value)]
                     raise TypeError(
                         f"{_path(path)}, a {_kind(shared)}, is shared with layer {number} and would become a copy: "
@@ -305,9 +373,9 @@ def _walk_layer(
 ) -> Iterator[tuple[Path, Any]]:
     """Like :func:`walk`, without the attributes that belong to the rank, which are noted in ``found``."""
 
-    def refers_to(value: Any) -> Iterator[Any]:
+    def refers_to(value: Any) -> Iterator[tuple[Step, Any]]:
         if not isinstance(value, nn.Module):
-            yield from children(value)
+            yield from _all_of(value)
             return
         of_rank = rank_attributes(value)
         if of_rank:
@@ -315,6 +383,12 @@ def _walk_layer(
         yield from (entry for entry in children(value) if entry[0][1] not in of_rank)
 
     yield from walk(roots, enter, children=refers_to)
+
+
+def _all_of(value: Any) -> Iterator[tuple[Step, Any]]:
+    """What ``value`` refers to, by whatever way."""
+    yield from children(value)
+    yield from members(value)
 
 
 def _registered(module: nn.Module) -> list[torch.Tensor]:
@@ -327,10 +401,13 @@ def _named_tensors(path: str, module: nn.Module) -> list[tuple[str, torch.Tensor
     return [(f"{path}.{name}" if path else name, tensor) for name, tensor in held.items() if tensor is not None]
 
 
-def _check_tensor(path: Path, tensor: torch.Tensor, others: Mapping[int, nn.Module]) -> None:
-    """Refuse a tensor that is, or lies in, one of another layer's, or that has no values."""
+def _check_has_values(path: Path, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise TypeError(f"{_path(path)} is on the meta device: it has no values to move")
+
+
+def _check_is_no_others(path: Path, tensor: torch.Tensor, others: Mapping[int, nn.Module]) -> None:
+    """Refuse a tensor that is, or lies in, one of another layer's."""
     for number, other in others.items():
         for name, theirs in (*other.named_parameters(), *other.named_buffers()):
             if tensor is theirs or _lies_in(tensor, theirs):

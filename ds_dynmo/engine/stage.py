@@ -211,7 +211,8 @@ class StageLayers:
         """A fresh module of layer ``index``, as its spec says: a shell for a layer that cannot be pickled."""
         spec = self.spec(index)
         built: nn.Module = spec.build() if isinstance(spec, LayerSpec) else copy_of_modules(spec)
-        return built.to(device) if not any(p.is_meta for p in built.parameters()) else built
+        held = (*built.parameters(), *built.buffers())
+        return built.to(device) if not any(tensor.is_meta for tensor in held) else built
 
     def detach(self, index: int) -> None:
         """Let go of the module of layer ``index``, which was sent away; :meth:`rebuild` follows."""

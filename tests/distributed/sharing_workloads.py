@@ -223,7 +223,7 @@ KINDS = {"counter": Counting, "declared": Declared}
 
 
 def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]:
-    """Layers 1 to 5 share a counter, or layer 2 refers to a tensor that is not its own; a move is asked for."""
+    """Layers 1 to 5 share a counter, or layer 2 refers to a tensor that is not its own, or 1 to one of layer 2's."""
     kind = KINDS.get(how, Peeking)
     case = Case(stages=2, blocks=4, dynmo={"interval": 0, "rank_attributes": list(rank_attributes)})
     engine = build(
@@ -232,7 +232,10 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
     if kind is Peeking and engine.stage_id == 0:
         weight, layer = engine._layers.local_module(1).up.weight, engine._layers.local_module(2)
         peeks = {"weight": weight, "view": {"of": weight.detach()[0]}, "meta": torch.empty(3, device="meta")}
-        layer.peeks.append(peeks[how])
+        if how == "left behind":
+            engine._layers.local_module(1).peeks.append(layer.up.weight)
+        else:
+            layer.peeks.append(peeks[how])
     data = batches(engine)
     losses = [engine.train_batch(data).item()]
     try:
@@ -271,6 +274,52 @@ def settled_head(embedding: SettledEmbedding, hidden: torch.Tensor) -> torch.Ten
 
 
 MODELS["tied_with_settings"] = tied_with_settings
+
+
+class AroundModule(nn.Module):
+    """A tied layer around a module that the program made."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(self.inner(hidden))
+
+
+class BackAroundModule(AroundModule):
+    """Of another class, so that it is a module of its own."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return back(self, hidden)
+
+
+def back(layer: AroundModule, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + hidden @ layer.inner.weight.t() + layer.inner.bias
+
+
+def _around_a_module(first: type, last: type, **options: Any) -> list[Any]:
+    _settings[:] = [{"scale": 1.0}]
+    inner = nn.Linear(WIDTH, WIDTH)
+    for number, parameter in enumerate(inner.parameters()):
+        parameter.data.copy_(seeded(parameter.shape, number))
+    tied = ["inner.weight", "inner.bias"]
+    tie = TiedLayerSpec("tie", first, inner, tied_weight_attr=tied)
+    tied_to_it = TiedLayerSpec("tie", last, inner, tied_weight_attr=tied, **options)
+    blocks = [LayerSpec(Block, i) for i in range(3)]
+    return [LayerSpec(Embedding, 1), blocks[0], tie, blocks[1], tied_to_it, blocks[2], LayerSpec(Head, 2)]
+
+
+def tied_around_a_module(case: Case) -> list[Any]:
+    return _around_a_module(AroundModule, AroundModule, forward_fn=back)
+
+
+def tied_classes_around_a_module(case: Case) -> list[Any]:
+    return _around_a_module(AroundModule, BackAroundModule)
+
+
+MODELS["tied_around_a_module"] = tied_around_a_module
+MODELS["tied_classes_around_a_module"] = tied_classes_around_a_module
 
 
 def train_on_one_stage(changes: bool) -> list[float]:

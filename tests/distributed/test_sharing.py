@@ -36,6 +36,7 @@ def test_saved_and_loaded_at_another_number_of_stages(what: str, tmp_path: Path)
         ("weight", "peeks[0] is up.weight of layer 1"),
         ("view", "peeks[0]['of'] is up.weight of layer 1"),
         ("meta", "peeks[0] is on the meta device"),
+        ("left behind", "layer 1 stays and its peeks[0] is up.weight of layer 2"),
     ],
 )
 def test_what_would_be_a_copy_is_refused_by_name(how: str, expected: str) -> None:

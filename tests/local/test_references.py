@@ -1,0 +1,137 @@
+"""What a layer refers to and does not own is told before it moves, whatever holds it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_dynmo.engine.layer_state import PackedLayer, pack
+from ds_dynmo.engine.optimizer_state import PerParameterState
+from ds_dynmo.engine.references import References
+
+
+class Pipeline(nn.Module):
+    """As much of a PipelineModule as names need."""
+
+    def __init__(self, specs: list[Any], **attributes: Any) -> None:
+        super().__init__()
+        self._layer_specs = specs
+        vars(self).update(attributes)
+
+
+class Layer(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        vars(self).update(attributes)
+
+
+class Thing:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Private:
+    __slots__ = ("__held",)
+
+    def __init__(self, held: Any) -> None:
+        self.__held = held
+
+
+HOLDERS: Mapping[str, Callable[[Any], Any]] = {
+    "list": lambda held: [held],
+    "deque": lambda held: deque([held]),
+    "set": lambda held: {held},
+    "key": lambda held: {held: 1},
+    "private slot": Private,
+}
+
+
+def names_of(layers: list[Layer], specs: list[Any] | None = None, **attributes: Any) -> References:
+    pipeline: Any = Pipeline(specs or [LayerSpec(Layer) for _ in layers], **attributes)
+    return References(pipeline, lambda: dict(enumerate(layers)), lambda value: [value])
+
+
+def packed(layer: Layer, names: References) -> PackedLayer:
+    return pack(PerParameterState(None).content(layer), Layer, names)
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_what_two_layers_share_without_a_name_is_refused(how: str) -> None:
+    shared = Thing()
+    layers = [Layer(held=HOLDERS[how](shared)) for _ in range(2)]
+    with pytest.raises(TypeError, match=r"held.*, a .*Thing, is shared with layer 1"):
+        packed(layers[0], names_of(layers))
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_another_layers_weight_is_refused(how: str) -> None:
+    other = Layer()
+    layers = [Layer(held=HOLDERS[how](other.weight)), other]
+    with pytest.raises(TypeError, match=r"held.* is weight of layer 1"):
+        packed(layers[0], names_of(layers))
+
+
+def test_another_layers_weight_is_refused_where_the_layers_were_given_as_modules() -> None:
+    other = Layer()
+    layers = [Layer(held=[other.weight]), other]
+    with pytest.raises(TypeError, match=r"held\[0\] is weight of layer 1"):
+        packed(layers[0], names_of(layers, list(layers)))
+
+
+def test_what_can_be_pickled_thanks_to_a_name_in_it_is_refused_too() -> None:
+    grid = Thing(lock=threading.Lock())
+    shared = Thing(grid=grid)
+    layers = [Layer(held=shared), Layer(held=shared)]
+    with pytest.raises(TypeError, match=r"held, a .*Thing, is shared with layer 1"):
+        packed(layers[0], names_of(layers, grid=grid))
+
+
+def test_a_name_that_cannot_be_sent_is_an_error_before_anything_is_sent() -> None:
+    class Local:
+        """Cannot be pickled."""
+
+    argument = {Local: [1]}
+    layers = [Layer(held=argument[Local]) for _ in range(2)]
+    with pytest.raises(AttributeError, match="Local"):
+        packed(layers[0], names_of(layers, [LayerSpec(Layer, argument) for _ in layers]))
+
+
+@pytest.mark.parametrize(
+    ("peek", "expected"),
+    [
+        (lambda layer: layer, "the layer itself"),
+        (lambda layer: layer.weight, "weight"),
+        (lambda layer: layer.weight.detach()[1:], "weight"),
+    ],
+)
+@pytest.mark.parametrize("how", ["list", "set"])
+def test_a_layer_that_stays_may_hold_no_part_of_one_that_leaves(how: str, peek: Any, expected: str) -> None:
+    leaves = Layer()
+    stays = Layer(held=HOLDERS[how](peek(leaves)))
+    names = names_of([stays, leaves])
+    names.check_left_behind({0: stays})
+    with pytest.raises(TypeError, match=rf"layer 0 stays and its held.* is {expected} of layer 1"):
+        names.check_left_behind({1: leaves})
+
+
+def test_a_layer_that_stays_may_hold_what_both_share() -> None:
+    angles = torch.arange(3.0)
+    layers = [Layer(held=[angles]), Layer()]
+    layers[1].register_buffer("angles", angles)
+    names_of(layers, [LayerSpec(Layer, angles) for _ in layers]).check_left_behind({1: layers[1]})
+
+
+def test_an_attribute_of_the_rank_may_hold_anything() -> None:
+    layers = [Layer(), Layer()]
+    layers[0].peers = layers[1:]  # type: ignore[assignment]
+    pipeline: Any = Pipeline([LayerSpec(Layer), LayerSpec(Layer)])
+    names = References(pipeline, lambda: dict(enumerate(layers)), lambda value: [value], ["peers"])
+    names.check_left_behind({1: layers[1]})

@@ -1,0 +1,24 @@
+"""A stage makes a layer anew as a shell for one that arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.stage import StageLayers
+
+
+class Pipeline(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer_specs = [layer]
+
+
+def test_a_layer_given_as_a_module_that_was_here_before_is_a_shell_without_values() -> None:
+    """It has buffers alone, which are on "meta" since it left."""
+    left = nn.BatchNorm1d(3, affine=False).to("meta")
+    pipeline: Any = Pipeline(left)
+    shell = StageLayers(pipeline).build(0, torch.device("cpu"))
+    assert isinstance(shell, nn.BatchNorm1d) and shell is not left
