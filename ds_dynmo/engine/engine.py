@@ -593,6 +593,8 @@ class DynMoPipelineEngine(ElasticEngine):
     def _follow_optimizer(self) -> None:
         super()._follow_optimizer()
         self._origin = self._origin.with_optimizer(self)
+        assert self._repacker is not None
+        self._repacker.optimizer_changed()
         self._set_instructions()
 
     def _refit_optimizer(self) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ds_dynmo.engine.elastic import repacking
+from ds_dynmo.engine.elastic import joining, repacking
 from ds_dynmo.engine.elastic.secret import VARIABLE
+from ds_dynmo.engine.elastic.world import part_of, store_at
 from ds_dynmo.errors import ConfigError, MigrationError
-from tests.distributed import train_script_workloads
+from tests.distributed import late_optimizer_workloads, train_script_workloads
 from tests.distributed.workloads import Case, batches, build, sleeping_engine, state
 
 SLEEPS = [0.02] * 4  # seconds
@@ -37,6 +38,7 @@ def newcomer(case: Case, address: str, sizes: Mapping[int, int], steps: int) -> 
     engine = build(case)
     engine.join(address)
     assert engine.released
+    assert not engine._repacker._launch_store.check(["ds_dynmo/job"])  # nobody can join this launch any more
     if not engine.wait_for_recall():
         return {"losses": {}, "state": {}, "called": False}
     data = batches(engine)
@@ -83,6 +85,31 @@ def quiet_job(case: Case) -> int:
     engine = build(case)
     engine._repacker.world.store.wait(["looked"])
     return int(engine.most_stages())
+
+
+def job_with_a_late_optimizer(case: Case) -> int:
+    know()
+    engine = late_optimizer_workloads.without_optimizer(case)
+    late_optimizer_workloads.give_optimizer(engine)
+    store = engine._repacker.world.store
+    store.set("optimizer", "")
+    store.wait(["looked"])
+    return int(engine.most_stages())
+
+
+def newcomer_with_a_late_optimizer(case: Case, address: str) -> bool:
+    """It joins once it has the optimizer, which the job was given too; without it there is no such job."""
+    know()
+    engine = late_optimizer_workloads.without_optimizer(case)
+    job = part_of(store_at(address, 60.0), joining.find(store_at(address, 60.0), 60.0))
+    job.wait(["optimizer"])
+    with suppress(ConfigError):
+        engine.join(address)
+    assert not engine.released
+    late_optimizer_workloads.give_optimizer(engine)
+    engine.join(address)
+    job.set("looked", "")
+    return bool(engine.released)
 
 
 def secrets_that_differ(case: Case) -> str:

@@ -110,6 +110,15 @@ def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
         assert not released and trains
 
 
+def test_the_job_has_the_optimizer_that_it_was_given_last(store: TCPStore) -> None:
+    case = Case(stages=1, dynmo=BY_HAND)
+    most, joined = together(
+        lambda: run(1, joining_workloads.job_with_a_late_optimizer, case, port=store.port, seconds=SECONDS),
+        lambda: run(1, joining_workloads.newcomer_with_a_late_optimizer, case, f"localhost:{store.port}"),
+    )
+    assert (most, joined) == ([2], [True])
+
+
 def test_there_is_no_job(store: TCPStore) -> None:
     case = Case(stages=1, dynmo={**BY_HAND, "timeout_seconds": 0.5})
     silent = socket.create_server(("localhost", 0))

@@ -100,6 +100,10 @@ class Admissions:
         weakref.finalize(self, _end, thread, self._stop)  # also when the interpreter ends
         thread.start()
 
+    def describe(self, job: Job) -> None:
+        """The job is another one than it was: whoever asks from now on is told so."""
+        self._job = job
+
     def close(self) -> list[Arrival]:
         """Let nobody in any more; those that were let in and have not arrived."""
         self._stop.set()

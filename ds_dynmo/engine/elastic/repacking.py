@@ -129,6 +129,11 @@ class Repacker:
         self._admissions.start()
         joining.announce(self._launch_store, self._name)
 
+    def optimizer_changed(self) -> None:
+        """Ranks of other launches have to have the new one from now on."""
+        if self._admissions is not None:
+            self._admissions.describe(joining.job_of(self._engine, self.world))
+
     def welcome(self) -> tuple[int, ...]:
         """Stages that have joined meanwhile can be called from now on; the ranks of these. Collective."""
         if self._secret is None:
@@ -159,6 +164,7 @@ class Repacker:
         own, patience = joining.job_of(engine, world), engine.dynmo.timeout_seconds
         job = newcomer.enter(where, own, self.places[world.home], world, engine._comm, secret, patience)
         with no_way_back("joining failed after this launch had given up its layers", "Launch it anew"):
+            self.dismiss()  # who joined this launch meanwhile, or was parked: nobody would ever call it
             engine._layers.clear(engine._names.empty)
             engine._state.clear()
             self._end()
