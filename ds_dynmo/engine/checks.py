@@ -172,6 +172,20 @@ def check_layers(found: Iterable[str | None]) -> None:
             raise ConfigError(problem)
 
 
+_OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" block that count there only
+
+
+def other_block(own: DynMoConfig, of_rank_0: DynMoConfig) -> str | None:
+    """Where this rank's "dynmo" block differs from rank 0's; None: nowhere. Ranks would draw or decide otherwise."""
+    for key in DynMoConfig.model_fields:
+        here, there = getattr(own, key), getattr(of_rank_0, key)
+        if key == "trace" and here is not None and there is not None:  # the path is rank 0's too
+            here, there = here.steps, there.steps
+        if key not in _OF_RANK_0 and here != there:
+            return f"dynmo.{key} = {here!r} on a rank, on rank 0 {there!r}: it has to be the same on every rank"
+    return None
+
+
 _BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
 
 

@@ -56,8 +56,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._move_seconds = 0.0
         clock = EventClock(get_accelerator()) if _has_events() else CpuClock()
         self._profiler = Profiler(clock, size_every_pass=dynmo.memory_limit is not None)
-        if dynmo.report is not None:
-            check_writable(dynmo.report, "dynmo.report", self._comm, writes=self.global_rank == 0)
+        check_writable(dynmo.report, "dynmo.report", self._comm, writes=self.global_rank == 0)
         self._reporter = Reporter(dynmo, self.global_rank == 0, self.monitor)
         self._profile: Profile | None = None
         self._profile_seconds = 0.0

@@ -15,26 +15,27 @@ from ds_dynmo.errors import ConfigError
 Warn = Callable[[str], None]
 
 
-def check_writable(path: str, key: str, comm: Communicator, *, writes: bool) -> None:
+def check_writable(path: str | None, key: str, comm: Communicator, *, writes: bool) -> None:
     """Make the folder of ``path`` on the rank that ``writes``, rank 0, and see that the file opens. Collective.
 
     Args:
+        path: rank 0's counts; None: it writes none. Others may have another one.
         key: of the configuration, for the error.
 
     Raises:
         ConfigError: on every rank, where rank 0 cannot write the file.
     """
     failure = None
-    if writes:
+    if writes and path is not None:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).open("a").close()
         except OSError as error:
-            failure = str(error)
+            failure = f'{key} = "{path}": cannot be written: {error}'
     comm.enter("initialize")
     failure = comm.broadcast_object(failure)
     if failure is not None:
-        raise ConfigError(f'{key} = "{path}": cannot be written: {failure}')
+        raise ConfigError(failure)
 
 
 class WarnsOnce:

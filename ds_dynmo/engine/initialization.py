@@ -53,8 +53,8 @@ def initialize(
 
     Raises:
         ConfigError: a wrong block, module, precision, optimizer, engine class or feature; nothing has been created or
-            touched. Or a layer that cannot be moved, on every rank, whichever stage holds it; the optimizer is
-            untouched.
+            touched. Or a layer that cannot be moved, or a block or a join secret that differs between ranks, on every
+            rank; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
     """
     settings = checks.load_config(args, config, config_params)

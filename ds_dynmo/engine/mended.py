@@ -81,7 +81,8 @@ class MendedPipelineEngine(PipelineEngine):
         if self.dynmo is not None:
             self._connect()
             self._comm.enter("initialize")
-            problem, built, uses = self._unsupported(model), {}, []
+            problem = checks.other_block(self.dynmo, self._comm.broadcast_object(self.dynmo))
+            problem, built, uses = problem or self._unsupported(model), {}, []
             try:
                 built = build_missing(model)
                 uses = find_uses(model, built)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,21 @@ class Warnings(logging.Handler):
 def refused(report: str) -> str:
     try:
         build(Case(dynmo={"report": report}))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def with_a_report_on_one_rank(paths: list[str | None]) -> float:
+    """The loss of a batch; each rank has a path of its own, or none."""
+    report = paths[int(os.environ["RANK"])]
+    engine = build(Case(dynmo={"interval": 0, "report": report, "timeout_seconds": 10.0}))
+    return float(engine.train_batch(batches(engine)).item())
+
+
+def with_a_block_of_its_own(blocks: list[dict[str, Any]]) -> str:
+    try:
+        build(Case(dynmo=blocks[int(os.environ["RANK"])]))
     except ConfigError as error:
         return str(error)
     return "nothing was raised"

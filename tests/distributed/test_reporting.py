@@ -27,6 +27,29 @@ def test_a_report_that_cannot_be_begun_is_refused_on_every_rank(tmp_path: Path) 
         assert message.startswith(f'dynmo.report = "{path}": cannot be written: ')
 
 
+def test_one_rank_alone_may_be_given_a_report(tmp_path: Path) -> None:
+    """As scripts do that configure it where the rank is 0."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    plain = run(2, work.with_a_report_on_one_rank, [None, None])
+    assert run(2, work.with_a_report_on_one_rank, [str(first), None], seconds=30.0) == plain
+    assert run(2, work.with_a_report_on_one_rank, [None, str(second)], seconds=30.0) == plain
+    assert first.exists() and not second.exists()
+
+
+def test_all_else_of_the_block_is_the_same_on_every_rank(tmp_path: Path) -> None:
+    def found(*blocks: dict[str, Any]) -> list[str]:
+        return run(2, work.with_a_block_of_its_own, list(blocks), seconds=30.0)
+
+    seeds = [{"randomness": {"seed": rank}} for rank in range(2)]
+    for message in found(*seeds):
+        assert message.startswith("dynmo.randomness = RandomnessConfig(per_layer=True, seed=1) on a rank, on rank 0 ")
+    for message in found({}, {"trace": {"path": str(tmp_path / "trace"), "steps": [1, 2]}}):
+        assert message.startswith("dynmo.trace = TraceConfig(")
+    traces = [{"trace": {"path": str(tmp_path / str(rank)), "steps": [1, 2]}} for rank in range(2)]
+    assert found(*traces) == ["nothing was raised"] * 2
+    assert found({"log": False, "monitor": False}, {}) == ["nothing was raised"] * 2
+
+
 def test_a_full_disk_is_warned_of_once() -> None:
     check_trained_on(run(2, work.train, "/dev/full", {}, None), "/dev/full: was not written: [Errno 28] No space left")
 
