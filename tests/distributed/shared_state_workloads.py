@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_dynmo.errors import MigrationError
 from tests.distributed.workloads import Case, batches, build
 
 STATE_BYTES = 1_000_000
@@ -46,3 +47,17 @@ def repack(case: Case, sizes: list[int]) -> tuple[int, bool]:
     dist.all_gather_object = all_gather
     engine.dismiss_parked()
     return max(gathered), state.content == Large(0).content
+
+
+def shared_on_rank_0_alone(case: Case) -> tuple[str, bool, float]:
+    """What a re-packing says, whether that is harmless, and the loss of a batch after it."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    if engine.global_rank == 0:
+        engine.share_state("large", Large(0))
+    try:
+        engine.repack(2)
+    except MigrationError as error:
+        return str(error), error.harmless, engine.train_batch(data).item()
+    return "nothing was raised", False, 0.0

@@ -11,6 +11,7 @@ from ds_dynmo.engine.elastic.data import DataPosition
 from ds_dynmo.engine.elastic.release import Place
 from ds_dynmo.engine.objects import to_bytes
 from ds_dynmo.engine.parameter_groups import options_of
+from ds_dynmo.errors import MigrationError
 
 _COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
     "global_steps",
@@ -53,8 +54,16 @@ def describe_job(engine: Any, data: DataPosition, states: Mapping[str, Any]) -> 
         states: holders that may gather theirs, by name.
 
     Raises:
-        MigrationError: harmless; a rank could not tell.
+        MigrationError: harmless; a rank could not tell, or shares other states than rank 0.
     """
+    every = engine._comm.gather_objects(list(states))
+    for rank, names in enumerate(every):
+        if names != every[0]:
+            raise MigrationError(
+                f"engine.share_state was called with {every[0]} on rank 0, with {names} on rank {rank}: every rank has "
+                "to call it alike, in one order. No layer has moved",
+                harmless=True,
+            )
 
     def describe() -> bytes:
         job = _job(engine, data, states)  # on every rank: a holder may gather
