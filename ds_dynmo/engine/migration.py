@@ -111,6 +111,33 @@ def migrate(plan: MigrationPlan, site: Site, check: Callable[[MigrationPlan], No
     return moved_bytes
 
 
+def rehearse(plan: MigrationPlan, site: Site, *, copies: bool = False) -> None:
+    """Find out whether the ranks could send their layers, where a plan comes when there is no way back. Collective.
+
+    Args:
+        site: with this rank's stage in ``plan``.
+        copies: the layers that stay are copied to other ranks as well.
+
+    Raises:
+        MigrationError: harmless, on every rank. Nothing has changed.
+    """
+    failure: Exception | None = None
+    try:
+        site.check()
+        _pack_departing(plan, site)
+        if copies:
+            for index, module in site.layers.modules().items():
+                packed_layer(site, index, module)
+    except Exception as error:  # whatever a user's layer raises: the others have to hear of it
+        failure = error
+    site.comm.all_ready(failure, 0)
+
+
+def packed_layer(site: Site, index: int, module: nn.Module) -> PackedLayer:
+    """A layer of this stage, ready to be sent."""
+    return pack(site.state.content(module), partial(site.layers.build, index, site.device), site.names)
+
+
 def _travels(index: int, plan: MigrationPlan, layers: StageLayers) -> bool:
     """Has the layer a module, and does it own it where it goes (a tied layer may find its parameters there)?"""
     return isinstance(layers.spec(index), nn.Module | LayerSpec) and layers.owner(index, plan.new)
@@ -126,8 +153,7 @@ def _pack_departing(plan: MigrationPlan, site: Site) -> dict[int, PackedLayer]:
         if move.source == site.stage and _travels(move.layer, plan, site.layers):
             module = site.layers.local_module(move.layer)
             assert module is not None
-            build = partial(site.layers.build, move.layer, site.device)
-            packed[move.layer] = pack(site.state.content(module), build, site.names)
+            packed[move.layer] = packed_layer(site, move.layer, module)
     staying = set(map(id, _staying_modules(plan, site).values()))
     leaving = {move.layer: site.layers.local_module(move.layer) for move in plan.moves if move.source == site.stage}
     site.names.check_left_behind({i: m for i, m in leaving.items() if m is not None and id(m) not in staying})

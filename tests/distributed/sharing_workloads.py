@@ -254,6 +254,41 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
     }
 
 
+def repack_or_refuse(freed_ranks: str) -> dict[str, Any]:
+    """To one of two stages and back, with layers that cannot leave, and with these mended: messages, copies."""
+    dynmo = {"interval": 0, "repack": {"release": "park", "freed_ranks": freed_ranks}}
+    specs = [LayerSpec(Embedding, 1), *[LayerSpec(Peeking, i) for i in range(5)], LayerSpec(Head, 2)]
+    engine = build(Case(stages=2, blocks=4, micro_batches=4, dynmo=dynmo), lambda _: specs)
+    data, refusals = batches(engine), []
+    for stages in (1, 2):
+        engine.train_batch(data)
+        if freed_ranks == "replicas" or stages == 2:  # what stays of one stage is copied, or does not leave
+            refusals.append(_refusal_to_repack(engine, stages, stay=stages == 1))
+        engine.train_batch(data)
+        engine.repack(stages)
+        if engine.released:
+            engine.wait_for_recall()
+            break
+    engine.train_batch(data)
+    return {"refusals": refusals, "stages": engine.num_stages, "copies": engine.repacks[0].copies}
+
+
+def _refusal_to_repack(engine: Any, stages: int, stay: bool) -> tuple[bool, str]:
+    """Of layers that refer to a tensor without values; ``stay``: on the first stage alone."""
+    layers = [layer for layer in engine._layers.modules().values() if isinstance(layer, Peeking)]
+    held = [layer.peeks for layer in layers if not (stay and engine.stage_id)]
+    for peeks in held:
+        peeks.append(torch.empty(3, device="meta"))
+    try:
+        engine.repack(stages)
+    except MigrationError as error:
+        return error.harmless, str(error)
+    finally:
+        for peeks in held:
+            peeks.clear()
+    return False, "repacked"
+
+
 # -- both uses of a tied layer on one stage -----------------------------------------------------------
 
 

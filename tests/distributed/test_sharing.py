@@ -46,6 +46,14 @@ def test_what_would_be_a_copy_is_refused_by_name(how: str, expected: str) -> Non
         assert len(found["losses"]) == 2
 
 
+@pytest.mark.parametrize(("freed_ranks", "times", "copies"), [("release", 1, 1), ("replicas", 2, 2)])
+def test_what_cannot_leave_is_refused_before_a_world_is_given_up(freed_ranks: str, times: int, copies: int) -> None:
+    first, *_ = run(2, work.repack_or_refuse, freed_ranks)
+    assert first["stages"] == 2 and first["copies"] == copies and len(first["refusals"]) == times
+    for harmless, message in first["refusals"]:
+        assert harmless and "peeks[0] is on the meta device" in message
+
+
 @pytest.mark.parametrize(("how", "block"), [("counter", ("counter",)), ("declared", ())])
 def test_attributes_that_belong_to_the_rank(how: str, block: tuple[str, ...]) -> None:
     for found in run(2, work.move_or_refuse, how, block):

@@ -10,8 +10,8 @@ import pickle
 from collections.abc import Sequence
 from functools import partial
 
-from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent, PackedLayer, pack
-from ds_dynmo.engine.migration import Site
+from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent
+from ds_dynmo.engine.migration import Site, packed_layer
 
 
 def copy_stage(site: Site, partition: Sequence[int], width: int) -> None:
@@ -24,7 +24,8 @@ def copy_stage(site: Site, partition: Sequence[int], width: int) -> None:
     replica = site.grid.get_data_parallel_id()
     has_them = replica < width
     plan = site.state.plan_share_out(partition, width)
-    packed = _packed(site) if has_them else {}
+    own = site.layers.modules() if has_them else {}
+    packed = {index: packed_layer(site, index, module) for index, module in own.items()}
     source = site.grid.stage_to_global(site.stage, data=replica % width)
     mine = {index: layer.header for index, layer in packed.items()}
     if has_them:
@@ -47,13 +48,6 @@ def copy_stage(site: Site, partition: Sequence[int], width: int) -> None:
     site.state.share_out(plan, site.layers.parameters(), arrived)
     site.layers.tie(site.grid, site.comm.tied_group)
     site.comm.all_done()
-
-
-def _packed(site: Site) -> dict[int, PackedLayer]:
-    return {
-        index: pack(site.state.content(module), partial(site.layers.build, index, site.device), site.names)
-        for index, module in site.layers.modules().items()
-    }
 
 
 def _copies(site: Site, width: int) -> list[int]:

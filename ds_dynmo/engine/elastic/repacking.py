@@ -25,7 +25,7 @@ from ds_dynmo.engine.elastic.release import Place
 from ds_dynmo.engine.elastic.secret import check_launch, check_members, secret_for
 from ds_dynmo.engine.elastic.standings import Standing
 from ds_dynmo.engine.elastic.world import World, forget_batch, launch_store, part_of, refit_deepspeed
-from ds_dynmo.engine.migration import migrate
+from ds_dynmo.engine.migration import migrate, rehearse
 from ds_dynmo.engine.objects import from_bytes
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.partitioners import hosts, with_empty
@@ -183,10 +183,12 @@ class Repacker:
             copies: so many times the launch's replicas go on, on stages that are freed.
 
         Raises:
-            MigrationError: harmless; a stage has no memory for it.
+            MigrationError: harmless; a stage has no memory for it, or a layer cannot be sent.
         """
         plan, _ = self._plan_of_fewer(self._engine.partition, new)
         self._engine._check_room(plan)
+        if copies > 1:
+            self._rehearse(plan, self.world.stages, copies=True)
         return self._shrink(new, park=park, copies=copies)
 
     def _plan_of_fewer(self, old: Sequence[int], new: tuple[int, ...]) -> tuple[MigrationPlan, Sequence[int]]:
@@ -261,13 +263,16 @@ class Repacker:
             first_seconds: see :class:`Standing`.
 
         Raises:
-            MigrationError: harmless; a stage has no memory for it, or a parked rank does not answer.
+            MigrationError: harmless; a stage has no memory for it, a layer cannot be sent, or a parked rank does not
+                answer.
         """
         world = self.world
         stages = self._with_parked(len(new) - 1)
         back = tuple(stage for stage in stages if stage not in world.stages)
         old = self._among(stages)
-        self._engine._check_room(MigrationPlan.between(old, new, joining=_without_layers(old)))
+        plan = MigrationPlan.between(old, new, joining=_without_layers(old))
+        self._engine._check_room(plan)
+        self._rehearse(plan, stages)
         began = time.perf_counter()
         job = standings.describe_job(self._engine, self.data, self.states)
         call = parking.Call(world.generation + 1, tuple(stages))
@@ -353,12 +358,15 @@ class Repacker:
         """Like :meth:`shrink`, where there are further replicas: onto any number of the stages that are at work.
 
         Raises:
-            MigrationError: harmless; a stage has no memory for it.
+            MigrationError: harmless; a stage has no memory for it, or a layer cannot be sent.
         """
-        old = self._among(self.world.in_order(self.world.stages))
+        stages = self.world.in_order(self.world.stages)
+        old = self._among(stages)
         spreads = len(new) == len(old)
         plan = MigrationPlan.between(old, new, joining=_without_layers(old)) if spreads else None
-        self._engine._check_room(plan or self._plan_of_fewer(old, new)[0])
+        plan = plan or self._plan_of_fewer(old, new)[0]
+        self._engine._check_room(plan)
+        self._rehearse(plan, stages, copies=copies > 1)
         began = time.perf_counter()
         with no_way_back():
             self._unfold()
@@ -410,6 +418,11 @@ class Repacker:
         """The bytes that moved."""
         with self._who_is_gone():
             return migrate(plan, self._engine._site())
+
+    def _rehearse(self, plan: MigrationPlan, stages: Sequence[int], *, copies: bool = False) -> None:
+        """``plan`` is for these ``stages`` of the job, and carried out when the present world has ended."""
+        stage = stages.index(self.world.home_stage)
+        rehearse(plan, replace(self._engine._site(), stage=stage), copies=copies)
 
     @contextmanager
     def _who_is_gone(self) -> Iterator[None]:
