@@ -224,11 +224,8 @@ class References:
         def enter(value: Any) -> bool:
             return id(value) not in found.references
 
-        def roots() -> Iterator[tuple[Path, Any]]:
-            yield (), layer
-            yield from (((("attribute", name),), value) for name, value in marks.items())
-
-        for path, value in _walk_layer(list(roots()), enter, self._rank_attributes_of, found):
+        roots: list[tuple[Path, Any]] = [((), layer), *(((("attribute", name),), held) for name, held in marks.items())]
+        for path, value in _walk_layer(roots, enter, self._rank_attributes_of, found):
             if id(value) in own_tensors or id(value) in own_modules:
                 if isinstance(value, torch.Tensor):
                     _check_has_values(path, value)
@@ -238,7 +235,16 @@ class References:
                 found.references[id(value)] = self._reference(self._names[id(value)][1], path, value, layer)
             elif not is_frozen(value):
                 nameless[id(value)] = (path, value)
-        self._settle_nameless(nameless, layer, found)
+        if nameless:
+            named = self._global_names({key: value for key, (_, value) in nameless.items()}, layer)
+            for key, name in named.items():
+                found.references[key] = self._reference(name, *nameless[key], layer)
+            travels = {id(value) for _, value in _walk_layer(roots, enter, self._rank_attributes_of, found)}
+            for key in named.keys() - travels:  # it is in another of them
+                del found.references[key]
+            self._check_no_parts([nameless[key] for key in named.keys() & travels], self._others(layer))
+            own = {key: entry for key, entry in nameless.items() if key in travels - named.keys()}
+            self._check_nameless(own, layer, found)
         return found
 
     def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
@@ -275,8 +281,7 @@ class References:
                 if held is not None and id(value) not in registered:
                     raise TypeError(
                         f"layer {number} stays and its {_path(path)} is {held[1]} of layer {held[0]}, which leaves: "
-                        "pass what both need to each as an argument of its LayerSpec, tie the two (TiedLayerSpec), or "
-                        "keep them on one stage (dynmo.keep_together)"
+                        "pass what both need to each as an argument of its LayerSpec, or tie the two (TiedLayerSpec)"
                     )
 
     def _is_held_by_it(self, tensor: torch.Tensor) -> bool:
@@ -290,13 +295,20 @@ class References:
         declared = self._rank_attributes.union(getattr(type(module), RANK_ATTRIBUTES, ()))
         return frozenset(name for name in declared if name in vars(module))
 
-    def _settle_nameless(self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, found: Outside) -> None:
-        """Name what is in a Python module's globals; refuse what is another layer's too."""
-        if not nameless:
-            return
-        for key, name in self._global_names({key: value for key, (_, value) in nameless.items()}, layer).items():
-            path, value = nameless.pop(key)
-            found.references[key] = self._reference(name, path, value, layer)
+    def _check_no_parts(self, named: Iterable[tuple[Path, Any]], others: Mapping[int, nn.Module]) -> None:
+        """Refuse what is in the globals, but another layer's: on another rank it is not what that layer has by now."""
+        owner = {id(part): number for number, other in others.items() for part in other.modules() if self.is_own(part)}
+        for path, value in named:
+            if isinstance(value, nn.Parameter):
+                _check_is_no_others(path, value, others)
+            elif id(value) in owner:
+                raise TypeError(
+                    f"{_path(path)} is a part of layer {owner[id(value)]}: a layer does not take another's parts "
+                    "along, and it may be on another stage; tie the two (TiedLayerSpec)"
+                )
+
+    def _check_nameless(self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, found: Outside) -> None:
+        """Refuse what is another layer's too."""
         others = self._others(layer)
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):

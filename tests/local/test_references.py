@@ -104,6 +104,35 @@ def test_a_name_that_cannot_be_sent_is_an_error_before_anything_is_sent() -> Non
         packed(layers[0], names_of(layers, [LayerSpec(Layer, argument) for _ in layers]))
 
 
+ANGLES = nn.Module()
+ANGLES.register_buffer("angles", torch.arange(3.0))
+
+
+def test_a_module_of_the_programs_globals_with_all_that_is_in_it() -> None:
+    layers = [Layer(), Layer()]
+    for layer in layers:
+        layer.angles = ANGLES
+    found = names_of(layers).outside(layers[0], {}).references
+    assert [(id_, str(reference.name)) for id_, reference in found.items()] == [(id(ANGLES), f"{__name__}.ANGLES")]
+
+
+LAYERS: list[Layer] = []
+
+
+@pytest.mark.parametrize(
+    ("peek", "expected"),
+    [(lambda layer: layer, "a part of layer 1"), (lambda layer: layer.weight, "weight of layer 1")],
+)
+def test_another_layer_in_the_programs_globals_is_refused(peek: Any, expected: str) -> None:
+    """As where a program keeps its layers in a list, and one of them knows its neighbour."""
+    other = Layer()
+    layers = [Layer(peer=[peek(other)]), other]
+    LAYERS[:] = [peek(layer) for layer in layers]
+    with pytest.raises(TypeError, match=rf"peer\[0\] is {expected}"):
+        names_of(layers).outside(layers[0], {})
+    LAYERS.clear()
+
+
 @pytest.mark.parametrize(
     ("peek", "expected"),
     [
