@@ -44,6 +44,7 @@ RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attribu
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
 _NO_GLOBALS_OF_A_MODEL = frozenset({*sys.stdlib_module_names, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"})
 _GLOBALS_DEPTH = 3
+_MOST_ENTRIES = 10_000  # of a container that is looked into for names: a loss function may hold a whole data set
 _OF_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers; private, read in DeepSpeed 0.19.8
     ("_layer_specs", "forward_funcs", "fwd_map", "tied_modules", "tied_comms", "tied_weight_attrs")
 )
@@ -177,7 +178,7 @@ class References:
                 users[id(value)] = users.get(id(value), 0) + 1
         names = {key: found[key] for key, count in users.items() if count > 1}
         attributes = [((step,), value) for step, value in children(self._pipeline) if not _is_of_pipeline(step[1])]
-        for path, value in walk(attributes, lambda value: id(value) not in owner):
+        for path, value in walk(attributes, lambda value: id(value) not in owner and not _is_data(value)):
             names.setdefault(id(value), (value, Name((_PIPELINE, None), path)))
         return {
             k: entry for k, entry in names.items() if k not in owner and not isinstance(entry[0], tuple | frozenset)
@@ -464,6 +465,10 @@ def _sum(tensor: torch.Tensor) -> int:
 def _is_of_pipeline(name: str) -> bool:
     """Is it a layer or holds some, or is it what every module has, such as the hooks of an engine?"""
     return name in _OF_LAYERS or name.isdigit() or name in MODULE_MACHINERY
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES
 
 
 def _is_of(value: Any, module_name: str) -> bool:

@@ -104,6 +104,12 @@ def test_a_name_that_cannot_be_sent_is_an_error_before_anything_is_sent() -> Non
         packed(layers[0], names_of(layers, [LayerSpec(Layer, argument) for _ in layers]))
 
 
+def test_a_data_set_that_the_loss_function_holds_is_not_looked_through() -> None:
+    few, many = [Thing() for _ in range(10)], [Thing() for _ in range(10_001)]
+    names = names_of([Layer()], loss_fn=Thing(few=few, many=many))
+    assert names.is_shared(few[0]) and names.is_shared(many) and not names.is_shared(many[0])
+
+
 ANGLES = nn.Module()
 ANGLES.register_buffer("angles", torch.arange(3.0))
 
