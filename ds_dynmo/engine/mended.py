@@ -164,6 +164,8 @@ class MendedPipelineEngine(PipelineEngine):
         if self._built is not None and not late:
             checks.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
             self._built = None
+        ties = optimizer_check.groups_of_ties(optimizer, StageLayers(self.module, self._ties))
+        optimizer_check.refuse_ties_apart(self._comm.gather_objects(ties))
         groups = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in groups]
         if flat:

@@ -67,6 +67,40 @@ def refuse_strangers(every: Sequence[list[list[int]]]) -> None:
         )
 
 
+TiedGroups = dict[tuple[str, int], set[int | None]]  # by key and number of the weight: numbers of groups, None: in none
+
+
+def groups_of_ties(optimizer: torch.optim.Optimizer, layers: StageLayers) -> TiedGroups:
+    """In which parameter groups of the optimizer each tied weight of this stage is."""
+    number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found: TiedGroups = {}
+    for key, weights in layers.tied_by_key():
+        for position, weight in enumerate(weights):
+            found.setdefault((key, position), set()).add(number.get(id(weight)))
+    return found
+
+
+def refuse_ties_apart(every: Sequence[TiedGroups]) -> None:
+    """Refuse a weight of tied layers whose copies are in different groups: their steps would differ, and so they.
+
+    Args:
+        every: each rank's :func:`groups_of_ties`; groups have the same number on all.
+
+    Raises:
+        ConfigError: naming the key; the same on every rank.
+    """
+    whole: TiedGroups = {}
+    for found in every:
+        for weight, groups in found.items():
+            whole.setdefault(weight, set()).update(groups)
+    for (key, position), groups in sorted(whole.items()):
+        if len(groups) > 1:
+            raise ConfigError(
+                f"weight {position} of the layers tied by the key {key!r} is in different parameter groups where they "
+                f"are: {sorted(map(str, groups))}. Its copies would part: put it into one group"
+            )
+
+
 def _named(layers: StageLayers) -> Iterator[tuple[str, nn.Parameter]]:
     for index, module in layers.modules().items():
         for name, parameter in module.named_parameters():

@@ -169,6 +169,15 @@ class StageLayers:
         ordered = self._in_order(modules, self.start, self.stop)
         return list({id(p): p for index in ordered for p in modules[index].parameters()}.values())
 
+    def tied_by_key(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        """The weights of this stage's tied layers by their keys, once for each module that has them."""
+        for index, module in self.modules().items():
+            key, tie = self.key(index), self.tie_of(index)
+            if tie is not None:
+                yield tie.key, list(self.tied_weights(index))
+            elif key is not None:
+                yield key, list(module.parameters())
+
     def tied_parameters(self) -> list[nn.Parameter]:
         """The parameters of this stage's tied layers that are tied."""
         whole = [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]

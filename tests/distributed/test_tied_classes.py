@@ -190,3 +190,9 @@ def test_one_class_to_and_from_one_stage(tmp_path: Path, precision: str, saved_o
     saved = run(saved_on, work.save_and_go_on, case, "megatron", str(tmp_path))
     loaded = run(loaded_on, work.load_and_go_on, replace(case, stages=loaded_on), "megatron", str(tmp_path), 1)
     assert loaded[0]["losses"] == saved[0]["losses"]
+
+
+@pytest.mark.parametrize("way", ["sparkjiao", "function around"])
+def test_a_tied_weight_in_two_parameter_groups_is_refused(way: str) -> None:
+    for message in run(2, work.groups_apart, Case(stages=2), way):
+        assert "is in different parameter groups where they are: ['0', '1']" in message

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deepspeed.checkpoint.constants import PIPELINE_REPLICATED_PARAMETER_PATTERNS, UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+import ds_dynmo
 from ds_dynmo.engine.checkpoint.universal import universal_info
 from ds_dynmo.errors import CheckpointError, ConfigError
 from tests.distributed import checkpoint_workloads, workloads
@@ -359,3 +360,17 @@ def repack(case: Case, way: str, sizes: dict[int, int], steps: int) -> dict[str,
     found = {"losses": losses, "state": workloads.state(engine), "replica": engine.grid.get_data_parallel_id()}
     engine.dismiss_parked()
     return found
+
+
+def groups_apart(case: Case, way: str) -> str:
+    """A tied weight that decays on the first stage and not on the last; what initialize says."""
+    torch.manual_seed(0)
+    layers = WAYS[way](case)
+    module = PipelineModule(layers=layers, num_stages=case.stages, loss_fn=workloads.loss, partition_method="uniform")
+    decay = 0.1 if module.stage_id == 0 else 0.0
+    groups = [{"params": list(module.parameters()), "weight_decay": decay}]
+    try:
+        ds_dynmo.initialize(model=module, model_parameters=groups, config=workloads.config(case))
+    except ConfigError as error:
+        return str(error)
+    return "taken"
