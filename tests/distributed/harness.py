@@ -90,9 +90,21 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
             except EOFError:
                 raise RankError(f"rank {rank} died") from None
             if not ok:
-                raise RankError(f"rank {rank} failed:\n{value}")
+                dead = _dead([other for other in pipes if other is not pipe and pipes.index(other) not in results])
+                cause = f"rank {pipes.index(dead)} died, and then " if dead is not None else ""
+                raise RankError(f"{cause}rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _dead(pipes: list[Connection]) -> Connection | None:
+    """A rank that ended without a word: others may fail for it, and tell so first."""
+    for pipe in wait(pipes, timeout=0.5) if pipes else []:
+        try:
+            pipe.recv()  # type: ignore[union-attr]
+        except EOFError:
+            return pipe  # type: ignore[return-value]
+    return None
 
 
 @dataclass(frozen=True)
