@@ -84,7 +84,8 @@ def train(case: str, arm: str, known: Statics, arguments: argparse.Namespace) ->
         block = {"interval": 0, "min_improvement": 0.99, "log": False, "profile": {"warmup_batches": 1_000_000}}
     else:
         block["balancer"], block["balance_by"] = BALANCERS[arm]
-    block["initial_partition"] = list(known.start(arm))
+    # The dense model may have another number of layers: early exit's has no exits.
+    block["initial_partition"] = "uniform" if arm == "dense" else list(known.start(arm))
     return Trained.build(arm, {**settings, "dynmo": block}, arguments.steps)
 
 
