@@ -17,8 +17,9 @@ ds_dynmo_setup_env() {
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" || return 1
     stamp="$root/.venv/ds_dynmo_installed" # the checkout's place and the setup.py that was installed
 
-    if [[ -x "$root/.venv/bin/python" && -z "${PYTHON:-}" ]] && ds_dynmo_stamp "$root" | cmp -s - "$stamp" &&
-        { [[ -z "${VIRTUAL_ENV:-}" ]] || [[ "$VIRTUAL_ENV" == "$root/.venv" ]]; }; then
+    if [[ -x "$root/.venv/bin/python" && "${PYTHON:-$root/.venv/}" == "$root/.venv/"* ]] &&
+        { [[ -z "${VIRTUAL_ENV:-}" ]] || [[ "$VIRTUAL_ENV" == "$root/.venv" ]]; } &&
+        ds_dynmo_stamp "$root" | cmp -s - "$stamp"; then
         ds_dynmo_use "$root/.venv"
         return
     fi

@@ -23,6 +23,7 @@ def test_finished(tmp_path: Path) -> None:
     with WatchedCommand(tmp_path, [*QUICKSTART, "--steps", "2"]) as command:
         assert not command.left(), command.output()
         assert command.launcher.returncode == 0 and "step 2/2" in command.output(), command.output()
+        assert "setup_env: installing" not in command.output(), "what is installed gets installed again"
 
 
 def test_failed(tmp_path: Path) -> None:
