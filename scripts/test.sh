@@ -3,7 +3,7 @@
 #   scripts/test.sh                      all tests but the long fuzz forms
 #   scripts/test.sh -m fuzz              the fuzz forms alone
 #   scripts/test.sh tests/pure -k config
-#   scripts/test.sh -n 0                 in one process (two by default: many tests wait)
+#   scripts/test.sh -n 0                 in one process (three by default: many tests wait)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source scripts/setup_env.sh || exit 1
@@ -15,5 +15,5 @@ check() {
 check python -m ruff check .
 check python -m ruff format --check .
 check python -m mypy
-python -m pytest -n 2 --dist worksteal "$@" || exit # last, so that its summary is the last line
+python -m pytest -n 3 --dist worksteal "$@" || exit # last, so that its summary is the last line
 exit "$failed"
