@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
 
 import ds_dynmo
-from ds_dynmo.engine.hosts import check_launch
+from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
 from ds_dynmo.models import (
     AUXILIARY_LOSS,

@@ -15,21 +15,24 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extr
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine import checkpoint, controller, costs, frozen, instructions
-from ds_dynmo.engine.checks import check_sharing, layer_groups
-from ds_dynmo.engine.decentralized import decide_among_neighbours
-from ds_dynmo.engine.decision import Decision, Experience, costs_and_speeds, decide, judge, predict
+from ds_dynmo.engine import checkpoint
+from ds_dynmo.engine.balancing import trigger
+from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
+from ds_dynmo.engine.balancing.policy import CostModel, Decision, accept_move, costs_and_speeds, decide, predict
 from ds_dynmo.engine.elastic import ElasticEngine
 from ds_dynmo.engine.files import check_writable
-from ds_dynmo.engine.flat import FlatState
-from ds_dynmo.engine.migration import Site, migrate
-from ds_dynmo.engine.optimizer_state import PerParameterState
-from ds_dynmo.engine.profiler import CpuClock, EventClock, Profiler
-from ds_dynmo.engine.randomness import LayerStreams
-from ds_dynmo.engine.references import References
+from ds_dynmo.engine.migration.migrate import MigrationContext, migrate
+from ds_dynmo.engine.migration.references import References
+from ds_dynmo.engine.optimizer.flat_state import FlatState
+from ds_dynmo.engine.optimizer.state import PerParameterState
+from ds_dynmo.engine.pipeline import frozen_prefix, instructions
+from ds_dynmo.engine.pipeline.random_streams import LayerStreams
+from ds_dynmo.engine.pipeline.rng_trackers import TrackedStates
+from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.profiling.profiler import CpuClock, EventClock, Profiler
+from ds_dynmo.engine.profiling.trace import Tracer
 from ds_dynmo.engine.reporting import Reporter, rebalance_report
-from ds_dynmo.engine.rng_trackers import TrackedStates
-from ds_dynmo.engine.trace import Tracer
+from ds_dynmo.engine.validation import check_sharing, layer_groups
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, check_partition
 
@@ -51,8 +54,8 @@ class DynMoPipelineEngine(ElasticEngine):
         if dynmo is None:
             return
         self._layer_groups = layer_groups(dynmo, self.module)
-        self._controller = controller.Controller(dynmo)
-        self._experience = Experience()
+        self._controller = trigger.Controller(dynmo)
+        self._cost_model = CostModel()
         self._move_seconds = 0.0
         clock = EventClock(get_accelerator()) if _has_events() else CpuClock()
         self._profiler = Profiler(clock, size_every_pass=dynmo.memory_limit is not None)
@@ -69,7 +72,9 @@ class DynMoPipelineEngine(ElasticEngine):
         self._composed_of: dict[type, Any] | None = None
         self._schedule_ran = False  # in this batch
         if self._reentrant_checkpointing():
-            self.module.activation_checkpoint_func = frozen.checkpoint_any_input(self.module.activation_checkpoint_func)
+            self.module.activation_checkpoint_func = frozen_prefix.checkpoint_any_input(
+                self.module.activation_checkpoint_func
+            )
         check_sharing(self._layers, self._comm)
         self._names = References(self.module, self._layers.modules, self._comm.gather_objects, dynmo.rank_attributes)
         self._layers.split_uses()
@@ -78,7 +83,7 @@ class DynMoPipelineEngine(ElasticEngine):
         if dynmo.randomness.per_layer:
             seed = self.module.base_seed if dynmo.randomness.seed is None else dynmo.randomness.seed
             self._streams = LayerStreams(seed, self.grid.get_data_parallel_id(), self._tracked_states)
-        self._origin = checkpoint.Origin.of(self)
+        self._origin = checkpoint.InitialModelSpec.of(self)
         self._tracer = Tracer(dynmo.trace, self, clock, self._reporter.warn) if dynmo.trace is not None else None
         self._agree_on_trainable("initialize")
         self._announce()
@@ -143,13 +148,13 @@ class DynMoPipelineEngine(ElasticEngine):
         self._require_block("model_changed")
         self._agree_on_trainable("model_changed")
         self._profiler.forget(batches_too=True)
-        self._experience.model_changed()
+        self._cost_model.model_changed()
         self._controller.model_changed(reason)
 
     def add_rng_tracker(self, name: str, tracker: Any) -> None:
         """Make the random states of a tracker each layer's own, as Megatron's and DeepSpeed's are without a call.
 
-        Every rank makes the same call, between two batches. See :mod:`ds_dynmo.engine.rng_trackers`.
+        Every rank makes the same call, between two batches. See :mod:`ds_dynmo.engine.pipeline.rng_trackers`.
 
         Args:
             name: what tells it from other trackers, the same in every run.
@@ -183,7 +188,7 @@ class DynMoPipelineEngine(ElasticEngine):
 
     def _train_batch(self, train: Callable[[], Any]) -> Any:
         self._check_trainable()
-        self._layers.refresh_twins(training=True)
+        self._layers.refresh_tied_aliases(training=True)
         self._schedule_ran = False
         if self._controller.profile_batch(self.global_steps + 1):
             with self._profiler.batch(self.module, self._layers.start, self.is_last_stage()):
@@ -208,7 +213,7 @@ class DynMoPipelineEngine(ElasticEngine):
         """DeepSpeed's ``eval_batch``."""
         if self.dynmo is not None:
             self._require_block("eval_batch")
-            self._layers.refresh_twins(training=False)
+            self._layers.refresh_tied_aliases(training=False)
             self.total_loss = self.total_additional_losses = None  # DeepSpeed would add outputs to an earlier loss
         evaluate = partial(super().eval_batch, *args, **kwargs)
         if self.dynmo is None or len(args) > 5 or kwargs.get("num_micro_batches") is not None:
@@ -263,7 +268,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._require_block("load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
-        return checkpoint.load(self, load_dir, tag, checkpoint.What(*flags))
+        return checkpoint.load(self, load_dir, tag, checkpoint.LoadOptions(*flags))
 
     def allowed(self, partition: Sequence[int]) -> tuple[int, ...]:
         """The nearest partition that ``dynmo.keep_together`` allows: ``partition``, or another one, which is logged."""
@@ -355,7 +360,7 @@ class DynMoPipelineEngine(ElasticEngine):
             return
         assert self._profile is not None
         if outcome:
-            self._reporter.measured(controller.measured(self._profile, self._last_move_step), self.global_samples)
+            self._reporter.measured(trigger.measured(self._profile, self._last_move_step), self.global_samples)
             self._controller.outcome_recorded()
         if decision and not self._waits_for_profile:
             reason = self._controller.reason or "interval"
@@ -397,14 +402,14 @@ class DynMoPipelineEngine(ElasticEngine):
         """
         began = time.perf_counter()
         self._comm.enter("rebalance")
-        table = costs.stage_costs(self._layers, self._profiler, self._state, self._move_seconds)
+        table = layer_sizes.stage_costs(self._layers, self._profiler, self._state, self._move_seconds)
         self._comm.max_over_world(table)
-        if costs.failed(table):
+        if layer_sizes.failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         partition, uses = tuple(self.partition), self._layers.first_uses()
-        self._profile = costs.profile_from(table, partition, self.global_steps, self.micro_batches, uses)
+        self._profile = layer_sizes.profile_from(table, partition, self.global_steps, self.micro_batches, uses)
         whole = self._of_whole_batch(self._profile)
-        self._experience.profiled(whole, costs.move_seconds(table), self._layer_groups)
+        self._cost_model.profiled(whole, layer_sizes.move_seconds(table), self._layer_groups)
         self._move_seconds = 0.0
         self._profiler.forget()
         return time.perf_counter() - began
@@ -445,7 +450,7 @@ class DynMoPipelineEngine(ElasticEngine):
             logger.error(f"rank {self.global_rank} cannot decide where layers go: {error!r}")
             self._comm.agree(None)
             raise AssertionError("no plan cannot be agreed on") from error
-        self._experience.decided(decision)
+        self._cost_model.decided(decision)
         decide_seconds = time.perf_counter() - began
         return self._go_to(
             decision.partition,
@@ -456,18 +461,18 @@ class DynMoPipelineEngine(ElasticEngine):
         )
 
     def _decide(self, profile: Profile, limit: int | None, *, automatic: bool) -> Decision:
-        memory = controller.memory_model(profile, limit, self.module.activation_checkpoint_interval)
-        outlook = self._experience.outlook(profile, tuple(self.partition), smoothed=automatic)
-        stakes = self._experience.stakes(self._controller.batches_to_gain) if automatic else None
+        memory = trigger.memory_model(profile, limit, self.module.activation_checkpoint_interval)
+        given = self._cost_model.decision_input(profile, tuple(self.partition), smoothed=automatic)
+        tradeoff = self._cost_model.move_tradeoff(self._controller.batches_to_gain) if automatic else None
         if not self.dynmo.decentralized:
-            return decide(outlook, self.dynmo, memory, stakes, self._layer_groups)
-        costs, speeds = costs_and_speeds(outlook, self.dynmo)
+            return decide(given, self.dynmo, memory, tradeoff, self._layer_groups)
+        costs, speeds = costs_and_speeds(given, self.dynmo)
         own_costs = costs[self._layers.start : self._layers.stop]
         speed = speeds[self.stage_id] if speeds else 1.0
         proposed = decide_among_neighbours(
-            own_costs, outlook.current, memory, self.stage_id, self._comm, speed=speed, groups=self._layer_groups
+            own_costs, given.current, memory, self.stage_id, self._comm, speed=speed, groups=self._layer_groups
         )
-        return judge(outlook, proposed, self.dynmo, memory, stakes, self._layer_groups)
+        return accept_move(given, proposed, self.dynmo, memory, tradeoff, self._layer_groups)
 
     def _go_to(
         self,
@@ -483,14 +488,14 @@ class DynMoPipelineEngine(ElasticEngine):
         plan = MigrationPlan.between(self.partition, new)
         check = partial(self._check_room, decided=decision is not None)
         if decision is None and self._profile is not None:
-            decision = predict(self._experience.outlook(self._profile, plan.old, smoothed=False), new)
+            decision = predict(self._cost_model.decision_input(self._profile, plan.old, smoothed=False), new)
         began = time.perf_counter()
-        moved_bytes = migrate(plan, self._site(), check)
+        moved_bytes = migrate(plan, self._migration_context(), check)
         if plan.moves:
             self._layers_moved()
         migrate_seconds = time.perf_counter() - began
         if plan.moves and self._profile is not None:
-            self._experience.moved(self._profile, plan)
+            self._cost_model.moved(self._profile, plan)
             self._move_seconds += migrate_seconds
         if decides:
             self._controller.decided(bool(plan.moves))
@@ -508,8 +513,8 @@ class DynMoPipelineEngine(ElasticEngine):
         self._reporter.rebalanced(report, self.global_samples)
         return report
 
-    def _site(self) -> Site:
-        return Site(
+    def _migration_context(self) -> MigrationContext:
+        return MigrationContext(
             self.stage_id,
             self._layers,
             self._names,
@@ -546,14 +551,14 @@ class DynMoPipelineEngine(ElasticEngine):
         limit = self._memory_limit_bytes()
         if limit is None:
             return
-        table = self._comm.max_over_world(costs.held_table(self._layers, self._state))
-        if costs.failed(table):
+        table = self._comm.max_over_world(layer_sizes.held_table(self._layers, self._state))
+        if layer_sizes.failed(table):
             raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
-        held, static = costs.held_from(table)
+        held, static = layer_sizes.held_from(table)
         bounds = list(zip(plan.old, plan.old[1:]))
         present = [sum(static[start:stop]) for start, stop in bounds]
         if decided and self._profile is not None:
-            memory = controller.memory_model(self._profile, limit, self.module.activation_checkpoint_interval)
+            memory = trigger.memory_model(self._profile, limit, self.module.activation_checkpoint_interval)
             assert memory is not None
             present = [memory.stage_bytes(stage, *each) for stage, each in enumerate(bounds)]
         found = partitioners.overflow(plan, held, self._layers.first_uses(), limit, present)
@@ -576,14 +581,16 @@ class DynMoPipelineEngine(ElasticEngine):
     def _agree_on_trainable(self, what: str) -> None:
         """Every rank learns which layers of the model have something to train."""
         self._comm.enter(what)
-        flags = self._comm.max_over_world(costs.per_layer(self._layers, lambda module: float(frozen.trains(module))))
+        flags = self._comm.max_over_world(
+            layer_sizes.per_layer(self._layers, lambda module: float(frozen_prefix.trains(module)))
+        )
         trainable = flags.bool().tolist()
-        frozen.check_ties(self._layers, trainable)
-        tied = frozen.tied_weights_that_train(self._layers)
+        frozen_prefix.check_ties(self._layers, trainable)
+        tied = frozen_prefix.tied_weights_that_train(self._layers)
         if tied.numel():
             self._comm.max_over_world(tied)
-            frozen.check_tied_weights(self._layers, tied.tolist())
-        prefix = frozen.frozen_prefix(trainable)
+            frozen_prefix.check_tied_weights(self._layers, tied.tolist())
+        prefix = frozen_prefix.frozen_prefix(trainable)
         instructions.check(self._INSTRUCTION_MAP, prefix, partitioned=self.is_pipe_partitioned)
         self._refit_optimizer()
         self._trainable, self._tied_trainable, self._prefix = trainable, tied.tolist(), prefix
@@ -609,7 +616,7 @@ class DynMoPipelineEngine(ElasticEngine):
                 "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
                 "that the optimizer stops or starts to update them"
             )
-        frozen.check_unchanged(self._layers, self._trainable, self._tied_trainable)
+        frozen_prefix.check_unchanged(self._layers, self._trainable, self._tied_trainable)
         instructions.check(self._INSTRUCTION_MAP, self._prefix, partitioned=self.is_pipe_partitioned)
 
     def _set_instructions(self) -> None:

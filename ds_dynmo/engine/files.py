@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.errors import ConfigError
 
 Warn = Callable[[str], None]

@@ -11,13 +11,14 @@ import deepspeed
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
-from ds_dynmo.engine import checks, costs
-from ds_dynmo.engine.comm import check_hosts
+from ds_dynmo.engine import validation
+from ds_dynmo.engine.comm.communicator import check_hosts
+from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class as built_upon
 from ds_dynmo.engine.elastic.release import check_policy
 from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
-from ds_dynmo.engine.engine_class import engine_class as built_upon
-from ds_dynmo.engine.rng_trackers import check_trackers
+from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
+from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.shm_operator import warn_of_shm_operator
 
 
@@ -57,15 +58,15 @@ def initialize(
             rank; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
     """
-    settings = checks.load_config(args, config, config_params)
+    settings = validation.load_config(args, config, config_params)
     dynmo = read_dynmo_config(settings)
-    checks.check_module(model)
+    validation.check_module(model)
     if dynmo is not None:
-        checks.check_deepspeed_version()
-        checks.check_training(settings, optimizer)
-        checks.check_features(settings)
-        checks.check_partitioned_activations(settings, model)
-        checks.check_initial_partition(dynmo, model)
+        validation.check_deepspeed_version()
+        validation.check_training(settings, optimizer)
+        validation.check_features(settings)
+        validation.check_partitioned_activations(settings, model)
+        validation.check_initial_partition(dynmo, model)
         check_policy(dynmo.repack)
         secret_for(dynmo.repack)
         if dynmo.randomness.per_layer:
@@ -105,10 +106,10 @@ def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequenc
         even = partitioners.uniform(layers.num_layers, engine.num_stages)
         return partitioners.balanced_groups([1] * layers.num_layers, engine.num_stages, groups, start=even)
     if first == "parameters":
-        counts = engine._comm.max_over_world(costs.per_layer(layers, costs.trainable_parameters))
+        counts = engine._comm.max_over_world(layer_sizes.per_layer(layers, layer_sizes.trainable_parameters))
         return partitioners.balanced_groups(counts.tolist(), engine.num_stages, groups)
     if isinstance(first, str):
-        weights = checks.type_costs(engine.module._layer_specs, first)
+        weights = validation.type_costs(engine.module._layer_specs, first)
         return partitioners.balanced_groups(weights, engine.num_stages, groups)
     assert first is not None
     return first

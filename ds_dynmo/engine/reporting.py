@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.utils.logging import LoggerFactory
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine.decision import Decision
+from ds_dynmo.engine.balancing.policy import Decision
 from ds_dynmo.engine.files import guard_monitors, record_writer
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, RepackReport
 

@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.profiler import CpuClock
+from ds_dynmo.engine.profiling.profiler import CpuClock
 from ds_dynmo.errors import PartitionError
 from tests.distributed.workloads import Case, config
 
@@ -104,14 +104,14 @@ def train_unsteady(
         "weights": {layer.number: layer.weight.tolist() for layer in engine.module.forward_funcs},
         "partition": engine.partition,
         "reports": engine.reports,
-        "speeds": engine._experience.history.speeds,
+        "speeds": engine._cost_model.history.speeds,
     }
     if folder is not None:
         engine.save_checkpoint(folder)
         again, _ = unsteady_engine(block, seconds, slowdowns, jitter)
         again.load_checkpoint(folder)
-        result["loaded"] = (again.partition, again._experience.history.speeds)
-        result["state"] = (engine._experience.state_dict(), again._experience.state_dict())
+        result["loaded"] = (again.partition, again._cost_model.history.speeds)
+        result["state"] = (engine._cost_model.state_dict(), again._cost_model.state_dict())
     return result
 
 
@@ -124,7 +124,7 @@ def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Se
         for _ in range(3):  # one to warm up, one to profile what came of the move
             engine.train_batch(data)
         went.append(engine.rebalance().new_partition)
-    return {"went": went, "speeds": engine._experience.history.speeds}
+    return {"went": went, "speeds": engine._cost_model.history.speeds}
 
 
 def skip_a_layer(block: dict[str, Any], skipped: int, steps: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from ds_dynmo import MigrationError
-from ds_dynmo.engine import migration
+from ds_dynmo.engine.migration import migrate
 from tests.distributed.workloads import Case, batches, build, partitions, state
 
 MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # by the rank that receives
@@ -25,7 +25,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 def _arriving(engine: Any) -> None:
-    migration.ArrivingLayer.open = broken  # type: ignore[method-assign]
+    migrate.ArrivingLayer.open = broken  # type: ignore[method-assign]
 
 
 def _no_load_signal(engine: Any) -> None:

@@ -13,9 +13,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.comm import Communicator
-from ds_dynmo.engine.decentralized import decide_among_neighbours
-from ds_dynmo.engine.decision import Outlook
+from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
+from ds_dynmo.engine.balancing.policy import DecisionInput
+from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, propose
@@ -150,7 +150,9 @@ def start_of_the_run(case: Case) -> tuple[float, float]:
     data = batches(engine)
     while engine.profile is None:
         engine.train_batch(data)
-    return engine._experience.first_seconds, Outlook.of(engine.profile).pipeline.iteration_seconds(engine.partition)
+    return engine._cost_model.first_seconds, DecisionInput.of(engine.profile).pipeline.iteration_seconds(
+        engine.partition
+    )
 
 
 def refused_at_the_start(case: Case) -> tuple[str, str]:

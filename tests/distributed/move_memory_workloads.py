@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_dynmo
-from ds_dynmo.engine import costs
+from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.partitioners import migration_peaks
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from tests.distributed.workloads import WIDTH, Case, Embedding, Head, batches, build, project, state
@@ -76,7 +76,7 @@ def wide_layers(case: Case) -> list[Any]:
 
 
 def held_now(engine: Any) -> tuple[HeldBytes, ...]:
-    return costs.held_from(engine._comm.max_over_world(costs.held_table(engine._layers, engine._state)))[0]
+    return layer_sizes.held_from(engine._comm.max_over_world(layer_sizes.held_table(engine._layers, engine._state)))[0]
 
 
 def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine import migration
+from ds_dynmo.engine.migration import migrate
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
 from ds_dynmo.models import dynamic_cases
 from tests.distributed import case_workloads
@@ -204,9 +204,9 @@ def killed(case: Case, who: str) -> str:
             return f"{error} {len(losses)} {parked}"
         return "went on"
     if home == 2 and who == "sending":
-        migration._exchange = _leave
+        migrate._exchange = _leave
     elif home == 2 and who == "failing":
-        migration._rebuild = _fail
+        migrate._rebuild = _fail
     elif home == 2:
         engine._repacker.world.begin = _leave
     try:

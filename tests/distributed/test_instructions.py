@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.engine.trace import INSTRUCTIONS
+from ds_dynmo.engine.profiling.trace import INSTRUCTIONS
 from tests.distributed import instruction_workloads as workloads
 from tests.distributed.harness import run
 from tests.distributed.test_bitwise import whole

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynmo.engine.hosts import check_launch
+from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.errors import ConfigError
 from tests.distributed import link_workloads
 from tests.distributed.harness import run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.engine.trace_events import CATEGORIES
+from ds_dynmo.engine.profiling.trace_events import CATEGORIES
 from tests.distributed import trace_workloads, workloads
 from tests.distributed.harness import run, run_each
 from tests.distributed.test_bitwise import whole

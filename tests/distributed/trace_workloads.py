@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_dynmo.engine import trace
-from ds_dynmo.engine.comm import Communicator
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.profiling import trace
 from ds_dynmo.errors import ConfigError
 from tests.distributed.workloads import Case, batches, build, freeze, sleeping_engine
 

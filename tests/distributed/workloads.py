@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.layer_state import dense_parts
+from ds_dynmo.engine.migration.packing import dense_parts
 from ds_dynmo.errors import ConfigError
 
 WIDTH = 8
@@ -412,8 +412,8 @@ def train_sleeping(block: dict[str, Any], milliseconds: Sequence[float], steps: 
 def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
     """Partitions found between neighbours and in memory, and how many numbers each reduction over the world had."""
     from ds_dynmo import partitioners
-    from ds_dynmo.engine.comm import Communicator
-    from ds_dynmo.engine.decentralized import decide_among_neighbours
+    from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
+    from ds_dynmo.engine.comm.communicator import Communicator
 
     chooser = random.Random(seed)
     case = Case(stages=stages)

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import FileStore
 
 from ds_dynmo.config import RepackConfig
-from ds_dynmo.engine.bounded import BoundedStore
+from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.engine.elastic.admission import SLOTS, Admissions, message_key, ready_key, slot_key
 from ds_dynmo.engine.elastic.joining import Job
 from ds_dynmo.engine.elastic.newcomer import Newcomer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.clipping import Place, gradient_norm, scale_gradients
+from ds_dynmo.engine.optimizer.clipping import RankCoordinates, gradient_norm, scale_gradients
 
 
 def test_sparse_gradients_count_as_dense_ones_do() -> None:
@@ -16,10 +16,14 @@ def test_sparse_gradients_count_as_dense_ones_do() -> None:
         layer = nn.Embedding(5, 3, _weight=torch.ones(5, 3), sparse=sparse)
         for ids in ([1, 1, 4], [4, 2]):
             (layer(torch.tensor(ids)) * torch.arange(1.0, 1.0 + len(ids)).unsqueeze(1)).sum().backward()
-        norms.append(gradient_norm({0: layer}, 1, Place(0, 1), lambda x: x, torch.device("cpu"), lambda p: p.grad))
+        norms.append(
+            gradient_norm({0: layer}, 1, RankCoordinates(0, 1), lambda x: x, torch.device("cpu"), lambda p: p.grad)
+        )
         scale_gradients(layer.parameters(), norms[-1], max_norm=0.5)
         assert layer.weight.grad is not None and layer.weight.grad.is_sparse == sparse
-        norms.append(gradient_norm({0: layer}, 1, Place(0, 1), lambda x: x, torch.device("cpu"), lambda p: p.grad))
+        norms.append(
+            gradient_norm({0: layer}, 1, RankCoordinates(0, 1), lambda x: x, torch.device("cpu"), lambda p: p.grad)
+        )
     assert norms[:2] == pytest.approx([(3 * (3**2 + 2**2 + 4**2)) ** 0.5, 0.5])
     assert norms[2:] == norms[:2]
 
@@ -39,6 +43,6 @@ def test_what_each_replica_has_of_its_own_counts_everywhere() -> None:
         return table.add_(squares)
 
     for replica, layer in enumerate(layers):
-        place = Place(0, 1, replica, replicas=2)
+        place = RankCoordinates(0, 1, replica, replicas=2)
         norm = gradient_norm({0: layer}, 1, place, gather, torch.device("cpu"), lambda p: p.grad)
     assert norm == pytest.approx(13.0)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from ds_dynmo.engine.flat_layout import Buffer, Container, Member, runs, shard_size, stage_buffers
+from ds_dynmo.engine.optimizer.flat_layout import Buffer, BufferKey, Member, runs, shard_size, stage_buffers
 
-Stages = dict[int, dict[Container, Buffer]]
+Stages = dict[int, dict[BufferKey, Buffer]]
 
 
 def test_shard_size() -> None:

@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.engine_class import engine_class
-from ds_dynmo.engine.instructions import check, compose, is_deepspeeds
+from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class
+from ds_dynmo.engine.pipeline.instructions import check, compose, is_deepspeeds
 from ds_dynmo.errors import ConfigError
 
 STOCK = PipelineEngine._INSTRUCTION_MAP
@@ -154,7 +154,7 @@ def test_engine_classes_that_are_refused(given: Any, message: str) -> None:
 
 def test_a_wrong_engine_class_is_refused_before_anything_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
-    monkeypatch.setattr("ds_dynmo.engine.checks.check_module", lambda model: None)
+    monkeypatch.setattr("ds_dynmo.engine.validation.check_module", lambda model: None)
     monkeypatch.setattr("deepspeed.initialize", lambda **_: calls.update(["initialize"]))
     with pytest.raises(ConfigError, match="engine_class = 3"):
         ds_dynmo.initialize(model=None, config={}, engine_class=3)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from ds_dynmo.engine.checkpoint.initial_model import LayerOrigin
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, check_state, extras_of, install, present_shapes
 from ds_dynmo.engine.checkpoint.optimizer_files import in_memory
-from ds_dynmo.engine.checkpoint.origin import LayerOrigin
 from ds_dynmo.errors import CheckpointError
 
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.object_graph import children, copy_of_modules, follow, is_constant, is_frozen, text, walk
+from ds_dynmo.engine.serialization.object_graph import (
+    children,
+    copy_of_modules,
+    follow,
+    is_constant,
+    is_frozen,
+    text,
+    walk,
+)
 
 
 class Thing:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.parameter_groups import complete_groups, merged_order
+from ds_dynmo.engine.optimizer.parameter_groups import complete_groups, merged_order
 from ds_dynmo.errors import ConfigError
 
 

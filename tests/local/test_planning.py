@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
-from ds_dynmo.engine import controller
-from ds_dynmo.engine.decision import Outlook
+from ds_dynmo.engine.balancing import trigger
+from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
@@ -24,13 +24,13 @@ def planner(share: float, limit: int | None = None, most: int = STAGES, **block:
     """Of a run that began with layers of one second; they take ``share`` of that now, and 10 bytes each."""
     layers = (LayerCost(share / 3, 2 * share / 3, 5, 5, static_bytes=10, activation_bytes=0, input_bytes=0),) * LAYERS
     profile = Profile(7, uniform(LAYERS, STAGES), layers, micro_batches=8, batch_seconds=1.0)
-    outlook = Outlook.of(profile)
+    given = DecisionInput.of(profile)
     return Planner(
-        outlook=outlook,
+        given=given,
         config=parse_block(DynMoConfig, block, "dynmo"),
-        memory=controller.memory_model(profile, limit, 0),
+        memory=trigger.memory_model(profile, limit, 0),
         most=most,
-        first_seconds=outlook.pipeline.iteration_seconds(outlook.current) / share,
+        first_seconds=given.pipeline.iteration_seconds(given.current) / share,
     )
 
 
@@ -84,7 +84,7 @@ def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
     ):
         replace(plan, most=STAGES).onto(6)
     light = replace(planner(0.2, balancer=balancer), groups=groups)
-    five = Outlook.of(replace(light.outlook.profile, partition=(0, 4, 7, 10, 13, 16)))
-    light = replace(light, outlook=five)
+    five = DecisionInput.of(replace(light.given.profile, partition=(0, 4, 7, 10, 13, 16)))
+    light = replace(light, given=five)
     assert groups.allows(light.best().partition) and light.best().num_stages < 5
     assert light.fastest(present_seconds=1e9).num_stages == 5  # there are ranks for 8 stages, and groups for 5

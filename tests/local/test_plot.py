@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import LayerCost, Profile
 from scripts import plot

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.profiler import Profiler, typical
+from ds_dynmo.engine.profiling.profiler import Profiler, typical
 
 
 class Clock:

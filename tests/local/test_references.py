@@ -12,9 +12,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_dynmo.engine.layer_state import PackedLayer, pack
-from ds_dynmo.engine.optimizer_state import PerParameterState
-from ds_dynmo.engine.references import References
+from ds_dynmo.engine.migration.packing import PackedLayer, pack
+from ds_dynmo.engine.migration.references import References
+from ds_dynmo.engine.optimizer.state import PerParameterState
 
 
 class Pipeline(nn.Module):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_dynmo.engine import trace
-from ds_dynmo.engine.trace_events import Event, TraceFile, Track, batch_events, track_names, with_waits
+from ds_dynmo.engine.profiling import trace
+from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names, with_waits
 
 
 def track(stage: int, *events: Event, replica: int = 0, part: int = 0) -> Track:

@@ -18,7 +18,7 @@ from ds_dynmo.engine.checkpoint.universal import universal_info
 
 
 @dataclass(frozen=True)
-class What:
+class LoadOptions:
     """What to load: the flags of DeepSpeed's ``load_checkpoint``."""
 
     strict: bool
@@ -38,18 +38,18 @@ class Loaded:
     random: dict[str, Any] | None
 
 
-def apply(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
+def apply(engine: Any, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
     """Put what was read in place. The partition is the one that it was read for. Collective.
 
     Raises:
         CheckpointError: on every rank, if any rank fails.
     """
-    together(engine._comm, lambda: _put_layers(engine, loaded, what))
+    together(engine._comm, lambda: _put_layers(engine, loaded, options))
     engine._agree_on_trainable("load_checkpoint")
-    together(engine._comm, lambda: _put_progress(engine, manifest, loaded, what))
+    together(engine._comm, lambda: _put_progress(engine, manifest, loaded, options))
 
 
-def _put_layers(engine: Any, loaded: Loaded, what: What) -> None:
+def _put_layers(engine: Any, loaded: Loaded, options: LoadOptions) -> None:
     """The layers, and the optimizer's state for them."""
     layers = engine._layers
     before = named_parameters(layers)
@@ -58,20 +58,20 @@ def _put_layers(engine: Any, loaded: Loaded, what: What) -> None:
             module,
             loaded.layers[index],
             engine._origin.layers[layers.first_use(index)],
-            strict=what.strict,
+            strict=options.strict,
             is_shared=engine._names.is_shared,
         )
     after = named_parameters(layers)
     optimizer_files(engine).restore(before, after, loaded.optimizer)
-    layers.split_uses()  # twins copy what their layer keeps
+    layers.split_uses()  # tied aliases copy what their layer keeps
     engine._layers_moved()
 
 
-def _put_progress(engine: Any, manifest: Manifest, loaded: Loaded, what: What) -> None:
+def _put_progress(engine: Any, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
     """Schedulers, counters and random states."""
     common = loaded.common
-    if not what.module_only:
-        if what.scheduler and engine.lr_scheduler is not None:
+    if not options.module_only:
+        if options.scheduler and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(engine, common["lr_scheduler"])))
         if engine.random_ltd_enabled() and "random_ltd" in common:
             engine.random_ltd_scheduler.load_state_dict(common["random_ltd"])
@@ -102,17 +102,17 @@ def _for_all_groups(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def client_state_of(engine: Any, loaded: Loaded, what: What) -> dict[str, Any]:
+def client_state_of(engine: Any, loaded: Loaded, options: LoadOptions) -> dict[str, Any]:
     """What DeepSpeed returns: everything in its file that it did not use itself."""
     used = {"module"}
-    if not what.module_only:
+    if not options.module_only:
         used |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
-    if what.scheduler:
+    if options.scheduler:
         used.add("lr_scheduler")
     used.add("optimizer")
     if loaded.common.get(UNIVERSAL_CHECKPOINT_INFO) == universal_info(engine).get(UNIVERSAL_CHECKPOINT_INFO):
         used.add(UNIVERSAL_CHECKPOINT_INFO)
     client = copy.deepcopy({key: value for key, value in loaded.common.items() if key not in used})
-    if what.optimizer and not what.module_only and engine.basic_optimizer is not None:
+    if options.optimizer and not options.module_only and engine.basic_optimizer is not None:
         client["optimizer"] = engine.basic_optimizer.state_dict()
     return client

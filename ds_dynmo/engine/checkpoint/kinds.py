@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_dynmo.engine.checkpoint.flat_files import FlatFiles
 from ds_dynmo.engine.checkpoint.optimizer_files import OptimizerFiles, PerParameter
-from ds_dynmo.engine.flat import FlatState
+from ds_dynmo.engine.optimizer.flat_state import FlatState
 
 
 def optimizer_files(engine: Any) -> OptimizerFiles:

@@ -10,7 +10,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ds_dynmo.engine.checkpoint.compact import compact
-from ds_dynmo.engine.checkpoint.origin import (
+from ds_dynmo.engine.checkpoint.initial_model import (
     IsShared,
     LayerOrigin,
     aliases_of,

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from ds_dynmo.engine.checkpoint.applying import What
+from ds_dynmo.engine.checkpoint.applying import LoadOptions
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, stage_file
 from ds_dynmo.engine.checkpoint.replica_files import check_replicas
@@ -15,7 +15,7 @@ from ds_dynmo.engine.checkpoint.tied_files import saved_as
 from ds_dynmo.errors import CheckpointError
 
 
-def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
+def check_model(engine: Any, manifest: Manifest, path: str, options: LoadOptions) -> None:
     """Was it written by an engine like this one?"""
     _check_slices(engine, len(manifest.slices), path)
     check_replicas(manifest, engine.grid.get_data_parallel_world_size(), engine._replicas_differ, path)
@@ -30,16 +30,17 @@ def check_model(engine: Any, manifest: Manifest, path: str, what: What) -> None:
         differ = {
             name: found.get(name)
             for name in {*found, *origin.shapes}
-            if found.get(name) != origin.shapes.get(name) and (what.strict or (name in found and name in origin.shapes))
+            if found.get(name) != origin.shapes.get(name)
+            and (options.strict or (name in found and name in origin.shapes))
         }
         if differ:
             expected = {name: origin.shapes.get(name) for name in differ}
             raise CheckpointError(
                 f"{path}: layer {index} was built with parameters of shapes {differ}, expected {expected}"
             )
-    if what.strict:
+    if options.strict:
         _check_no_more_layers(engine, manifest, path)
-    if what.module_only or not what.optimizer:
+    if options.module_only or not options.optimizer:
         return
     ours = engine.basic_optimizer
     kind = optimizer_files(engine).kind
@@ -75,7 +76,7 @@ def _check_slices(engine: Any, found: int, path: str) -> None:
         )
 
 
-def stock_manifest(engine: Any, folder: str, slices: tuple[SliceLayout, ...], what: What) -> Manifest:
+def stock_manifest(engine: Any, folder: str, slices: tuple[SliceLayout, ...], options: LoadOptions) -> Manifest:
     """What the manifest of a checkpoint would be that stock DeepSpeed wrote of this engine's pipeline."""
     names = glob.glob(os.path.join(glob.escape(folder), "layer_*-model_states.pt"))
     cut = {found.group() for name in names if (found := re.search(r"-model_\d+-", os.path.basename(name)))}
@@ -83,7 +84,7 @@ def stock_manifest(engine: Any, folder: str, slices: tuple[SliceLayout, ...], wh
     pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
     stages = sorted(map(os.path.basename, glob.glob(pattern)))
     expected = sorted(stage_file(number) for layout in slices for number in layout.numbers)
-    if what.module_only and stages:
+    if options.module_only and stages:
         expected = stages
     if stages != expected:
         raise CheckpointError(

@@ -22,8 +22,8 @@ from ds_dynmo.engine.checkpoint.layout import (
     StageLayout,
     stage_file,
 )
-from ds_dynmo.engine.parameter_groups import options_of
-from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.errors import CheckpointError
 
 Named = Mapping[Key, nn.Parameter]

@@ -18,7 +18,7 @@ def counters_of(engine: Any) -> dict[str, Any]:
         "micro_offset": engine.module.micro_offset,
         "last_move_step": engine._last_move_step,
         "controller": engine._controller.state_dict(),
-        "experience": engine._experience.state_dict(),
+        "experience": engine._cost_model.state_dict(),
     }
 
 
@@ -29,10 +29,10 @@ def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool
     if same_partition:
         engine._last_move_step = saved["last_move_step"]
         engine._controller.load_state_dict(saved["controller"])
-        engine._experience.load_state_dict(saved["experience"])
+        engine._cost_model.load_state_dict(saved["experience"])
     else:
-        engine._experience.model_changed()
-        engine._experience.first_seconds = saved["experience"].get("first_seconds")
+        engine._cost_model.model_changed()
+        engine._cost_model.first_seconds = saved["experience"].get("first_seconds")
 
 
 def random_states() -> dict[str, Any]:

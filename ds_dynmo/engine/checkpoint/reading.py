@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.utils import logger
 
 from ds_dynmo.engine.checkpoint import folder as folders
-from ds_dynmo.engine.checkpoint.applying import Loaded, What, apply, client_state_of
+from ds_dynmo.engine.checkpoint.applying import Loaded, LoadOptions, apply, client_state_of
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, Shapes, check_state, present_shapes
 from ds_dynmo.engine.checkpoint.layout import (
@@ -64,7 +64,7 @@ class SavedCheckpoint:
         return check_file(self.path(name), self.manifest.files.get(name))
 
 
-def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str | None, dict[str, Any] | None]:
+def load(engine: Any, load_dir: str, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
     """Make ``engine`` what it was when the checkpoint was written. Collective.
 
     Returns:
@@ -85,14 +85,14 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
     if tag is None:
         logger.warning(f"{os.path.join(load_dir, folders.LATEST)}: there is no such file; nothing was loaded")
         return None, None
-    saved = _open(engine, load_dir, tag, what)
-    target = _target(engine, saved.manifest, what)
+    saved = _open(engine, load_dir, tag, options)
+    target = _target(engine, saved.manifest, options)
     present = _gather_shapes(engine)
-    loaded = together(comm, lambda: _read(engine, saved, target, present, what))
+    loaded = together(comm, lambda: _read(engine, saved, target, present, options))
     if list(target) != engine.partition:
         engine._go_to(target, reason="checkpoint", decides=False)
     try:
-        apply(engine, saved.manifest, loaded, what)
+        apply(engine, saved.manifest, loaded, options)
     except Exception as error:
         raise CheckpointError(
             f"{saved.path('')}: rank {engine.global_rank} failed while it was put to use, so the "
@@ -101,13 +101,13 @@ def load(engine: Any, load_dir: str, tag: str | None, what: What) -> tuple[str |
     allowed = engine.allowed(engine.partition)  # saved without dynmo.keep_together, or with another one
     if list(allowed) != engine.partition:
         engine._go_to(allowed, reason="checkpoint")
-    return loaded.path, client_state_of(engine, loaded, what)
+    return loaded.path, client_state_of(engine, loaded, options)
 
 
 # -- read ---------------------------------------------------------------------------------------------
 
 
-def _open(engine: Any, load_dir: str, tag: str, what: What) -> SavedCheckpoint:
+def _open(engine: Any, load_dir: str, tag: str, options: LoadOptions) -> SavedCheckpoint:
     """The checkpoint and its manifest, which every rank has to see alike."""
 
     def manifest() -> tuple[str, str | None]:
@@ -134,28 +134,30 @@ def _open(engine: Any, load_dir: str, tag: str, what: What) -> SavedCheckpoint:
         if text is None and engine._repacker.world.generation:
             raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
         if text is None:
-            return stock_manifest(engine, folder, slices, what)
+            return stock_manifest(engine, folder, slices, options)
         try:
             read = Manifest.from_json(text)
         except ValueError as error:
             raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: cannot be read: {error}") from error
-        check_model(engine, read, os.path.join(folder, MANIFEST), what)
+        check_model(engine, read, os.path.join(folder, MANIFEST), options)
         return read
 
     return SavedCheckpoint(folder, together(comm, parse), slice_index)
 
 
-def _target(engine: Any, manifest: Manifest, what: What) -> tuple[int, ...]:
+def _target(engine: Any, manifest: Manifest, options: LoadOptions) -> tuple[int, ...]:
     """Where the ranks go before they load: to the saved partition if it is one for them."""
-    adopts = manifest.num_stages == engine.num_stages and (engine.dynmo.enabled or _was_placed(engine, manifest, what))
+    adopts = manifest.num_stages == engine.num_stages and (
+        engine.dynmo.enabled or _was_placed(engine, manifest, options)
+    )
     if manifest.stock:
-        adopts = not what.module_only
+        adopts = not options.module_only
     return manifest.partition if adopts else tuple(engine.partition)
 
 
-def _was_placed(engine: Any, manifest: Manifest, what: What) -> bool:
+def _was_placed(engine: Any, manifest: Manifest, options: LoadOptions) -> bool:
     """Is this a run whose profile at its start put layers where they were saved, and that goes on?"""
-    goes_on = engine.dynmo.initial_partition == "profile" and not manifest.stock and not what.module_only
+    goes_on = engine.dynmo.initial_partition == "profile" and not manifest.stock and not options.module_only
     return goes_on and bool(manifest.state["controller"].get("_placed"))
 
 
@@ -168,7 +170,7 @@ def _gather_shapes(engine: Any) -> dict[int, Shapes]:
 
 
 def _read(
-    engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], present: dict[int, Shapes], what: What
+    engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], present: dict[int, Shapes], options: LoadOptions
 ) -> Loaded:
     """Everything that this rank needs under the partition ``target``. Nothing changes."""
     manifest, stage = saved.manifest, engine.stage_id
@@ -176,7 +178,7 @@ def _read(
     replica, slice_index = engine.grid.get_data_parallel_id(), saved.slice_index
     same_ranks = manifest.num_stages == engine.num_stages
     same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
-    source = stage if same_ranks and not (manifest.stock and what.module_only) else 0
+    source = stage if same_ranks and not (manifest.stock and options.module_only) else 0
     first = stage_file(saved.layout.numbers[source])
     common = saved.read(first)
     lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - common.keys()
@@ -189,7 +191,7 @@ def _read(
         if name not in origins or not layers.owner(index, target):
             continue
         old = saved_as(layers, saved.layout, name)
-        extras, strict = None, what.strict
+        extras, strict = None, options.strict
         if not manifest.stock:
             extras = saved.read_to(engine.device, layer_file(old, replica if same_replicas else 0, slice_index))
         path = saved.layout.weights[old]
@@ -212,18 +214,18 @@ def _read(
         parameters = extras["parameters"] if extras is not None else origins[name].shapes
         wanted.update({(name, parameter): (old, parameter) for parameter in parameters})
     optimizer = None
-    if what.optimizer and not what.module_only:
+    if options.optimizer and not options.module_only:
         kind = optimizer_files(engine)
         optimizer = kind.read(saved, wanted, source)
         for index, layer in found.items():
             own_optimizer_state(layers.first_use(index), layer, optimizer)
-    schedules = what.scheduler and not what.module_only and engine.lr_scheduler is not None
+    schedules = options.scheduler and not options.module_only and engine.lr_scheduler is not None
     if schedules and not isinstance(common.get("lr_scheduler"), dict):
         raise CheckpointError(
             f"{saved.path(first)}: holds no LR scheduler, but this engine has one; "
             "load_lr_scheduler_states=False loads the rest"
         )
     random = None
-    if not manifest.stock and same_ranks and same_replicas and not what.module_only:
+    if not manifest.stock and same_ranks and same_replicas and not options.module_only:
         random = saved.read_to(engine.device, rank_file(stage, replica, slice_index))
     return Loaded(saved.path(first), found, optimizer, common, random)

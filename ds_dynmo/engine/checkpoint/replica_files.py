@@ -11,8 +11,8 @@ from ds_dynmo.engine.checkpoint.compact import compact
 from ds_dynmo.engine.checkpoint.layer_content import Extras, LoadedLayer
 from ds_dynmo.engine.checkpoint.layout import Key, Manifest
 from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState
-from ds_dynmo.engine.optimizer_state import OptimizerState
-from ds_dynmo.engine.replicas import is_own
+from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.optimizer.state import OptimizerState
 from ds_dynmo.errors import CheckpointError
 
 _OWN = "replica_own"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ds_dynmo.engine.checkpoint.initial_model import LayerOrigin
 from ds_dynmo.engine.checkpoint.layout import SliceLayout
 from ds_dynmo.engine.checkpoint.optimizer_files import Saved
-from ds_dynmo.engine.checkpoint.origin import LayerOrigin
-from ds_dynmo.engine.stage import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.errors import CheckpointError
 
 

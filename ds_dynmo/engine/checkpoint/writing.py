@@ -93,7 +93,7 @@ def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
 def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
     """DeepSpeed's files of this rank, and ours."""
     layers = engine._layers
-    layers.refresh_twins(training=engine.module.training)
+    layers.refresh_tied_aliases(training=engine.module.training)
     parent, name = os.path.split(folder)
     client_state = universal_info(engine) | client_state
     engine._save_checkpoint(parent, name, client_state=client_state, exclude_frozen_parameters=exclude_frozen)

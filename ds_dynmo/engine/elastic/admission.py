@@ -28,7 +28,7 @@ from ds_dynmo.engine.elastic.release import Place
 from ds_dynmo.engine.elastic.secret import VARIABLE, JoinSecret, new_nonce
 from ds_dynmo.engine.elastic.world import STORE_LOST
 
-SLOTS = 8  # newcomers that can ask at the same time
+SLOTS = 8  # joining ranks that can ask at the same time
 _MEETINGS = 64  # that have begun and are not over; a newcomer waits in its slot while there are so many
 _LONGEST = 1 << 20  # bytes of a message
 _LOOK_SECONDS = 0.2  # between looks of the job

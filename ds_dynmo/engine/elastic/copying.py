@@ -1,7 +1,7 @@
 """Fill the stages of further data-parallel replicas from those that the job had: layers with all that belongs to them.
 
 Replicas of a stage are the same, so that a rank copies what the rank has that reads the same replica's data. Sharded
-optimizer state goes its own way, :meth:`OptimizerState.share_out`.
+optimizer state goes its own way, :meth:`OptimizerState.scatter_shards`.
 """
 
 from __future__ import annotations
@@ -10,47 +10,49 @@ import pickle
 from collections.abc import Sequence
 from functools import partial
 
-from ds_dynmo.engine.layer_state import ArrivingLayer, LayerContent
-from ds_dynmo.engine.migration import Site, packed_layer
+from ds_dynmo.engine.migration.migrate import MigrationContext, packed_layer
+from ds_dynmo.engine.migration.packing import ArrivingLayer, LayerContent
 
 
-def copy_stage(site: Site, partition: Sequence[int], width: int) -> None:
-    """Every replica from number ``width`` on gets the layers of one before. Collective.
+def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas: int) -> None:
+    """Every replica from number ``num_replicas`` on gets the layers of one before. Collective.
 
     Args:
-        site: this rank's stage; empty where it is of a replica to be filled.
+        context: this rank's stage; empty where it is of a replica to be filled.
         partition: of the stages.
     """
-    replica = site.grid.get_data_parallel_id()
-    has_them = replica < width
-    plan = site.state.plan_share_out(partition, width)
-    own = site.layers.modules() if has_them else {}
-    packed = {index: packed_layer(site, index, module) for index, module in own.items()}
-    source = site.grid.stage_to_global(site.stage, data=replica % width)
+    replica = context.grid.get_data_parallel_id()
+    has_them = replica < num_replicas
+    plan = context.state.plan_scatter_shards(partition, num_replicas)
+    own = context.layers.modules() if has_them else {}
+    packed = {index: packed_layer(context, index, module) for index, module in own.items()}
+    source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)
     mine = {index: layer.header for index, layer in packed.items()}
     if has_them:
-        site.comm.exchange_bytes(dict.fromkeys(_copies(site, width), pickle.dumps(mine)), [])
-    headers = mine if has_them else pickle.loads(site.comm.exchange_bytes({}, [source])[source])
+        context.comm.exchange_bytes(dict.fromkeys(_copies(context, num_replicas), pickle.dumps(mine)), [])
+    headers = mine if has_them else pickle.loads(context.comm.exchange_bytes({}, [source])[source])
     arrived: dict[int, LayerContent] = {}
     for index, header in headers.items():
         if has_them:
-            site.comm.exchange([(rank, flat) for rank in _copies(site, width) for flat in packed[index].tensors], [])
+            context.comm.exchange(
+                [(rank, flat) for rank in _copies(context, num_replicas) for flat in packed[index].tensors], []
+            )
             continue
-        room = ArrivingLayer(header)
-        room.bind(site.names, site.device)
-        room.furnish(site.device, lambda position: None)
-        site.comm.exchange([], [(source, flat) for flat in room.landing])
-        arrived[index] = room.open(partial(site.layers.build, index, site.device))
+        arrival = ArrivingLayer(header)
+        arrival.bind(context.names, context.device)
+        arrival.allocate(context.device, lambda position: None)
+        context.comm.exchange([], [(source, flat) for flat in arrival.recv_buffers])
+        arrived[index] = arrival.materialize(partial(context.layers.build, index, context.device))
     if not has_them:
         modules = {index: content.module for index, content in arrived.items()}
-        site.layers.rebuild(partition, site.stage, modules)
-    site.rebuilt()
-    site.state.share_out(plan, site.layers.parameters(), arrived)
-    site.layers.tie(site.grid, site.comm.tied_group)
-    site.comm.all_done()
+        context.layers.rebuild(partition, context.stage, modules)
+    context.rebuilt()
+    context.state.scatter_shards(plan, context.layers.parameters(), arrived)
+    context.layers.tie(context.grid, context.comm.tied_group)
+    context.comm.all_done()
 
 
-def _copies(site: Site, width: int) -> list[int]:
+def _copies(context: MigrationContext, num_replicas: int) -> list[int]:
     """The ranks that copy this one."""
-    replicas = range(site.grid.get_data_parallel_id() + width, site.grid.data_parallel_size, width)
-    return [site.grid.stage_to_global(site.stage, data=replica) for replica in replicas]
+    replicas = range(context.grid.get_data_parallel_id() + num_replicas, context.grid.data_parallel_size, num_replicas)
+    return [context.grid.stage_to_global(context.stage, data=replica) for replica in replicas]

@@ -21,7 +21,7 @@ class DataPosition:
         replicas: of the launch; ``replica``: this rank's among them. The rank reads that one's data for life.
     """
 
-    copies, copy = 1, 0  # of the launch's replicas, and in which this rank is
+    replica_multiplier, copy = 1, 0  # of the launch's replicas, and in which this rank is
 
     def __init__(self, engine: Any, *, replica: int, replicas: int) -> None:
         self._engine = engine
@@ -84,7 +84,7 @@ class DataPosition:
     def _parts(self) -> tuple[int, int, int]:
         """Micro-batches of a batch that other copies take, before and after this rank's own."""
         own = self._engine.micro_batches
-        return self.copy * own, own, (self.copies - 1 - self.copy) * own
+        return self.copy * own, own, (self.replica_multiplier - 1 - self.copy) * own
 
     def _make_own(self) -> None:
         """DeepSpeed gives stages in the middle none of ``training_data``: as it does for the others at the start."""

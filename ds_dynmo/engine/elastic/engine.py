@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine import costs
-from ds_dynmo.engine.controller import memory_model
+from ds_dynmo.engine.balancing.trigger import memory_model
 from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.engine.elastic.release import policy_for
 from ds_dynmo.engine.elastic.release.launch import Launch, write_launch
 from ds_dynmo.engine.elastic.release.messenger import Messenger
-from ds_dynmo.engine.elastic.repacking import Done, Repacker
-from ds_dynmo.engine.for_models import EngineForModels
+from ds_dynmo.engine.elastic.repacking import Repacker, RepackResult
+from ds_dynmo.engine.model_api import ModelApiEngine
+from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, ReleasedError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import Packing
@@ -27,7 +27,7 @@ from ds_dynmo.plan import Profile, RebalanceReport, RepackReport, check_partitio
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """What ranks tell each other for a decision.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class ElasticEngine(EngineForModels):
+class ElasticEngine(ModelApiEngine):
     """An engine whose ranks can be given back and taken again.
 
     Attributes:
@@ -56,7 +56,7 @@ class ElasticEngine(EngineForModels):
 
     _layer_groups: LayerGroups
     _profile: Profile | None
-    _experience: Any
+    _cost_model: Any
     _reporter: Any
     _tracer: Any
 
@@ -74,7 +74,7 @@ class ElasticEngine(EngineForModels):
                 self._warn,
                 self._inform,
                 attempts=dynmo.repack.release_attempts,
-                ended=self._repacker.have_ended,
+                ended=self._repacker.have_exited,
                 patience_seconds=dynmo.timeout_seconds,
                 delay_seconds=dynmo.repack.release_delay_seconds,
             )
@@ -103,7 +103,7 @@ class ElasticEngine(EngineForModels):
             self._train_until_profiled()
         began = time.perf_counter()
         self._comm.enter("repack")
-        self._welcome()
+        self._admit()
         facts = self._gather_facts(profiled=self._profile is not None)
         new, verdict = self._agreed(lambda: self._new_partition(num_stages, partition, facts))
         return self._repack(new, "by hand", verdict, time.perf_counter() - began)
@@ -134,7 +134,7 @@ class ElasticEngine(EngineForModels):
         if not (self._policy.parks or self._repacker.joined):
             return False
         world = self._repacker.world
-        call = parking.await_call(world.store, world.home, self.dynmo.timeout_seconds)
+        call = parking.await_call(world.store, world.launch_rank, self.dynmo.timeout_seconds)
         if call is None:
             return False
         self._repacker.answer(call)
@@ -172,7 +172,7 @@ class ElasticEngine(EngineForModels):
         self._require_enabled("most_stages")
         assert self._repacker is not None
         self._comm.enter("most_stages")
-        self._welcome()
+        self._admit()
         return self._most_stages
 
     def dismiss_parked(self) -> None:
@@ -213,28 +213,28 @@ class ElasticEngine(EngineForModels):
         assert self._repacker is not None
         return self._repacker.data.evaluate_part(data_iter, evaluate)
 
-    def _welcome(self) -> None:
+    def _admit(self) -> None:
         """Ranks that have joined can be called from now on. Collective."""
         assert self._repacker is not None
-        arrived = self._repacker.welcome()
+        arrived = self._repacker.admit()
         if arrived:
             self._inform(f"DynMo: ranks {list(arrived)} have joined and can be called")
-            if self._repacker.world.home == 0:
+            if self._repacker.world.launch_rank == 0:
                 self._tidy_up_at_exit()
 
     def _catch_up(self, data_iter: Any) -> None:
         assert self._repacker is not None
         self._repacker.data.before_batch(data_iter)
 
-    def _gather_facts(self, *, profiled: bool) -> Facts:
+    def _gather_facts(self, *, profiled: bool) -> RankFacts:
         """All that has to be gathered for a decision. Collective."""
         if profiled:
-            return Facts(self._memory_limit_bytes(), ())
-        parameters = costs.per_layer(self._layers, costs.trainable_parameters)
-        return Facts(None, self._comm.max_over_world(parameters).tolist())
+            return RankFacts(self._memory_limit_bytes(), ())
+        parameters = layer_sizes.per_layer(self._layers, layer_sizes.trainable_parameters)
+        return RankFacts(None, self._comm.max_over_world(parameters).tolist())
 
     def _new_partition(
-        self, num_stages: int | None, partition: Sequence[int] | None, facts: Facts
+        self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
     ) -> tuple[tuple[int, ...], str]:
         assert self._repacker is not None
         num_layers, most = self._layers.num_layers, self._most_stages
@@ -263,7 +263,7 @@ class ElasticEngine(EngineForModels):
         What they make of its throughput is then what counts as that of its start: else they would be released next.
         """
         assert self._repacker is not None
-        if self._repacker.newcomers:
+        if self._repacker.joining_ranks:
             present = self._predicted(tuple(self.partition))
             assert present is not None
             fastest = planner.fastest(present)
@@ -298,11 +298,11 @@ class ElasticEngine(EngineForModels):
         began = time.perf_counter()
         assert self._repacker is not None
         self._comm.enter("repack")
-        self._welcome()
+        self._admit()
         limit = self._memory_limit_bytes()
         new, _ = self._agreed(lambda: (self._best(self._planner(limit, smoothed=True)).partition, ""))
         if len(new) == len(self.partition):
-            self._repacker.newcomers = False
+            self._repacker.joining_ranks = False
             return False
         self._repack(new, reason, f"best by planner {self.dynmo.repack.planner}", time.perf_counter() - began)
         return True
@@ -311,11 +311,11 @@ class ElasticEngine(EngineForModels):
         assert self._profile is not None and self._repacker is not None
         whole = self._of_whole_batch(self._profile)
         return Planner(  # of one pipeline alone: what further replicas add comes on top
-            outlook=self._experience.outlook(whole, tuple(self.partition), smoothed=smoothed),
+            given=self._cost_model.decision_input(whole, tuple(self.partition), smoothed=smoothed),
             config=self.dynmo,
             memory=memory_model(whole, memory_limit, self.module.activation_checkpoint_interval),
             most=self._most_stages,
-            first_seconds=self._experience.first_seconds,
+            first_seconds=self._cost_model.first_seconds,
             groups=self._layer_groups,
         )
 
@@ -329,10 +329,10 @@ class ElasticEngine(EngineForModels):
             verdict = f"{verdict}; {saved}"
         elif len(new) == len(old):
             moved = self._go_to(new, reason="explicit")
-            done = Done((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
+            done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
             done = self._resize(new)
-        self._repacker.newcomers = False
+        self._repacker.joining_ranks = False
         if self._profile is not None:
             after = self._predicted(new)  # by as many copies as there are now
         report = RepackReport(
@@ -350,28 +350,30 @@ class ElasticEngine(EngineForModels):
             migrate_seconds=done.migrate_seconds,
             world_seconds=done.world_seconds,
             verdict=verdict,
-            copies=self._repacker.world.copies,
+            copies=self._repacker.world.replica_multiplier,
         )
         self._reporter.repacked(report, self.global_samples)
         return report
 
-    def _resize(self, new: tuple[int, ...]) -> Done:
+    def _resize(self, new: tuple[int, ...]) -> RepackResult:
         """Go on with another number of stages."""
         repacker, wanted = self._repacker, len(new) - 1
         assert repacker is not None
         if wanted > len(repacker.world.stages):
-            return repacker.grow(new, self._first_seconds_with(new) if repacker.newcomers else None)
-        copies = repacker.copies_for(wanted) if self.dynmo.repack.freed_ranks == "replicas" else 1
-        if repacker.world.copies > 1:
-            done = repacker.refold(new, park=self._policy.parks, copies=copies)
+            return repacker.grow(new, self._first_seconds_with(new) if repacker.joining_ranks else None)
+        replica_multiplier = (
+            repacker.replica_multiplier_for(wanted) if self.dynmo.repack.freed_ranks == "replicas" else 1
+        )
+        if repacker.world.replica_multiplier > 1:
+            done = repacker.merge_replicas(new, park=self._policy.parks, replica_multiplier=replica_multiplier)
         else:
-            done = repacker.shrink(new, park=self._policy.parks, copies=copies)
-        if repacker.world.home == 0 and done.released_ranks:
+            done = repacker.shrink(new, park=self._policy.parks, replica_multiplier=replica_multiplier)
+        if repacker.world.launch_rank == 0 and done.released_ranks:
             self._tidy_up_at_exit()
             self._messenger.release(*repacker.gone_and_staying())
         return done
 
-    def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[Done, str]:
+    def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[RepackResult, str]:
         """Save, say how to go on, and release every rank; what was done, and a clause for the verdict."""
         assert self._repacker is not None
         began = time.perf_counter()
@@ -387,8 +389,8 @@ class ElasticEngine(EngineForModels):
 
         self._comm.gather_or_fail("writing how to go on", write)
         self.released = True
-        everyone = self._repacker.world.homes(self._repacker.world.stages)
-        done = Done(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
+        everyone = self._repacker.world.launch_ranks(self._repacker.world.stages)
+        done = RepackResult(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
         return done, f"saved as {tag}, launch {ranks} ranks in {len(new) - 1} stages"
 
     def _tidy_up_at_exit(self) -> None:
@@ -399,21 +401,23 @@ class ElasticEngine(EngineForModels):
     def _predicted(self, partition: tuple[int, ...]) -> float | None:
         if self._profile is None:
             return None
-        pipeline = self._experience.outlook(self._profile, tuple(self.partition), smoothed=False).pipeline
+        pipeline = self._cost_model.decision_input(self._profile, tuple(self.partition), smoothed=False).pipeline
         return float(pipeline.on(len(partition) - 1).iteration_seconds(partition))
 
     def _first_seconds_with(self, new: tuple[int, ...]) -> float | None:
         """What counts as an iteration at the start of the run, where ranks that joined are taken onto ``new``."""
-        known = self._experience.first_seconds
+        known = self._cost_model.first_seconds
         if known is None or self._profile is None:
             return None
-        outlook = self._experience.outlook(self._of_whole_batch(self._profile), tuple(self.partition), smoothed=False)
-        return min(known, float(outlook.pipeline.on(len(new) - 1).iteration_seconds(new)))
+        given = self._cost_model.decision_input(
+            self._of_whole_batch(self._profile), tuple(self.partition), smoothed=False
+        )
+        return min(known, float(given.pipeline.on(len(new) - 1).iteration_seconds(new)))
 
     def _of_whole_batch(self, profile: Profile) -> Profile:
         """As if one pipeline had all micro-batches, which copies of it share."""
-        copies = 1 if self._repacker is None else self._repacker.world.copies
-        return replace(profile, micro_batches=profile.micro_batches * copies)
+        replica_multiplier = 1 if self._repacker is None else self._repacker.world.replica_multiplier
+        return replace(profile, micro_batches=profile.micro_batches * replica_multiplier)
 
     def _warn(self, message: str) -> None:
         self._reporter.warn(message)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ds_dynmo.engine.bounded import BoundedStore
+from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.engine.elastic import joining
 from ds_dynmo.engine.elastic.admission import GARBAGE, SLOTS, message_key, read_message, slot_key
 from ds_dynmo.engine.elastic.joining import Job
@@ -55,7 +55,7 @@ def enter(where: Any, own: Job, place: Place, world: World, comm: Any, secret: J
     newcomer = Newcomer(store, name, secret, half)
     job = _for_all(comm, world, newcomer.ask)
     _unless_it_fails(comm, lambda: joining.check_fits(job, own))
-    every = comm.gather_objects((world.home_stage, world.place_in_stage, place))
+    every = comm.gather_objects((world.launch_stage, world.place_in_stage, place))
     places = [place for *_, place in sorted(every, key=lambda found: found[:2])]
     return Admitted(name, store, job.axes, _for_all(comm, world, lambda: newcomer.apply(own, places)))
 
@@ -79,7 +79,7 @@ def _unless_it_fails(comm: Any, make: Callable[[], Any]) -> Any:
 
 def _for_all(comm: Any, world: World, make: Callable[[], Any]) -> Any:
     """What ``make`` gives on rank 0 of this launch, on every rank; likewise its ConfigError. Collective."""
-    return comm.broadcast_object(_unless_it_fails(comm, lambda: make() if world.home == 0 else None))
+    return comm.broadcast_object(_unless_it_fails(comm, lambda: make() if world.launch_rank == 0 else None))
 
 
 class Newcomer:

@@ -27,32 +27,39 @@ class Call:
     stages: tuple[int, ...]
 
 
-def post(store: Any, homes: Sequence[int], call: Call, *, timeout_seconds: float) -> list[int]:
-    """Call the parked ranks ``homes`` and confirm, if all answer, or call it off. Rank 0 does this.
+def post(store: Any, launch_ranks: Sequence[int], call: Call, *, timeout_seconds: float) -> list[int]:
+    """Call the parked ranks ``launch_ranks`` and confirm, if all answer, or call it off. Rank 0 does this.
 
     Returns:
         Those that did not answer: the call is off if there are any.
     """
     text = json.dumps({"generation": call.generation, "stages": call.stages})
-    for home in homes:
-        store.set(_key("call", home, _count(store, home)), text)
+    for launch_rank in launch_ranks:
+        store.set(_key("call", launch_rank, _count(store, launch_rank)), text)
     with suppress(RuntimeError):  # who is missing is found next
-        store.wait([_key("answer", home, _count(store, home)) for home in homes], timedelta(seconds=timeout_seconds))
-    silent = [home for home in homes if not store.check([_key("answer", home, _count(store, home))])]
-    for home in homes:
-        number = _count(store, home)
-        store.add(_counter(home), 1)
-        store.set(_key("verdict", home, number), "off" if silent else "on")
+        store.wait(
+            [_key("answer", launch_rank, _count(store, launch_rank)) for launch_rank in launch_ranks],
+            timedelta(seconds=timeout_seconds),
+        )
+    silent = [
+        launch_rank
+        for launch_rank in launch_ranks
+        if not store.check([_key("answer", launch_rank, _count(store, launch_rank))])
+    ]
+    for launch_rank in launch_ranks:
+        number = _count(store, launch_rank)
+        store.add(_counter(launch_rank), 1)
+        store.set(_key("verdict", launch_rank, number), "off" if silent else "on")
     return silent
 
 
-def dismiss(store: Any, homes: Sequence[int]) -> None:
+def dismiss(store: Any, launch_ranks: Sequence[int]) -> None:
     """Tell parked ranks that nobody will call any more."""
-    for home in homes:
-        store.set(_key("call", home, _count(store, home)), _END)
+    for launch_rank in launch_ranks:
+        store.set(_key("call", launch_rank, _count(store, launch_rank)), _END)
 
 
-def await_call(store: Any, home: int, timeout_seconds: float) -> Call | None:
+def await_call(store: Any, launch_rank: int, timeout_seconds: float) -> Call | None:
     """Wait until this parked rank is called and the call is confirmed; None: the job has ended, or is out of reach.
 
     Args:
@@ -61,28 +68,28 @@ def await_call(store: Any, home: int, timeout_seconds: float) -> Call | None:
     look_seconds = min(_LOOK_SECONDS, timeout_seconds)
     try:
         while True:
-            number = _count(store, home)
-            text = _get(store, _key("call", home, number), look_seconds)
+            number = _count(store, launch_rank)
+            text = _get(store, _key("call", launch_rank, number), look_seconds)
             if text == _END:
                 return None
-            store.set(_key("answer", home, number), "")
-            if _get(store, _key("verdict", home, number), look_seconds) == "on":
+            store.set(_key("answer", launch_rank, number), "")
+            if _get(store, _key("verdict", launch_rank, number), look_seconds) == "on":
                 message = json.loads(text)
                 return Call(message["generation"], tuple(message["stages"]))
     except STORE_LOST:
         return None  # rank 0's process has ended, or no link leads to it
 
 
-def say_that_it_ends(store: Any, home: int) -> None:
+def say_that_it_ends(store: Any, launch_rank: int) -> None:
     """The process of this released rank ends."""
     with suppress(RuntimeError):  # the store went with rank 0's process
-        store.set(_ending(home), "")
+        store.set(_ending(launch_rank), "")
 
 
-def all_end(store: Any, homes: Sequence[int]) -> bool:
+def all_end(store: Any, launch_ranks: Sequence[int]) -> bool:
     """Have the processes of all these released ranks said that they end?"""
     with suppress(RuntimeError):
-        return bool(store.check([_ending(home) for home in homes]))
+        return bool(store.check([_ending(launch_rank) for launch_rank in launch_ranks]))
     return False
 
 
@@ -98,18 +105,18 @@ def _get(store: Any, key: str, look_seconds: float) -> str:
         return text
 
 
-def _count(store: Any, home: int) -> int:
+def _count(store: Any, launch_rank: int) -> int:
     """How many calls this rank has had."""
-    return int(store.add(_counter(home), 0))
+    return int(store.add(_counter(launch_rank), 0))
 
 
-def _counter(home: int) -> str:
-    return f"ds_dynmo/calls/{home}"
+def _counter(launch_rank: int) -> str:
+    return f"ds_dynmo/calls/{launch_rank}"
 
 
-def _ending(home: int) -> str:
-    return f"ds_dynmo/ends/{home}"
+def _ending(launch_rank: int) -> str:
+    return f"ds_dynmo/ends/{launch_rank}"
 
 
-def _key(what: str, home: int, number: int) -> str:
-    return f"ds_dynmo/{what}/{home}/{number}"
+def _key(what: str, launch_rank: int, number: int) -> str:
+    return f"ds_dynmo/{what}/{launch_rank}/{number}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.engine.decision import Outlook
+from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, Packing
@@ -24,7 +24,7 @@ class Planner:
         groups: layers that stay together; None: each may be anywhere.
     """
 
-    outlook: Outlook
+    given: DecisionInput
     config: DynMoConfig
     memory: MemoryModel | None
     most: int
@@ -41,7 +41,7 @@ class Planner:
         if not 1 <= num_stages <= self.most:
             raise PartitionError(f"repack: num_stages = {num_stages}, there are 1 to {self.most} to go on with")
         try:
-            return partitioners.pack_onto(self._balance, self.outlook.pipeline, num_stages)
+            return partitioners.pack_onto(self._balance, self.given.pipeline, num_stages)
         except PartitionError as error:
             fitting = [count for count in range(num_stages + 1, self.most + 1) if self._fits(count)]
             hint = f"; {fitting[0]} stages would do" if fitting else ""
@@ -49,7 +49,7 @@ class Planner:
 
     def best(self) -> Packing:
         """As the configuration's planner says; the present partition where nothing better is found."""
-        now = self.outlook.current
+        now = self.given.current
         repack = self.config.repack
         least = min(repack.min_stages, len(now) - 1)
         if repack.planner == "first_fit":
@@ -84,23 +84,23 @@ class Planner:
 
     def _fewest(self, least: int, most: int, within_seconds: float) -> Packing | None:
         return partitioners.fewest_stages(
-            self._balance, self.outlook.pipeline, most, least=least, within_seconds=within_seconds
+            self._balance, self.given.pipeline, most, least=least, within_seconds=within_seconds
         )
 
     def _present(self) -> Packing:
-        return Packing(self.outlook.current, self.outlook.pipeline.iteration_seconds(self.outlook.current))
+        return Packing(self.given.current, self.given.pipeline.iteration_seconds(self.given.current))
 
     def _fits(self, count: int) -> bool:
         try:
-            partitioners.pack_onto(self._balance, self.outlook.pipeline, count)
+            partitioners.pack_onto(self._balance, self.given.pipeline, count)
         except PartitionError:
             return False
         return True
 
     def _balance(self, count: int) -> Sequence[int]:
-        config, profile = self.config, self.outlook.profile
+        config, profile = self.config, self.given.profile
         by_time = config.balance_by == "time"
-        pipeline = self.outlook.pipeline.on(count)
+        pipeline = self.given.pipeline.on(count)
         seconds = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
         return partitioners.propose(
             config.balancer,

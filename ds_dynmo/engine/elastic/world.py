@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 
-from ds_dynmo.engine.bounded import BoundedStore, NoAnswer, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, within
 from ds_dynmo.errors import ConfigError, MigrationError
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
@@ -31,22 +31,23 @@ STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose serv
 class World:
     """Which stages of the job take part, the same on every rank that does.
 
-    A process keeps the rank that it had at the launch for life, or was given when it joined, its *home*: its rank in
-    the present world changes.
+    A process keeps its *launch rank* for life: the rank that it had at the launch, or was given when it joined. Its
+    rank in the present world changes.
 
     Attributes:
-        stages: of the job, those that take part, in order: ``stages[s]`` is the home of stage ``s``; where freed ranks
-            are further replicas, those of the first replicas and then, in the same order, those of each further ones.
-        copies: how many times the launch's replicas are there.
-        home: this process's rank at the launch.
+        stages: of the job, those that take part, in order: ``stages[s]`` is the number at the launch of stage ``s``;
+            where freed ranks are further replicas, those of the first replicas and then, in the same order, those of
+            each further ones.
+        replica_multiplier: how many times the launch's replicas are there.
+        launch_rank: this process's rank at the launch.
         store: what the job's processes tell each other by, beside their process groups.
     """
 
     def __init__(self, launch: ProcessTopology, store: BoundedStore) -> None:
         self._launch = launch
-        self.home = dist.get_rank()
+        self.launch_rank = dist.get_rank()
         self.stages: tuple[int, ...] = tuple(range(launch.get_dim("pipe")))
-        self.copies = 1
+        self.replica_multiplier = 1
         self.store = store
         config = dist.get_backend_config()
         self.backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
@@ -65,28 +66,28 @@ class World:
         return int(self._launch.get_dim("pipe")) - 1
 
     @property
-    def home_stage(self) -> int:
+    def launch_stage(self) -> int:
         """The stage that this process was at the launch, or joined as."""
-        if self.home < self._launch.world_size():
-            return int(self._launch.get_coord(self.home).pipe)
-        return self.home // self._width
+        if self.launch_rank < self._launch.world_size():
+            return int(self._launch.get_coord(self.launch_rank).pipe)
+        return self.launch_rank // self._ranks_per_stage
 
     @property
     def place_in_stage(self) -> int:
         """Which of its stage's ranks this process is."""
-        return self._ranks(self.home_stage).index(self.home)
+        return self._ranks(self.launch_stage).index(self.launch_rank)
 
     @property
-    def _width(self) -> int:
+    def _ranks_per_stage(self) -> int:
         """Ranks of a stage."""
         return int(self._launch.world_size()) // int(self._launch.get_dim("pipe"))
 
     def _ranks(self, stage: int) -> list[int]:
-        """The homes of a stage, in the same order of the other axes for every stage."""
+        """The launch_ranks of a stage, in the same order of the other axes for every stage."""
         if stage <= self.last_stage:
             ranks: list[int] = self._launch.get_axis_list(axis="pipe", idx=stage)
             return ranks
-        return list(range(stage * self._width, (stage + 1) * self._width))
+        return list(range(stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage))
 
     def in_order(self, stages: Iterable[int]) -> list[int]:
         """Stages of the job as they follow each other: those that joined come before the launch's last, if it has two.
@@ -105,13 +106,13 @@ class World:
         """How many worlds there were before this one."""
         return self._generation
 
-    def homes(self, stages: Sequence[int]) -> tuple[int, ...]:
+    def launch_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks at the launch of all replicas and slices of these stages."""
         return tuple(sorted(rank for stage in stages for rank in self._ranks(stage)))
 
-    def has_joined(self, home: int) -> bool:
+    def has_joined(self, launch_rank: int) -> bool:
         """Is this a rank of another launch?"""
-        return home >= int(self._launch.world_size())
+        return launch_rank >= int(self._launch.world_size())
 
     @property
     def has_replica_axis(self) -> bool:
@@ -126,20 +127,20 @@ class World:
     @property
     def copy(self) -> int:
         """Which of the copies of the launch's replicas this process is in."""
-        return self.stages.index(self.home_stage) // (len(self.stages) // self.copies)
+        return self.stages.index(self.launch_stage) // (len(self.stages) // self.replica_multiplier)
 
     def _topology(self) -> ProcessTopology:
         """The axes of the launch, over the present stages and replicas."""
-        sizes = {**self.axes, "pipe": len(self.stages) // self.copies}
-        if self.copies > 1:
-            sizes["data"] *= self.copies
+        sizes = {**self.axes, "pipe": len(self.stages) // self.replica_multiplier}
+        if self.replica_multiplier > 1:
+            sizes["data"] *= self.replica_multiplier
         return ProcessTopology(list(sizes), list(sizes.values()))
 
     def join(self, axes: Mapping[str, int], stage: int, store: BoundedStore) -> None:
         """This process is a rank of another job from now on: of its ``stage``, with which nothing was launched."""
         place = self.place_in_stage
         self._launch = ProcessTopology(list(axes), list(axes.values()))
-        self.home = self._ranks(stage)[place]
+        self.launch_rank = self._ranks(stage)[place]
         self.stages, self.store, self._generation = (), store, 0
 
     def end(self) -> None:
@@ -148,12 +149,12 @@ class World:
         deepspeed.comm.destroy_process_group()
 
     def begin(
-        self, stages: Sequence[int], generation: int, *, timeout_seconds: float, copies: int = 1
+        self, stages: Sequence[int], generation: int, *, timeout_seconds: float, replica_multiplier: int = 1
     ) -> ProcessTopology:
         """Meet the ranks of ``stages``, every one of which calls this, in the world of this number.
 
         Args:
-            copies: of the launch's replicas, one after the other in ``stages``.
+            replica_multiplier: of the launch's replicas, one after the other in ``stages``.
 
         Returns:
             Its topology.
@@ -161,12 +162,12 @@ class World:
         Raises:
             MigrationError: names the ranks that did not come.
         """
-        self._meet(self.homes(stages), generation, timeout_seconds)
-        self.stages, self.copies, self._generation = tuple(stages), copies, generation
+        self._meet(self.launch_ranks(stages), generation, timeout_seconds)
+        self.stages, self.replica_multiplier, self._generation = tuple(stages), replica_multiplier, generation
         topology = self._topology()
         alike = self._launch.get_coord(self._ranks(0)[self.place_in_stage])
-        place = alike._replace(pipe=self.stages.index(self.home_stage) % topology.get_dim("pipe"))
-        if copies > 1:
+        place = alike._replace(pipe=self.stages.index(self.launch_stage) % topology.get_dim("pipe"))
+        if replica_multiplier > 1:
             place = place._replace(data=self.copy * self.launch_replicas + alike.data)
         dist.init_process_group(
             self.backend,
@@ -181,19 +182,19 @@ class World:
     def silent(self, timeout_seconds: float) -> list[int]:
         """Ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
         alive = part_of(self.store, f"alive/{self._generation}")
-        homes = self.homes(self.stages)
+        launch_ranks = self.launch_ranks(self.stages)
         try:
-            alive.set(str(self.home), "")
-            return _absent(alive, homes, timeout_seconds)
+            alive.set(str(self.launch_rank), "")
+            return _absent(alive, launch_ranks, timeout_seconds)
         except STORE_LOST:
             return [0]
 
-    def _meet(self, homes: Sequence[int], generation: int, timeout_seconds: float) -> None:
-        """Wait until every one of ``homes`` is here: torch would wait for half an hour and not say for whom."""
+    def _meet(self, launch_ranks: Sequence[int], generation: int, timeout_seconds: float) -> None:
+        """Wait until every one of ``launch_ranks`` is here: torch would wait for half an hour and not say for whom."""
         here = part_of(self.store, f"here/{generation}")
         try:
-            here.set(str(self.home), "")
-            missing = _absent(here, homes, timeout_seconds)
+            here.set(str(self.launch_rank), "")
+            missing = _absent(here, launch_ranks, timeout_seconds)
         except STORE_LOST as error:
             raise MigrationError(
                 "rank 0's process is gone or out of reach, and with it the store of the launch. Resume the job from "
@@ -206,14 +207,14 @@ class World:
             )
 
 
-def _absent(store: BoundedStore, homes: Sequence[int], timeout_seconds: float) -> list[int]:
+def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
     """Those that have not written that they are here within the time-out."""
     try:
-        store.wait([str(home) for home in homes], timedelta(seconds=timeout_seconds))
+        store.wait([str(launch_rank) for launch_rank in launch_ranks], timedelta(seconds=timeout_seconds))
     except STORE_LOST:
         raise
     except RuntimeError:
-        return [home for home in homes if not store.check([str(home)])]
+        return [launch_rank for launch_rank in launch_ranks if not store.check([str(launch_rank)])]
     return []
 
 

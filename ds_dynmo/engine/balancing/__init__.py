@@ -1,0 +1,1 @@
+"""Decide: when (trigger), where and whether (policy), and among neighbours alone (decentralized)."""

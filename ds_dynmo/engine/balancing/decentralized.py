@@ -1,0 +1,70 @@
+"""Diffusion as a decentralised algorithm: where layers should go is settled pair by pair, between neighbours.
+
+The state machine is :class:`ds_dynmo.partitioners.DiffusionNode`, the one that the pure ``diffusion`` runs for all
+stages in memory, so both land on the same partition. Here it is fed over point-to-point messages, and a stage uses the
+costs of its own layers only. What the ranks share afterwards is the outcome, the boundaries, which DeepSpeed's module
+needs on every rank: one reduction of ``num_stages + 1`` numbers.
+
+The engine as a whole is not without collectives. The profile, a few kilobytes, is reduced over the world before any
+decision, this one too: costs are averaged over earlier profiles with a noise that is estimated from all layers, stages'
+speeds are fitted to all of them, and what the neighbours propose is judged by the simulated iteration of all stages, as
+every balancer's proposal is. ``engine.profile`` and the reports hold all layers as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.partitioners import DiffusionNode, MemoryModel
+
+
+def decide_among_neighbours(
+    own_costs: Sequence[float],
+    partition: Sequence[int],
+    memory: MemoryModel | None,
+    stage: int,
+    comm: Communicator,
+    *,
+    speed: float = 1.0,
+    groups: LayerGroups | None = None,
+) -> tuple[int, ...]:
+    """The partition on which the stages agree, pair by pair. Collective over the pipeline.
+
+    Args:
+        own_costs: of this stage's layers only, on a stage of speed 1, the same on every data-parallel replica.
+        partition: the one in force; used for this stage's bounds only.
+        memory: used for this stage's layers and limit only.
+        speed: of this stage.
+        groups: layers that stay together, and are passed on together; None: each by itself.
+
+    Raises:
+        PartitionError: on every rank, if no partition that meets the memory limit was found.
+    """
+    groups = groups or LayerGroups.single(partition[-1])
+    first_layer, (start, stop) = partition[stage], groups.fold_partition(partition)[stage : stage + 2]
+    own_memory = memory.folded(groups).of_stage(stage, start, stop) if memory is not None else None
+    folded = groups.fold(own_costs, first_layer)
+    node = DiffusionNode(stage, len(partition) - 1, start, folded, memory=own_memory, speed=speed)
+    while not node.done:
+        exchange_round(node, comm)
+    if not node.fits:
+        raise PartitionError("neighbours passing layers on found no partition that meets the memory limit")
+    starts = torch.zeros(len(partition), dtype=torch.float64)
+    starts[stage], starts[stage + 1] = node.bounds
+    return groups.unfold_partition([int(bound) for bound in comm.max_over_world(starts).tolist()])
+
+
+def exchange_round(node: DiffusionNode, comm: Communicator) -> None:
+    """One round: this stage's messages to its neighbours, and theirs to it."""
+    left, right = node.stage - 1, node.stage + 1
+    to_left, to_right = node.messages()
+    expects_left, expects_right = node.expects
+    outgoing = {stage: message for stage, message in ((left, to_left), (right, to_right)) if message is not None}
+    sources = [stage for stage, expected in ((left, expects_left), (right, expects_right)) if expected]
+    received = comm.exchange_lists(outgoing, sources)
+    node.receive(received.get(left), received.get(right))

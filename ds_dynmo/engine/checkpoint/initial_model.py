@@ -1,0 +1,173 @@
+"""What the model was when the engine was constructed: the same table on every rank.
+
+A checkpoint brings back what *changed* in a layer since it was built. What did not change belongs to the code:
+whoever raises a dropout rate and resumes, or freezes layers before loading a pre-trained model, means it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.checkpoint.kinds import optimizer_files
+from ds_dynmo.engine.checkpoint.layout import StageLayout
+from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
+from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+
+
+IsShared = Callable[[Any], bool]
+
+
+def is_its_own(value: Any) -> bool:
+    """A layer that shares nothing with others."""
+    return False
+
+
+@dataclass(frozen=True)
+class LayerOrigin:
+    """One layer as it was built.
+
+    Attributes:
+        shapes: of its parameters, by name.
+        aliases: per further name of a parameter, the first.
+        trainable: ``requires_grad`` of its parameters, by name.
+        state: shapes of the tensors in its ``state_dict``, by name; None for extra state.
+        dtypes: of its parameters and buffers, by name.
+        precision: what the engine trains in, and a parameter that the layer is given later has to have.
+        attributes: per submodule path, a digest of each plain attribute.
+    """
+
+    shapes: dict[str, list[int]]
+    aliases: dict[str, str]
+    trainable: dict[str, bool]
+    state: dict[str, list[int] | None]
+    dtypes: dict[str, torch.dtype]
+    precision: torch.dtype
+    attributes: dict[str, dict[str, str]]
+
+    @classmethod
+    def of(cls, module: nn.Module, precision: torch.dtype, is_shared: IsShared = is_its_own) -> LayerOrigin:
+        named = dict(module.named_parameters())
+        return cls(
+            shapes={name: list(parameter.shape) for name, parameter in named.items()},
+            aliases=aliases_of(module),
+            trainable={name: parameter.requires_grad for name, parameter in named.items()},
+            state={
+                name: list(value.shape) if isinstance(value, torch.Tensor) else None
+                for name, value in module.state_dict().items()
+            },
+            dtypes={name: tensor.dtype for name, tensor in [*named.items(), *module.named_buffers()]},
+            precision=precision,
+            attributes={
+                path: {name: digest(value) for name, value in plain_attributes(sub, is_shared)}
+                for path, sub in module.named_modules()
+            },
+        )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a parameter or buffer has in this engine unless someone changes it."""
+        return self.dtypes.get(name, self.precision)
+
+
+@dataclass(frozen=True)
+class InitialModelSpec:
+    """The whole model as it was built.
+
+    Attributes:
+        partition: boundaries that its PipelineModule was constructed with.
+        layers: every layer with a module, one that is tied whole under its first use: this rank's slice of it.
+        layout: what DeepSpeed would write of this rank's stage at that partition.
+    """
+
+    partition: tuple[int, ...]
+    layers: dict[int, LayerOrigin]
+    layout: StageLayout
+
+    @classmethod
+    def of(cls, engine: Any) -> InitialModelSpec:
+        """Collective: every rank describes its layers."""
+        layers, mine = engine._layers, engine.grid.get_slice_parallel_rank()
+        engine._comm.enter("initialize")
+        precision = engine.get_data_types()[0]
+        described = {
+            index: LayerOrigin.of(module, precision, engine._names.is_shared)
+            for index, module in layers.counted_modules().items()
+        }
+        every = engine._comm.gather_objects((mine, described))
+        of_slice = [found for slice_index, found in every if slice_index == mine]
+        whole = {index: origin for found in of_slice for index, origin in found.items()}
+        return cls(tuple(engine.partition), dict(sorted(whole.items())), _layout(engine))
+
+    def with_optimizer(self, engine: Any) -> InitialModelSpec:
+        """The same with the optimizer that ``engine`` was given since; layers that moved before stay as described."""
+        return replace(self, layout=_layout(engine)) if tuple(engine.partition) == self.partition else self
+
+
+def _layout(engine: Any) -> StageLayout:
+    return optimizer_files(engine).layout(named_parameters(engine._layers))
+
+
+def aliases_of(module: nn.Module) -> dict[str, str]:
+    """Per further name that a parameter of a layer has, its first."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
+
+
+def plain_attributes(module: nn.Module, is_shared: IsShared) -> Iterator[tuple[str, Any]]:
+    """A module's own attributes that are numbers, strings, tensors or plain containers of them.
+
+    ``is_shared`` says which containers and tensors are not the layer's own: those are the code's.
+    """
+    for name, value in vars(module).items():
+        if name not in MODULE_MACHINERY and _is_plain(value) and not (_can_change(value) and is_shared(value)):
+            yield name, value
+
+
+def _can_change(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | list | dict | set)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        laid_out = value.layout in (torch.strided, torch.sparse_csr)
+        return laid_out and not value.requires_grad and not value.is_meta
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _SCALARS
+
+
+def digest(value: Any) -> str:
+    """A short hash of a plain value."""
+    whole = hashlib.sha256()
+    _feed(whole, value)
+    return whole.hexdigest()[:16]
+
+
+def _feed(whole: Any, value: Any) -> None:
+    whole.update(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        parts = [value]
+        if value.layout == torch.sparse_csr:
+            parts = [value.crow_indices(), value.col_indices(), value.values()]
+        for part in parts:
+            data = part.detach().cpu().contiguous()
+            whole.update(repr((tuple(value.shape), data.dtype)).encode())
+            whole.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    elif isinstance(value, (set, frozenset)):
+        whole.update(repr(sorted(map(digest, value))).encode())
+    elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        whole.update(repr([digest(item) for item in value]).encode())
+    elif isinstance(value, dict):
+        whole.update(repr([(digest(key), digest(item)) for key, item in value.items()]).encode())
+    else:
+        whole.update(repr(value).encode())

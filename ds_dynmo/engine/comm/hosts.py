@@ -1,0 +1,114 @@
+"""Find out before gloo does that the ranks' hosts cannot reach each other by the addresses that gloo would give out."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from ds_dynmo.engine.comm.bounded import BoundedStore
+from ds_dynmo.errors import ConfigError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun, and of DeepSpeed's launcher
+
+
+def check_launch(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse, before any process group is made, what the launcher's environment shows already.
+
+    Raises:
+        ConfigError: ranks are on other hosts, and this one would give out an address that only it can reach.
+    """
+    here = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
+    loopback = _loopback(environment)
+    if loopback is not None and here is not None and int(here) < int(environment.get("WORLD_SIZE", 1)):
+        raise ConfigError(_refusal([loopback]))
+
+
+def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds: float) -> None:
+    """Refuse ranks on several hosts of which one would give out an address that only it can reach. Collective.
+
+    Nothing comes of it if a rank does not take part within the time-out: what follows says so.
+
+    Raises:
+        ConfigError: on every rank: names the hosts, and what to set there.
+    """
+    turn = (store.add("ds_dynmo/hosts/calls", 1) - 1) // world_size  # a process may make several engines
+    part = f"ds_dynmo/hosts/{turn}"
+    loopback = _loopback(os.environ)
+    if loopback is not None:
+        store.set(f"{part}/loopback/{store.add(f'{part}/loopbacks', 1)}", loopback)
+    if rank == 0:
+        store.set(f"{part}/first", _identity())
+    try:
+        store.wait([f"{part}/first"], timedelta(seconds=timeout_seconds))
+        store.add(f"{part}/elsewhere", int(store.get(f"{part}/first").decode() != _identity()))
+        if store.add(f"{part}/done", 1) == world_size:
+            store.set(f"{part}/all", "")
+        store.wait([f"{part}/all"], timedelta(seconds=timeout_seconds))
+    except RuntimeError:
+        return
+    found = store.add(f"{part}/loopbacks", 0)
+    if found and store.add(f"{part}/elsewhere", 0):
+        names = {store.get(f"{part}/loopback/{number}").decode() for number in range(1, found + 1)}
+        with suppress(RuntimeError):  # the process that has the store ends only when all have read it
+            if store.add(f"{part}/read", 1) == world_size:
+                store.set(f"{part}/all_read", "")
+            store.wait([f"{part}/all_read"], timedelta(seconds=timeout_seconds))
+        raise ConfigError(_refusal(sorted(names)))
+
+
+def _refusal(hosts: list[str]) -> str:
+    return (
+        f"the ranks are on several hosts, and other hosts cannot reach the address by which gloo would offer this: "
+        f"{'; '.join(hosts)}. Set {INTERFACE} on every host to the interface that the others reach (ip -brief address "
+        "lists them; with DeepSpeed's launcher in .deepspeed_env), or mend /etc/hosts"
+    )
+
+
+def _loopback(environment: Mapping[str, str]) -> str | None:
+    """This host and the address that gloo would give out, where only the host itself can reach that one."""
+    if environment.get(INTERFACE):
+        return None
+    host = socket.gethostname()
+    address = _usable_address(host)
+    if address is None:
+        return f"{host}, whose name has no address of this host"
+    if ipaddress.ip_address(address.split("%")[0]).is_loopback:
+        return f"{host}, whose name resolves to {address}"
+    return None
+
+
+def _usable_address(host: str) -> str | None:
+    """The first address of the name that can be bound to here, as torch 2.13.0 and gloo choose it."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as trial:
+                trial.bind(address)
+        except OSError:
+            continue
+        return str(address[0])
+    return None
+
+
+def _identity() -> str:
+    """Of this host, or of this container: those that have one network have the same."""
+    facts = [socket.gethostname()]
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/net"),
+    ):
+        try:
+            facts.append(read())
+        except OSError:  # not Linux
+            facts.append("")
+    return json.dumps(facts)

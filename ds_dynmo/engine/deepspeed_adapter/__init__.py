@@ -1,0 +1,1 @@
+"""What this project needs of DeepSpeed beyond its public API, and the mends of what differs there."""

@@ -1,0 +1,102 @@
+"""Uses of a tied key that DeepSpeed did not build: of several on one stage it builds the first alone.
+
+Where they are of different classes, the program trains in DeepSpeed only if every use is on a stage of its own. Here
+the module of each is built, so that it trains on any partition, on one stage too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import utils as ds_utils
+from torch import nn
+
+from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, of_several_classes, tied_weight, uses_by_key
+from ds_dynmo.engine.serialization.object_graph import copy_of_modules
+from ds_dynmo.engine.serialization.pickling import random_state_kept
+
+
+@dataclass(frozen=True)
+class BuiltParameter:
+    """A parameter of a use that DeepSpeed did not build.
+
+    Attributes:
+        name: its layer and name, for messages.
+        parameter: in no parameter group that was made of DeepSpeed's module.
+        copy_of: the tied weight that it is a copy of; None: the use's own.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    copy_of: nn.Parameter | None
+
+
+def build_missing(model: PipelineModule) -> dict[int, nn.Module]:
+    """The modules of this stage's uses that DeepSpeed did not build and that need one of their own, by layer."""
+    specs, built = model._layer_specs, {}
+    for uses in uses_by_key(specs).values():
+        here = [use for use in uses if model._local_start <= use < model._local_stop]
+        if of_several_classes(specs, uses):
+            built.update({use: _build(model, use) for use in here[1:]})
+    return built
+
+
+def _build(model: PipelineModule, index: int) -> nn.Module:
+    with random_state_kept():
+        if model.seed_layers:
+            (model.seed_fn or ds_utils.set_random_seed)(model.base_seed + index)
+        module: nn.Module = model._layer_specs[index].build()
+    theirs = {id(parameter) for parameter in model.parameters()}
+    shares = any(id(parameter) in theirs for parameter in module.parameters())
+    return copy_of_modules(module) if shares else module  # built around the very weights that the first use has
+
+
+def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[str, OwnUses]) -> list[BuiltParameter]:
+    """Put ``built`` where the layers are, with the tied weights of the first use on the stage; their parameters."""
+    found: list[BuiltParameter] = []
+    for index, module in built.items():
+        spec, tie = model._layer_specs[index], ties[str(model._layer_specs[index].key)]
+        first = min(use for use in tie.uses if model._local_start <= use)
+        theirs = [tied_weight(model.tied_modules[tie.key], name) for name in model._layer_specs[first].tied_weight_attr]
+        model.add_module(str(index), module)
+        use = module if spec.forward_fn is None else partial(spec.forward_fn, module)
+        model.forward_funcs[index - model._local_start] = use
+        copy_of = {}
+        for name, weight in zip(spec.tied_weight_attr, theirs, strict=True):
+            own = tied_weight(module, name)
+            own.data.copy_(weight.data)
+            copy_of[id(own)] = weight
+        found += [BuiltParameter(f"layer {index}: {n}", p, copy_of.get(id(p))) for n, p in module.named_parameters()]
+    return found
+
+
+def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter]) -> str | None:
+    """Give the optimizer what was built: copies in the group of their weight, others where there is only one group.
+
+    Returns:
+        What keeps a parameter from being given, in words; then the optimizer is as it was.
+    """
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    joining: list[tuple[int, nn.Parameter]] = []
+    for entry in (entry for entry in built if id(entry.parameter) not in group_of):
+        if entry.copy_of is not None:
+            if id(entry.copy_of) in group_of:
+                joining.append((group_of[id(entry.copy_of)], entry.parameter))
+        elif len(groups) == 1:
+            joining.append((0, entry.parameter))
+        elif entry.parameter.requires_grad:
+            return (
+                f"{entry.name} is in none of the {len(groups)} parameter groups: DeepSpeed did not build the layer, as "
+                "an earlier one tied by the same key is on its stage. Construct the PipelineModule with each on a "
+                "stage of its own, or leave model_parameters out"
+            )
+    for number, parameter in joining:
+        groups[number]["params"].append(parameter)
+        groups[number].pop("param_names", None)  # optional labels of torch's, by position
+    return None

@@ -1,0 +1,1 @@
+"""Move layers between stages with all that is theirs."""

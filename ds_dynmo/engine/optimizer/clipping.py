@@ -1,0 +1,118 @@
+"""Gradient clipping by a norm that does not depend on the partition.
+
+DeepSpeed 0.19.8 counts the first stage only in fp32 (its "model parallel rank" includes the stage,
+runtime/utils.py:394), so what is clipped depends on where layers are. Here every layer counts, once: squares are
+summed per layer on the rank that owns it, and the layers' sums are added in layer order on every rank. DeepSpeed clips
+at 1.0 unless "gradient_clipping" is 0.0, so a run that never names the key differs from stock DeepSpeed's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import nn
+
+from ds_dynmo.engine.comm.replicas import is_own
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """One of the ranks that hold parts of the same layers.
+
+    Attributes:
+        slice_index, slices: its tensor-parallel index, and how many there are.
+        replica, replicas: its data-parallel index, and how many there are; 0 of 1 where all hold the same.
+    """
+
+    slice_index: int
+    slices: int
+    replica: int = 0
+    replicas: int = 1
+
+
+def gradient_norm(
+    layers: Mapping[int, nn.Module],
+    num_layers: int,
+    place: RankCoordinates,
+    sum_over_all: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+    gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
+) -> float:
+    """The 2-norm of the gradients of the whole model, already averaged over replicas; the same on every rank.
+
+    Args:
+        layers: this stage's layers by number. A tied layer is here only on the stage of its first use.
+        place: this rank's among the holders of its layers.
+        sum_over_all: collective; the elementwise sum over stages and places (zeros but for one rank in every element,
+            so that it is exact).
+        gradient_of: the gradient of a parameter, or None.
+    """
+    squares = torch.zeros(num_layers, place.slices, place.replicas, dtype=torch.float64, device=device)
+    for index, layer in layers.items():
+        counted = [p for p in layer.parameters() if counts(p, place)]
+        gradients = [_elements(gradient).float() for p in counted if (gradient := gradient_of(p)) is not None]
+        if gradients:
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            squares[index, place.slice_index, place.replica] = norms.square().sum()
+    return float(sum_over_all(squares).sum().sqrt())
+
+
+def gradient_magnitudes(
+    layers: Mapping[int, nn.Module],
+    num_layers: int,
+    place: RankCoordinates,
+    gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
+) -> torch.Tensor:
+    """``[num_layers]``, fp64 on the CPU: per layer the sum of the magnitudes of what this rank counts of its gradients.
+
+    Args:
+        layers: of this stage, by number; those alone of which this rank counts gradients.
+        place: this rank's among the holders of its layers.
+        gradient_of: the gradient of a parameter or this rank's part of it, or None.
+    """
+    sums = torch.zeros(num_layers, dtype=torch.float64)
+    for index, layer in layers.items():
+        found = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, place)]
+        norms = [
+            torch.linalg.vector_norm(_elements(gradient), ord=1, dtype=torch.float64)
+            for gradient in found
+            if gradient is not None
+        ]
+        if norms:
+            sums[index] = torch.stack(norms).sum().cpu()
+    return sums
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient holds; a sparse one (``nn.Embedding(sparse=True)``) may hold a row in several terms."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def counts(parameter: nn.Parameter, place: RankCoordinates) -> bool:
+    """Is it counted here: every part of a parameter that is split over slices or replicas, others on the first?"""
+    in_slice = place.slice_index == 0 or bool(is_model_parallel_parameter(parameter))
+    return in_slice and (place.replica == 0 or is_own(parameter))
+
+
+def sharded_norm(
+    gradients: Iterable[torch.Tensor], sum_over_world: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> float:
+    """The 2-norm of gradients of which every rank holds a part, rounded to fp32; the same on every rank.
+
+    Which part depends on where layers are, so the order of summation does too. Squares are summed in fp64, whose
+    rounding reaches the fp32 result about once in ten million steps.
+    """
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    return float(sum_over_world(total).sqrt())
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Multiply the gradients by ``max_norm / norm`` where that is below 1."""
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1.0:
+        for gradient in [p.grad for p in parameters if p.grad is not None]:
+            gradient.mul_(factor)

@@ -1,0 +1,178 @@
+"""Where every parameter lies in the flat buffers of a stage, and what has to travel when that changes. Pure.
+
+DeepSpeed's BF16_Optimizer and DeepSpeedZeroOptimizer keep, per parameter group, one flat buffer of the stage's
+parameters in fp32, padded and cut into one equal shard per data-parallel rank. Parameters that are frozen lie in
+a *parked* buffer of their group, cut the same way: the optimizer does not see it, and what it holds comes back
+when they are unfrozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+ParamOwner = str  # a layer's number, or the key of a tied layer
+Key = tuple[ParamOwner, int]  # a parameter: its unit, its position among the unit's parameters
+BufferKey = tuple[int, bool]  # a flat buffer: parameter group, parked or not
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter that an optimizer group holds.
+
+    Attributes:
+        position: among the parameters of its layer, as it is to be.
+        numel: elements.
+        group: number of its parameter group.
+        parked: it lies in the group's parked buffer now; None: in none, it is new.
+        park: it is to lie there from now on; None: in none, it goes.
+    """
+
+    position: int
+    numel: int
+    group: int
+    parked: bool | None
+    park: bool | None
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One flat buffer of one stage: ``offsets`` of its parameters, and ``shard`` elements per data-parallel rank."""
+
+    offsets: Mapping[Key, int]
+    numel: Mapping[Key, int]
+    shard: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """``numel`` elements that lie in a row here and there.
+
+    Attributes:
+        source, destination: (stage, data-parallel index).
+        old, new: the buffers.
+        start_old, start_new: first element within the two shards.
+    """
+
+    source: tuple[int, int]
+    destination: tuple[int, int]
+    old: BufferKey
+    new: BufferKey
+    start_old: int
+    start_new: int
+    numel: int
+
+
+def stage_buffers(
+    units: Sequence[ParamOwner],
+    members: Mapping[ParamOwner, Sequence[Member]],
+    num_groups: int,
+    shards: int,
+    *,
+    after: bool,
+) -> dict[BufferKey, Buffer]:
+    """The buffers of a stage that holds ``units``, in this order.
+
+    Args:
+        members: the parameters of each unit, in their present order.
+        shards: data-parallel size.
+        after: as it is to be (``park``) rather than as it is (``parked``).
+    """
+    buffers = {}
+    for group in range(num_groups):
+        for parked in (False, True):
+            offsets, numel, total = {}, {}, 0
+            for unit in units:
+                own = members.get(unit, ())
+                for member in sorted(own, key=lambda member: member.position) if after else own:
+                    if member.group == group and (member.park if after else member.parked) == parked:
+                        key = (unit, member.position)
+                        offsets[key], numel[key] = total, member.numel
+                        total += member.numel
+            buffers[group, parked] = Buffer(offsets, numel, shard_size(total, shards, parked=parked))
+    return buffers
+
+
+def shard_size(total: int, shards: int, *, parked: bool = False) -> int:
+    """Elements per rank: padded to 2 x ``shards`` as DeepSpeed 0.19.8 does. A live buffer is never empty.
+
+    >>> shard_size(7, 2), shard_size(0, 2), shard_size(0, 2, parked=True)
+    (4, 2, 0)
+    """
+    total = total if parked else max(total, 1)
+    return -(-total // (2 * shards)) * 2
+
+
+def runs(
+    old: Mapping[int, Mapping[BufferKey, Buffer]],
+    new: Mapping[int, Mapping[BufferKey, Buffer]],
+    source_of: Mapping[tuple[int, ParamOwner], int],
+    shards: tuple[int, int],
+) -> Iterator[Transfer]:
+    """Everything that has to be copied or sent, in one order on every rank.
+
+    Args:
+        old, new: per stage, its buffers before and after.
+        source_of: the stage that gives a unit to a stage: itself where the unit stays.
+        shards: of each buffer, before and after.
+    """
+    for stage in sorted(new):
+        for container in sorted(new[stage]):
+            for source, old_container, start_old, start_new, numel in _rows(stage, container, old, new, source_of):
+                yield from _cut(
+                    (source, stage, old_container, container),
+                    (start_old, start_new, numel),
+                    (old[source][old_container].shard, new[stage][container].shard),
+                    shards,
+                )
+
+
+def _rows(
+    stage: int,
+    container: BufferKey,
+    old: Mapping[int, Mapping[BufferKey, Buffer]],
+    new: Mapping[int, Mapping[BufferKey, Buffer]],
+    source_of: Mapping[tuple[int, ParamOwner], int],
+) -> Iterator[tuple[int, BufferKey, int, int, int]]:
+    """The parameters of a new buffer that an old one has, those that lie in a row there as well taken together."""
+    buffer, group = new[stage][container], container[0]
+    places, gaps = [], 0
+    for key, start_new in buffer.offsets.items():
+        source = source_of[stage, key[0]]
+        held = next((c for c in ((group, False), (group, True)) if key in old[source][c].offsets), None)
+        if held is None:
+            gaps += 1  # what lies on either side of a new one is no row, however much went from between them
+            continue
+        places.append((source, held, old[source][held].offsets[key], start_new, buffer.numel[key], gaps))
+    for _, row in groupby(places, key=lambda place: (place[0], place[1], place[2] - place[3], place[5])):
+        found = list(row)
+        source, held, start_old, start_new, *_ = found[0]
+        yield source, held, start_old, start_new, sum(place[4] for place in found)
+
+
+def _cut(
+    where: tuple[int, int, BufferKey, BufferKey],
+    row: tuple[int, int, int],
+    sizes: tuple[int, int],
+    shards: tuple[int, int],
+) -> Iterator[Transfer]:
+    """A row, cut at the boundaries of the old and of the new shards."""
+    source, stage, old, new = where
+    start_old, start_new, numel = row
+    done = 0
+    while done < numel:
+        at_old, at_new = start_old + done, start_new + done
+        shard_old, shard_new = at_old // sizes[0], at_new // sizes[1]
+        assert shard_old < shards[0] and shard_new < shards[1]
+        length = min(numel - done, (shard_old + 1) * sizes[0] - at_old, (shard_new + 1) * sizes[1] - at_new)
+        yield Transfer(
+            source=(source, shard_old),
+            destination=(stage, shard_new),
+            old=old,
+            new=new,
+            start_old=at_old - shard_old * sizes[0],
+            start_new=at_new - shard_new * sizes[1],
+            numel=length,
+        )
+        done += length

@@ -1,0 +1,218 @@
+"""The shards of optimizer state that a rank holds: live ones in DeepSpeed's wrapper, parked ones beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.comm.communicator import SMALL_BYTES
+from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import FlatWrapper
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.optimizer.flat_layout import BufferKey, shard_size
+from ds_dynmo.engine.optimizer.membership import Membership
+from ds_dynmo.engine.optimizer.resharding_plan import MASTER
+from ds_dynmo.engine.optimizer.state import held_alone
+from ds_dynmo.plan import HeldBytes
+
+Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements with the place of their first
+
+
+class FlatShards:
+    """Per parameter group a live and a parked buffer, cut in one shard for each replica; all sizes are elements.
+
+    Args:
+        groups: per parameter group, all of its parameters on this stage, frozen ones too.
+
+    Attributes:
+        membership: which buffer each parameter of the stage lies in.
+        count: the shards of a buffer, as many as there are replicas.
+    """
+
+    def __init__(
+        self, wrapper: FlatWrapper, layers: StageLayers, grid: Any, groups: Sequence[Sequence[nn.Parameter]]
+    ) -> None:
+        self._wrapper, self._layers, self._grid = wrapper, layers, grid
+        self.membership = Membership(groups)
+        self.count = self._count_at_launch = int(grid.data_parallel_size)
+        self._parked: dict[int, dict[str, torch.Tensor]] = {}
+        for number in range(len(groups)):
+            weights = self.cut(self.parked[number], {}, MASTER, parked=True)  # frozen from the start: no other state
+            self._parked[number] = {MASTER: weights} if weights.numel() else {}
+
+    @property
+    def numbers(self) -> range:
+        """Of the parameter groups."""
+        return range(len(self._parked))
+
+    @property
+    def members(self) -> list[list[nn.Parameter]]:
+        """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
+        return self.membership.by_group(self._layers.parameters(), parked=False)
+
+    @property
+    def parked(self) -> list[list[nn.Parameter]]:
+        """Per group, its frozen parameters, in the order of its parked buffer."""
+        return self.membership.by_group(self._layers.parameters(), parked=True)
+
+    @property
+    def numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Per group, the elements of this rank's shard of its live and of its parked buffer."""
+        return (
+            tuple(self._wrapper.masters[number].numel() for number in self.numbers),
+            tuple(self._size(group, parked=True) for group in self.parked),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._wrapper.masters[0].device
+
+    # -- by container ---------------------------------------------------------------------------------
+
+    def held(self, container: BufferKey) -> dict[str, torch.Tensor]:
+        """This rank's shard of each kind of state."""
+        group, parked = container
+        return self._parked[group] if parked else self.live(group)
+
+    def live(self, group: int) -> dict[str, torch.Tensor]:
+        """Of the group's live buffer: what DeepSpeed's optimizer holds."""
+        master = self._wrapper.masters[group]
+        state = self._wrapper.inner.state.get(master, {})
+        tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.shape == master.shape}
+        return {MASTER: master.detach(), **tensors}
+
+    def scalars(self, group: int) -> dict[str, Any]:
+        """What the optimizer's state of a group has beside tensors of a shard's size."""
+        master = self._wrapper.masters[group]
+        state = self._wrapper.inner.state.get(master, {})
+        return {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.shape == master.shape)}
+
+    def replace(
+        self, name: str, fresh: Mapping[BufferKey, torch.Tensor], scalars: Mapping[int, dict[str, Any]]
+    ) -> None:
+        """Hold these shards of one kind of state in place of the old ones; ``scalars`` where a group has none yet."""
+        state = self._wrapper.inner.state
+        for (number, parked), shard in fresh.items():
+            if parked:
+                if shard.numel():
+                    self._parked[number][name] = shard
+                else:
+                    self._parked[number].pop(name, None)
+                continue
+            master = self._wrapper.masters[number]
+            if name == MASTER:
+                master.data = shard
+                master.grad = None
+            else:
+                state[master][name] = shard
+                for scalar, value in scalars[number].items():
+                    state[master].setdefault(scalar, value)
+
+    def load(self, number: int, pieces: Mapping[int, Pieces], kinds: set[str], scalars: Mapping[str, Any]) -> None:
+        """Hold what ``pieces`` say of a group's parameters, by ``id``; ``scalars`` if there is state of any kind."""
+        for parked in (False, True):
+            group = (self.parked if parked else self.members)[number]
+            fresh = {name: self.cut(group, pieces, name, parked=parked) for name in {MASTER, *kinds}}
+            if parked:
+                self._parked[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
+                continue
+            master = self._wrapper.masters[number]
+            master.data = fresh.pop(MASTER)
+            self._wrapper.inner.state.pop(master, None)
+            if fresh:
+                self._wrapper.inner.state[master] = {**scalars, **fresh}
+
+    def forget(self) -> None:
+        """Free all tensors but the wrapper's fp32 weights."""
+        for master in self._wrapper.masters:
+            self._wrapper.inner.state.pop(master, None)
+        for tensors in self._parked.values():
+            tensors.clear()
+
+    def follow_weights(self) -> None:
+        """The fp32 weights become what the parameters are."""
+        for number, tensors in self._parked.items():
+            for parked, group in ((False, self.members[number]), (True, self.parked[number])):
+                held = tensors.get(MASTER) if parked else self._wrapper.masters[number].data
+                if held is not None:
+                    held.copy_(self.cut(group, {}, MASTER, parked=parked))
+
+    def cut(
+        self, group: Sequence[nn.Parameter], pieces: Mapping[int, Pieces], name: str, *, parked: bool
+    ) -> torch.Tensor:
+        """This rank's shard of one kind of state; weights where there are no pieces of the fp32 ones, zeros else."""
+        size = self._size(group, parked=parked)
+        shard = torch.zeros(size, dtype=torch.float32, device=self.device)
+        offset = -self._grid.data_parallel_id * size
+        for parameter in group:
+            rows = pieces.get(id(parameter), {}).get(name, [])
+            if not rows and name == MASTER:
+                rows = [(0, parameter.detach().reshape(-1))]
+            for start, row in rows:
+                first, last = max(offset + start, 0), min(offset + start + row.numel(), size)
+                if first < last:
+                    shard[first:last] = row[first - offset - start : last - offset - start]
+            offset += parameter.numel()
+        return shard
+
+    def _size(self, group: Sequence[nn.Parameter], *, parked: bool) -> int:
+        return shard_size(sum(parameter.numel() for parameter in group), self.count, parked=parked)
+
+    # -- by parameter ---------------------------------------------------------------------------------
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The group's scalars if it trains, and of each kind of state this rank's part with the place it begins at."""
+        number = self.membership.group(parameter)
+        if number is None:
+            return {}
+        parked = self.membership.is_parked(parameter)
+        offset = 0
+        for other in (self.parked if parked else self.members)[number]:
+            if other is parameter:
+                break
+            offset += other.numel()
+        found: dict[str, Any] = {} if parked else dict(self.scalars(number))
+        for name, tensor in self.held((number, parked)).items():
+            first = offset - self._grid.data_parallel_id * tensor.numel()
+            found[name] = (max(-first, 0), tensor[max(first, 0) : max(first + parameter.numel(), 0)])
+        return found
+
+    def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
+        """These elements, and what this rank holds of their state, become 0."""
+        parameter.detach().masked_fill_(where, 0)
+        for held in self.state_of(parameter).values():
+            if isinstance(held, tuple):  # this rank's part of the master weights or of a moment
+                start, part = held
+                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)
+
+    def static_bytes(self, parameter: nn.Parameter) -> int:
+        """That a rank holds for it beside the weight: gradient, and its share of the state."""
+        number = self.membership.group(parameter)
+        if number is None:
+            return 0
+        width_bytes = sum(tensor.dtype.itemsize for tensor in self.live(number).values())
+        state = (
+            parameter.numel() * width_bytes // self._count_at_launch
+        )  # of further replicas a re-packing goes back first
+        if self.membership.is_parked(parameter):
+            return state
+        return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
+
+    def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
+        """Of a parameter with all that a rank holds for it between two batches."""
+        number = self.membership.group(parameter)
+        if number is None:
+            return held_alone([parameter])
+        widths = [tensor.dtype.itemsize for tensor in self.live(number).values()]
+        largest = parameter.numel() * max(widths) // self._count_at_launch
+        parked = self.membership.is_parked(parameter)
+        return HeldBytes(
+            own=parameter.nbytes if parked else 0,
+            flat=0 if parked else parameter.nbytes,
+            shards=parameter.numel() * sum(widths) // self._count_at_launch,
+            largest_shard=largest,
+            gradients=0 if parked else parameter.numel() * self._wrapper.gradient_bytes_per_element,
+            staged=max(size for size in (0, parameter.nbytes, largest) if size <= SMALL_BYTES),
+        )

@@ -1,0 +1,158 @@
+"""The optimizer's parameter groups, made the same list on every rank.
+
+A parameter that moves has to arrive in its own group. Positions do not say which that is: DeepSpeed drops
+groups that are empty on a rank, and users leave them out themselves. A group is known by its own options; one
+that a rank lacks is added there, empty, so that every rank holds every group in one order, and so that LR
+schedulers drive all of them everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.serialization.pickling import can_be_pickled
+from ds_dynmo.errors import ConfigError
+
+Options = dict[str, Any]
+
+
+def options_of(group: dict[str, Any]) -> Options:
+    """A group's options without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def complete_groups(
+    optimizer: torch.optim.Optimizer, scheduler: Any | None, gather: Callable[[Any], list[Any]]
+) -> None:
+    """Give this rank every parameter group that any rank has, in an order common to all.
+
+    Args:
+        optimizer: whose ``param_groups`` are completed in place.
+        scheduler: an LR scheduler that was built on it already, whose per-group lists are completed too, or None.
+        gather: collective; one picklable value of every rank.
+
+    Raises:
+        ConfigError: groups with equal options that not every rank has as often (which one is which?), or a
+            scheduler's list whose entries cannot be sent to a rank that lacks them.
+    """
+    mine = _named([options_of(group) for group in optimizer.param_groups])
+    every: list[dict[str, Options]] = gather(dict(zip(mine, map(options_of, optimizer.param_groups))))
+    _refuse_ambiguous(every)
+    order = merged_order([list(names) for names in every])
+    if mine == order:
+        complete = True
+    else:
+        present = dict(zip(mine, optimizer.param_groups))
+        options = {name: value for rank in reversed(every) for name, value in rank.items()}
+        optimizer.param_groups[:] = [present.get(name) or {"params": [], **options[name]} for name in order]
+        complete = False
+    if scheduler is not None:
+        _complete_scheduler(scheduler, mine, order, gather, complete)
+
+
+def _named(options: list[Options]) -> list[str]:
+    """A name per group: its options, and how many groups before it have the same."""
+    names: list[str] = []
+    for entry in options:
+        text = repr(sorted((name, _plain(value)) for name, value in entry.items()))
+        names.append(f"{text}#{sum(name.rpartition('#')[0] == text for name in names)}")
+    return names
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_ambiguous(every: list[dict[str, Options]]) -> None:
+    duplicates = {name.rpartition("#")[0] for rank in every for name in rank if not name.endswith("#0")}
+    for text in sorted(duplicates):
+        counts = [sum(name.rpartition("#")[0] == text for name in rank) for rank in every]
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                f"parameter groups with equal options {text}: the ranks have {counts} of them, so a parameter that "
+                'moves could not find its own; give each group an option of its own, e.g. {"name": "no_decay", ...}'
+            )
+
+
+def in_order(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Sort every group's parameters in the order of ``parameters``; others stay in front."""
+    place = {id(parameter): position for position, parameter in enumerate(parameters)}
+    for group in optimizer.param_groups:
+        group["params"] = sorted(group["params"], key=lambda p: place.get(id(p), -1))
+        group.pop("param_names", None)
+
+
+class Placeholders:
+    """One element per group, which keeps the group alive in DeepSpeed's wrappers where a stage has nothing of it.
+
+    The wrappers reduce group by group over all stages: a stage that lacked one would hang the job. Nothing uses
+    the element, and it does not reach a checkpoint.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        param_names: dict[nn.Parameter, str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        groups = optimizer.param_groups
+        self.parameters = [nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in groups]
+        self.names = {parameter: f"dynmo_placeholder_{number}" for number, parameter in enumerate(self.parameters)}
+        param_names.update(self.names)
+        for group, parameter in zip(groups, self.parameters):
+            if not any(member.requires_grad and member.numel() for member in group["params"]):
+                group["params"] = [*group["params"], parameter]
+
+
+def merged_order(orders: list[list[str]]) -> list[str]:
+    """One order that holds every name, each rank's own order kept as far as they agree.
+
+    >>> merged_order([["a", "c"], ["b", "c"], ["a", "b"]])
+    ['a', 'b', 'c']
+    """
+    merged: list[str] = []
+    for order in orders:
+        position = 0
+        for name in order:
+            if name in merged:
+                position = merged.index(name) + 1
+            else:
+                merged.insert(position, name)
+                position += 1
+    return merged
+
+
+def _complete_scheduler(
+    scheduler: Any, mine: list[str], order: list[str], gather: Callable[[Any], list[Any]], complete: bool
+) -> None:
+    """Reorder and fill the scheduler's lists that hold one entry per group."""
+    lists = {name: value for name, value in vars(scheduler).items() if _is_per_group(value, len(mine))}
+    sendable = {name: dict(zip(mine, value)) for name, value in lists.items() if can_be_pickled(value)}
+    every = gather((complete, mine, list(lists), sendable))
+    if all(rank_complete for rank_complete, *_ in every):
+        return
+    known: dict[str, dict[str, Any]] = {}
+    for *_, rank_lists in reversed(every):
+        for attribute, entries in rank_lists.items():
+            known.setdefault(attribute, {}).update(entries)
+    for rank, (_, has, attributes, _) in enumerate(every):  # of every rank, so that all raise
+        for attribute in attributes:
+            missing = [name for name in order if name not in has and name not in known.get(attribute, {})]
+            if missing:
+                raise ConfigError(
+                    f"the LR scheduler {type(scheduler).__name__} has one entry of {attribute!r} per parameter group, "
+                    f"but rank {rank} lacks group {missing[0]} and its entry cannot be sent there; give every rank "
+                    "every parameter group (empty ones are kept), or pass the scheduler as a callable"
+                )
+    for attribute, value in lists.items():
+        entries = {**known.get(attribute, {}), **dict(zip(mine, value))}
+        setattr(scheduler, attribute, [entries[name] for name in order])
+
+
+def _is_per_group(value: Any, num_groups: int) -> bool:
+    return isinstance(value, list) and len(value) == num_groups

@@ -1,0 +1,190 @@
+"""A frozen prefix of the model does no backward work and is sent no gradients.
+
+The prefix is the leading layers without a trainable parameter. A stage inside it skips its backward passes, its
+successor sends nothing back, and the stage where the prefix ends receives activations that need no gradient
+(DeepSpeed 0.19.8 makes every received activation require one: runtime/pipe/engine.py:1129, 1152). These
+functions stand in for pipeline instructions or go around them; they take the engine as DeepSpeed's own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe import schedule
+from torch import nn
+
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.errors import ConfigError
+
+Instruction = Callable[..., None]
+
+
+def trains(module: nn.Module) -> bool:
+    """Has it anything to train?"""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
+    """Refuse a tie of which some uses are frozen and others not.
+
+    Raises:
+        ConfigError: on every rank, as all know ``trainable``, a flag per layer of the model.
+    """
+    for key in layers.tied_keys():
+        uses = layers.uses(key)
+        if len({trainable[use] for use in uses}) > 1:
+            raise ConfigError(
+                f"layers {uses} are tied by the key {key!r}, but only layers {[u for u in uses if trainable[u]]} have "
+                "something to train: freeze all of them, or untie them"
+            )
+
+
+def check_tied_weights(layers: StageLayers, trainable: Sequence[Sequence[float]]) -> None:
+    """Refuse a tied weight that is frozen in some of the modules that have it, and in others not.
+
+    Args:
+        trainable: per layer, the maximum of all ranks' :func:`tied_weights_that_train`.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    for tie in layers.own_uses:
+        for number in range(tie.num_weights):
+            training = {use: tie.weights[use][number] for use in tie.uses if trainable[use][number]}
+            if training and len(training) < len(tie.uses):
+                frozen = {use: tie.weights[use][number] for use in tie.uses if use not in training}
+                raise ConfigError(
+                    f"layers {tie.uses} share a weight by the key {tie.key!r}, which trains as {_named(training)} and "
+                    f"is frozen as {_named(frozen)}: freeze all of them, or untie them"
+                )
+
+
+def _named(weights: Mapping[int, str]) -> str:
+    return ", ".join(f"{name} of layer {index}" for index, name in weights.items())
+
+
+def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
+    """Which of the weights train that a layer shares with other modules.
+
+    Returns:
+        float32 ``[num_layers, most weights of a key]``: 1 or 0, zeros for layers elsewhere.
+    """
+    found = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.own_uses), default=0))
+    for index in range(layers.start, layers.stop):
+        for number, weight in enumerate(layers.tied_weights(index)):
+            found[index, number] = float(weight.requires_grad)
+    return found
+
+
+def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequence[Sequence[float]]) -> None:
+    """Refuse to train where layers were frozen or unfrozen and the engine was not told.
+
+    Args:
+        trainable: per layer of the model, whether it had something to train when the engine was told.
+        tied: per layer, the :func:`tied_weights_that_train` of then.
+    """
+    for index in range(layers.start, layers.stop):
+        for weight, trained in zip(layers.tied_weights(index), tied[index], strict=False):
+            if weight.requires_grad != bool(trained):
+                raise ConfigError(
+                    f"a tied weight of layer {index} was {'frozen' if trained else 'unfrozen'}: do so in every use, "
+                    "and call engine.model_changed(reason) on every rank"
+                )
+    for index, module in layers.modules().items():
+        if trains(module) != trainable[index]:
+            change = "frozen" if trainable[index] else "unfrozen"
+            raise ConfigError(
+                f"layer {index} was {change}: call engine.model_changed(reason) on every rank after layers are "
+                "frozen or unfrozen"
+            )
+
+
+def frozen_prefix(trainable: Sequence[bool]) -> int:
+    """How many leading layers have nothing to train.
+
+    >>> frozen_prefix([False, False, True, False])
+    2
+    """
+    return next((index for index, trains in enumerate(trainable) if trains), len(trainable))
+
+
+def changes(
+    start: int, stop: int, prefix: int, *, own_backward: bool
+) -> dict[type, Callable[[Instruction], Instruction]]:
+    """What a stage owning layers ``[start, stop)`` puts around instructions, or in their place.
+
+    Args:
+        own_backward: the backward pass is not DeepSpeed's but the user's, who wants it called.
+    """
+    changed: dict[type, Callable[[Instruction], Instruction]] = {}
+    if prefix == 0:
+        return changed
+    if prefix >= stop:
+        changed[schedule.BackwardPass] = _through_nothing if own_backward else lambda _: _skip_backward
+        changed[schedule.RecvGrad] = lambda _: _nothing
+    if prefix >= start:
+        changed[schedule.SendGrad] = lambda _: _free_input
+        changed[schedule.RecvActivation] = _without_gradient
+        changed[schedule.LoadMicroBatch] = _without_gradient
+    return changed
+
+
+def _nothing(engine: Any, buffer_id: int) -> None:
+    """The successor sends no gradient."""
+
+
+def _skip_backward(engine: Any, buffer_id: int) -> None:
+    engine.pipe_buffers["output_tensors"][buffer_id] = None
+    engine.pipe_buffers["outputs"][buffer_id] = None
+
+
+def _through_nothing(backward: Instruction) -> Instruction:
+    """Call ``backward`` where there is nothing to go back through, with something of no elements."""
+
+    def backward_pass(engine: Any, buffer_id: int) -> None:
+        loss, gradients = engine.loss, engine.grad_layer
+        nothing = torch.empty(0, device=engine.device, requires_grad=True)
+        engine.pipe_buffers["outputs"][buffer_id] = nothing.view(0)
+        engine.loss, engine.grad_layer = nothing.sum(), torch.empty_like(nothing)
+        try:
+            backward(engine, buffer_id=buffer_id)
+        finally:
+            engine.loss, engine.grad_layer = loss, gradients
+        _skip_backward(engine, buffer_id)
+
+    return backward_pass
+
+
+def _free_input(engine: Any, buffer_id: int) -> None:
+    engine.pipe_buffers["inputs"][buffer_id] = None
+
+
+def _without_gradient(receive: Instruction) -> Instruction:
+    def instruction(engine: Any, buffer_id: int) -> None:
+        receive(engine, buffer_id=buffer_id)
+        inputs = engine.pipe_buffers["inputs"][buffer_id]
+        for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
+            if isinstance(tensor, torch.Tensor):
+                tensor.requires_grad_(False)
+
+    return instruction
+
+
+def checkpoint_any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Reentrant checkpointing that also works where no input needs a gradient.
+
+    Reentrant checkpointing loses the gradients of a segment none of whose inputs requires one (token ids, the
+    output of a frozen prefix): such a segment is checkpointed the non-reentrant way.
+    """
+
+    @wraps(checkpoint)
+    def any_input(function: Callable[..., Any], *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+            return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
+        return checkpoint(function, *inputs)
+
+    return any_input

@@ -1,0 +1,228 @@
+"""Which function carries out each pipeline instruction on this stage.
+
+That of the engine's present ``_INSTRUCTION_MAP`` does, DeepSpeed's own or the user's: an entry of ``PipelineEngine``'s
+map or of a subclass's, before or after ``initialize``, or a map on the engine itself. What several outputs, a frozen
+prefix, tied aliases, callbacks, random streams or a profile need is put around it. So an instruction of the user's is
+called as often as DeepSpeed's engine calls it, or is refused by name (:func:`check`).
+These functions take the engine as DeepSpeed's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import engine as deepspeeds
+from deepspeed.runtime.pipe import schedule
+
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.pipeline import frozen_prefix
+from ds_dynmo.engine.pipeline.random_streams import LayerStreams
+from ds_dynmo.errors import ConfigError
+
+Instruction = Callable[..., None]
+Instructions = Mapping[type, Instruction]
+Around = Callable[[Instruction], Instruction]
+
+
+def is_deepspeeds(instruction: Instruction) -> bool:
+    """Is it DeepSpeed's own function? (A name would be copied by ``functools.wraps``.)"""
+    return getattr(instruction, "__globals__", None) is vars(deepspeeds)
+
+
+def is_own_kind(kind: type) -> bool:
+    """Is it a kind of instruction that DeepSpeed's schedules do not have?"""
+    return kind.__module__ != schedule.__name__
+
+
+def check(present: Instructions, prefix: int, *, partitioned: bool) -> None:
+    """Refuse instructions of the user's that cannot do what a frozen prefix needs.
+
+    Args:
+        prefix: how many leading layers of the model are frozen.
+        partitioned: messages are split over tensor-parallel slices.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    if prefix == 0:
+        return
+    kinds = (schedule.SendGrad, schedule.RecvGrad, *((schedule.BackwardPass,) if partitioned else ()))
+    for kind in kinds:
+        instruction = present.get(kind)
+        if instruction is not None and not is_deepspeeds(instruction):
+            name = f"{instruction.__module__}.{getattr(instruction, '__qualname__', repr(instruction))}"
+            raise ConfigError(
+                f"_INSTRUCTION_MAP[{kind.__name__}] = {name}: the first {prefix} layers have nothing to train, so a "
+                "stage that holds no others is sent no gradients, which an instruction of your own cannot know; leave "
+                f"{kind.__name__} to DeepSpeed, or train a parameter of layer 0"
+            )
+
+
+def compose(
+    present: Instructions,
+    layers: StageLayers,
+    prefix: int,
+    *,
+    accumulates: bool,
+    calls_back: bool,
+    streams: LayerStreams | None,
+) -> Instructions:
+    """The instructions of a stage, around those of ``present``.
+
+    Args:
+        prefix: how many leading layers of the model are frozen.
+        accumulates: the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
+        calls_back: the user has something to do before a step.
+        streams: of random numbers per layer; None: layers draw from the rank's.
+    """
+    composed = dict(present)
+
+    def put_around(kind: type, around: Around) -> None:
+        if kind in composed:
+            composed[kind] = around(composed[kind])
+
+    put_around(schedule.BackwardPass, _from_all_outputs)
+    backward = present.get(schedule.BackwardPass)
+    own_backward = backward is not None and not is_deepspeeds(backward)
+    for kind, around in frozen_prefix.changes(layers.start, layers.stop, prefix, own_backward=own_backward).items():
+        put_around(kind, around)
+    if layers.has_tied_aliases or layers.has_copies:
+        put_around(schedule.ReduceTiedGrads, _of_all_uses)
+    if layers.has_tied_aliases and accumulates and prefix < layers.stop:
+        put_around(schedule.BackwardPass, _accumulating_tied_aliases)
+    if calls_back:
+        put_around(schedule.OptimizerStep, _after_callbacks)
+    if streams is not None:
+        composed.update(streams.instructions(composed, own_kinds=filter(is_own_kind, composed)))
+    return MappingProxyType(composed)
+
+
+def marked(bare: Instructions, *, backward: bool) -> Instructions:
+    """``bare`` with the passes of every micro-batch marked for the profiler; ``backward``: there are such passes."""
+    around: dict[type, Around] = {kind: _another_pass for kind in bare if is_own_kind(kind)}
+    around[schedule.ForwardPass] = lambda instruction: _one_pass(instruction, False)
+    if backward:
+        around[schedule.BackwardPass] = lambda instruction: _one_pass(instruction, True)
+    return MappingProxyType({kind: around.get(kind, _bare)(instruction) for kind, instruction in bare.items()})
+
+
+def _bare(instruction: Instruction) -> Instruction:
+    return instruction
+
+
+def _one_pass(instruction: Instruction, is_backward: bool) -> Instruction:
+    def one_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+        with engine._profiler.one_pass(backward=is_backward):
+            instruction(engine, *args, **kwargs)
+
+    return one_pass
+
+
+def _another_pass(instruction: Instruction) -> Instruction:
+    def another_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
+        with engine._profiler.another_pass():
+            instruction(engine, *args, **kwargs)
+
+    return another_pass
+
+
+class _Join(torch.autograd.Function):
+    """Something of no elements whose gradient is that of several tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return (None, *ctx.gradients)
+
+
+class _Output(torch.Tensor):
+    """One of several outputs of a stage: its backward pass waits for the others', which then go as one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    output: torch.Tensor
+    waiting: list[tuple[torch.Tensor, torch.Tensor]]  # outputs and their gradients
+    of: int
+
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
+    ) -> None:
+        """``torch.Tensor``'s; without ``retain_graph`` it is the last one."""
+        if gradient is None or create_graph or inputs is not None:
+            super().backward(gradient, retain_graph, create_graph, inputs)
+            return
+        self.waiting.append((self.output, gradient))
+        if retain_graph and len(self.waiting) < self.of:
+            return
+        outputs, gradients = zip(*self.waiting, strict=True)
+        self.waiting.clear()
+        joined = _Join.apply(gradients, *outputs)
+        joined.backward(gradient=torch.empty_like(joined))
+
+
+def _waiting_for_each_other(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    count = sum(output.is_floating_point() for output in outputs)
+
+    def wait(output: torch.Tensor) -> torch.Tensor:
+        if not output.is_floating_point():
+            return output
+        one = output.as_subclass(_Output)
+        one.output, one.waiting, one.of = output, waiting, count
+        return one
+
+    return tuple(wait(output) for output in outputs)
+
+
+def _from_all_outputs(backward: Instruction) -> Instruction:
+    """One pass for all outputs of a stage that sends a tuple.
+
+    DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs a pass for each: all layers that several outputs depend on
+    do their backward work again, one that is checkpointed fails, as it recomputes once only, and gradients are summed
+    in another order than on the last stage, so that numbers would depend on where a stage ends.
+    """
+
+    def backward_pass(engine: Any, buffer_id: int) -> None:
+        outputs = engine.pipe_buffers["outputs"][buffer_id]
+        if isinstance(outputs, tuple) and not engine.is_last_stage() and not engine.is_pipe_partitioned:
+            engine.pipe_buffers["outputs"][buffer_id] = _waiting_for_each_other(outputs)
+        backward(engine, buffer_id=buffer_id)
+
+    return backward_pass
+
+
+def _accumulating_tied_aliases(backward: Instruction) -> Instruction:
+    def backward_pass(engine: Any, buffer_id: int) -> None:
+        backward(engine, buffer_id=buffer_id)
+        engine._layers.accumulate_tied_alias_gradients(engine.optimizer.grad_acc_dtype)
+
+    return backward_pass
+
+
+def _of_all_uses(reduce: Instruction) -> Instruction:
+    def reduce_tied_gradients(engine: Any) -> None:
+        if engine.using_bf16_optimizer:
+            engine._layers.fold_tied_alias_sums()
+        else:
+            engine._layers.fold_tied_alias_gradients()
+        gradient = "_hp_grad" if engine.using_bf16_optimizer else "grad"  # as DeepSpeed sums it over the stages
+        engine._layers.join_copies(gradient)
+        reduce(engine)
+        engine._layers.share_copies(gradient)
+
+    return reduce_tied_gradients
+
+
+def _after_callbacks(step: Instruction) -> Instruction:
+    def optimizer_step(engine: Any, *args: Any, **kwargs: Any) -> None:
+        for callback in engine._step_callbacks:
+            callback()
+        step(engine, *args, **kwargs)
+
+    return optimizer_step

@@ -1,0 +1,1 @@
+"""Measure: seconds and bytes per layer, and timelines."""

@@ -1,0 +1,152 @@
+"""Gather what every stage measured into one profile of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, fields
+
+import torch
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.migration.packing import num_bytes
+from ds_dynmo.engine.optimizer.state import OptimizerState, held_alone
+from ds_dynmo.engine.profiling.profiler import Profiler
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.plan import HeldBytes, LayerCost, Profile
+
+_FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _HELD = range(10)
+_COLUMNS = _HELD + len(fields(HeldBytes))
+_BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
+
+
+def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+    """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere.
+
+    Where it cannot tell, the table says that, and :func:`failed` finds it in the maximum of all ranks' tables.
+
+    Args:
+        move_seconds: that moves since the last table took here.
+    """
+    try:
+        return _stage_costs(layers, profiler, state, move_seconds)
+    except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
+        logger.error(f"layers {layers.start} to {layers.stop}: cannot tell what they cost: {error!r}")
+        table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
+        table[-1, _FAILED] = 1.0
+        return table
+
+
+def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
+    samples = profiler.samples
+    table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
+    for index in range(layers.start, layers.stop):
+        row = table[index]
+        row[_FORWARD], row[_BACKWARD] = samples.forward_seconds(index), samples.backward_seconds(index)
+        row[_MEASURED] = float(bool(samples.forward[index]))
+        row[_ACTIVATION] = samples.activation_bytes.get(index, 0)
+        row[_INPUT] = samples.input_bytes.get(index, 0)
+        module = layers.local_module(index)
+        if module is not None:
+            row[_PARAMETERS] = sum(p.numel() for p in module.parameters())
+            row[_TRAINABLE] = trainable_parameters(module)
+            row[_STATIC] = static_bytes(module, state)
+            row[_HELD:] = torch.tensor(astuple(held_bytes(module, state)))
+            signal = getattr(module, "load_signal", None)
+            row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
+    table[-1, _BATCH] = profiler.batch_seconds
+    table[-1, _MOVES] = move_seconds
+    return table
+
+
+def failed(table: torch.Tensor) -> bool:
+    """Does the maximum of all ranks' tables hold a failure?"""
+    return bool(table[-1, _FAILED])
+
+
+def move_seconds(table: torch.Tensor) -> float:
+    """That moves since the last table took on the slowest rank."""
+    return float(table[-1, _MOVES])
+
+
+def profile_from(
+    table: torch.Tensor,
+    partition: tuple[int, ...],
+    step: int,
+    micro_batches: int,
+    first_uses: Sequence[int | None] = (),
+) -> Profile:
+    """The profile, from the elementwise maximum of all ranks' tables (the slowest replica counts).
+
+    Args:
+        first_uses: per layer, see :class:`LayerCost`; empty: not known.
+
+    Raises:
+        PartitionError: a layer was not measured on any rank.
+    """
+    costs = []
+    for index, row in enumerate(table[:-1].tolist()):
+        if not row[_MEASURED]:
+            raise PartitionError(f"layer {index} has no measured forward seconds: it did not run in the profiled batch")
+        costs.append(
+            LayerCost(
+                forward_seconds=row[_FORWARD],
+                backward_seconds=row[_BACKWARD],
+                parameters=int(row[_PARAMETERS]),
+                trainable_parameters=int(row[_TRAINABLE]),
+                static_bytes=int(row[_STATIC]),
+                activation_bytes=int(row[_ACTIVATION]),
+                input_bytes=int(row[_INPUT]),
+                load_signal=row[_SIGNAL] - 1.0 if row[_SIGNAL] else None,
+                held=HeldBytes(*map(int, row[_HELD:])),
+                first_use=first_uses[index] if first_uses else None,
+            )
+        )
+    return Profile(step, partition, tuple(costs), micro_batches, float(table[-1, _BATCH]))
+
+
+def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
+    """``number`` of every local layer's module: ``[num_layers]``, float64, zeros for functions and layers elsewhere."""
+    numbers = torch.zeros(layers.num_layers, dtype=torch.float64)
+    for index in range(layers.start, layers.stop):
+        module = layers.local_module(index)
+        if module is not None:
+            numbers[index] = number(module)
+    return numbers
+
+
+def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
+    """What this rank's layers hold now, and what they hold while they train: as :func:`stage_costs` gives costs."""
+    table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
+    try:
+        for index in range(layers.start, layers.stop):
+            module = layers.local_module(index)
+            if module is not None:
+                table[index] = torch.tensor([*astuple(held_bytes(module, state)), static_bytes(module, state)])
+    except Exception as error:  # whatever a user's tensor raises: the others have to hear of it
+        logger.error(f"layers {layers.start} to {layers.stop}: cannot tell what they hold: {error!r}")
+        table[-1, _FAILED] = 1.0
+    return table
+
+
+def held_from(table: torch.Tensor) -> tuple[tuple[HeldBytes, ...], tuple[int, ...]]:
+    """What each layer holds, and its static bytes, from the elementwise maximum of all ranks' :func:`held_table`."""
+    rows = [list(map(int, row)) for row in table[:-1].tolist()]
+    return tuple(HeldBytes(*row[:-1]) for row in rows), tuple(row[-1] for row in rows)
+
+
+def held_bytes(module: nn.Module, state: OptimizerState) -> HeldBytes:
+    """What a layer holds on this rank between two batches."""
+    return sum((state.held_bytes(parameter) for parameter in module.parameters()), start=held_alone(module.buffers()))
+
+
+def trainable_parameters(module: nn.Module) -> int:
+    """Elements that require a gradient."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def static_bytes(module: nn.Module, state: OptimizerState) -> int:
+    """Weights, buffers, gradients and optimizer state of a layer."""
+    total = sum(num_bytes(buffer) for buffer in module.buffers())
+    return total + sum(num_bytes(p) + state.static_bytes(p) for p in module.parameters())

@@ -1,0 +1,187 @@
+"""The measured timeline of a batch: when each rank carried out each pipeline instruction.
+
+While a batch is traced, the functions for pipeline instructions, DeepSpeed's or the user's, and those of the engine's
+methods that come after them, note when they begin and end. At all other times they are bare: a batch that is not traced
+costs nothing. On the CPU the times are those of a monotonic clock. On an accelerator they are events on the current
+stream, which waits for each receive, so that they tell when the device did the work, not when the CPU asked for it, and
+nothing is synchronised but once before the batch. After the batch each rank estimates how far its clock is ahead of
+rank 0's (:meth:`Communicator.clock_offset`), and rank 0 writes what all recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+
+from ds_dynmo.config import TraceConfig
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.files import check_writable
+from ds_dynmo.engine.pipeline.instructions import Instructions, is_own_kind
+from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
+
+INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
+    schedule.ForwardPass: ("forward", "forward"),
+    schedule.BackwardPass: ("backward", "backward"),
+    schedule.LoadMicroBatch: ("load", "load"),
+    schedule.SendActivation: ("send", "activation"),
+    schedule.RecvActivation: ("receive", "activation"),
+    schedule.SendGrad: ("send", "gradient"),
+    schedule.RecvGrad: ("receive", "gradient"),
+    schedule.ReduceTiedGrads: ("reduce", "reduce tied gradients"),
+    schedule.ReduceGrads: ("reduce", "reduce gradients"),
+    schedule.OptimizerStep: ("optimizer step", "optimizer step"),
+}
+METHODS = {
+    "_aggregate_total_loss": ("loss", "share the loss"),
+    "_gather_profile": ("profile", "gather the profile"),
+    "_decide": ("decide", "decide"),
+    "_go_to": ("migrate", "migrate"),
+}
+_BEGINNINGS = 3
+
+
+class Tracer:
+    """Records batches as the configuration says. Construction is collective.
+
+    Attributes:
+        records: is a batch being recorded?
+
+    Args:
+        clock: as the profiler's.
+        warn: says on rank 0 what went wrong.
+
+    Raises:
+        ConfigError: on every rank, where rank 0 cannot write the file.
+    """
+
+    def __init__(self, config: TraceConfig, engine: Any, clock: Any, warn: Callable[[str], None]) -> None:
+        self._config, self._clock, self._warn = config, clock, warn
+        self._comm: Communicator = engine._comm
+        self.records = False
+        self._place: dict[str, int] = {}
+        self._marks: list[tuple[str, str, int | None]] = []
+        self._times: list[Any] = []
+        self._counts: Counter[str] = Counter()
+        self._origin: float | None = None
+        self._base_error_seconds = 0.0
+        self._writes = engine.global_rank == 0
+        self._file: TraceFile | None = None
+        # The file is begun at the first batch: a launch that joins has the same path.
+        check_writable(config.path, "dynmo.trace.path", self._comm, writes=self._writes)
+
+    def mute(self) -> None:
+        """Another rank writes from now on, of another job."""
+        self._writes = False
+
+    def wants(self, step: int) -> bool:
+        """Is the batch that will end with ``step`` to be traced?"""
+        first, last = self._config.steps
+        return first <= step <= last
+
+    @contextmanager
+    def batch(self, engine: Any) -> Iterator[None]:
+        """Record the batch that runs inside, and what follows it; then write it. Collective."""
+        step, partition = engine.global_steps + 1, engine.partition
+        self._place = {
+            "rank": engine.global_rank,
+            "stage": engine.stage_id,
+            "replica": engine.grid.get_data_parallel_id(),
+            "slice": engine.grid.get_slice_parallel_rank(),
+        }
+        generation = engine._repacker.world.generation
+        get_accelerator().synchronize()
+        beginning, base_seconds, self._base_error_seconds = begin(self._clock)
+        self._marks, self._times, self._counts = [], [beginning], Counter()
+        with ExitStack() as recording:
+            for name, (category, what) in METHODS.items():
+                recording.enter_context(_replaced(engine, name, self._recorded(getattr(engine, name), category, what)))
+            self.records = True
+            recording.callback(setattr, self, "records", False)
+            yield
+        parted = engine.released or engine._repacker.world.generation != generation
+        if parted:  # those who recorded it are not together any more
+            self._warn(f"DynMo step {step}: was re-packed, its trace is not written")
+            return
+        elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
+        self._write(step, partition, [base_seconds + seconds for seconds in elapsed[1:]])
+
+    def recorded(self, bare: Instructions) -> Instructions:
+        """The instructions of a batch, which note when they begin and end."""
+        shown = {kind: ("instruction", kind.__name__) for kind in bare if is_own_kind(kind)} | INSTRUCTIONS
+        return MappingProxyType(
+            {
+                kind: self._recorded(instruction, *shown[kind]) if kind in shown else instruction
+                for kind, instruction in bare.items()
+            }
+        )
+
+    def _recorded(self, function: Callable[..., Any], category: str, what: str) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            micro_batch = None
+            if "buffer_id" in kwargs:  # instructions of a kind come in the order of the micro-batches
+                micro_batch = self._counts[category + what]
+                self._counts[category + what] += 1
+            begin = self._clock.now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._marks.append((category, what, micro_batch))
+                self._times += begin, self._clock.now()
+
+        return recorded
+
+    def _write(self, step: int, partition: list[int], seconds: list[float]) -> None:
+        self._comm.enter("trace")
+        offset_seconds, error_seconds = self._comm.clock_offset(time.perf_counter)
+        shared = [time - offset_seconds for time in seconds]
+        events = tuple(
+            Event(*mark, begin, end) for mark, begin, end in zip(self._marks, shared[::2], shared[1::2], strict=True)
+        )
+        error_seconds += self._base_error_seconds
+        tracks = self._comm.gather_on_first(Track(**self._place, clock_error_seconds=error_seconds, events=events))
+        if not self._writes:
+            return
+        names = []
+        if self._origin is None:
+            self._origin = min(event.begin_seconds for track in tracks for event in track.events)
+            names = track_names(tracks)
+        try:
+            self._file = self._file or TraceFile(Path(self._config.path))
+            self._file.append([*names, *batch_events(step, partition, tracks, self._origin)])
+        except OSError as error:
+            self._warn(f"DynMo step {step}: the trace was not written: {error}")
+
+
+def begin(clock: Any) -> tuple[Any, float, float]:
+    """A time of the clock, that of the host then, and the most that the latter can be wrong by, in seconds.
+
+    The process may be put aside between the two: the quickest of a few tries counts.
+    """
+    tries = []
+    for _ in range(_BEGINNINGS):
+        before = time.perf_counter()
+        mark = clock.now()
+        half = (time.perf_counter() - before) / 2
+        tries.append((mark, before + half, half))
+    return min(tries, key=lambda tried: tried[2])
+
+
+@contextmanager
+def _replaced(engine: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """``function`` in place of the engine's method ``name``, which may be one that the user set on the engine."""
+    of_users = {name: vars(engine)[name]} if name in vars(engine) else {}
+    setattr(engine, name, function)
+    try:
+        yield
+    finally:
+        delattr(engine, name)
+        vars(engine).update(of_users)

@@ -1,0 +1,345 @@
+"""What ds_dynmo cannot work with is refused here, by name, before anything is created or touched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.module import LayerSpec
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_dynmo.config import DynMoConfig, parse_type_partition
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.comm.replicas import has_own
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.plan import check_partition
+
+TESTED_DEEPSPEED = "0.19.8"
+
+
+def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    """The DeepSpeed configuration as a dict, wherever ``deepspeed.initialize`` would take it from."""
+    source = config if config is not None else config_params
+    if source is None:
+        source = getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("no DeepSpeed configuration: pass config=..., or args with deepspeed_config")
+    if isinstance(source, dict):
+        return source
+    try:
+        return dict(load_ds_config(os.fspath(source)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"DeepSpeed configuration {source!r} cannot be read: {error}") from error
+
+
+def check_deepspeed_version() -> None:
+    """Warn if DeepSpeed is not the version whose private parts were read."""
+    if deepspeed.__version__ != TESTED_DEEPSPEED:
+        logger.warning(
+            f"ds_dynmo has been tested with deepspeed {TESTED_DEEPSPEED}, this is {deepspeed.__version__}: moving "
+            "layers relies on private parts that may have changed"
+        )
+
+
+def check_module(model: Any) -> None:
+    """Refuse what is not a pipeline of DeepSpeed's, or one that cannot be re-partitioned."""
+    if isinstance(model, DualPipeVModule):
+        raise ConfigError("model is a DualPipeVModule, whose stages hold two ranges of layers: use PipelineModule")
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(f"model has to be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
+    num_layers, num_stages = len(model._layer_specs), model.num_stages
+    if num_stages > num_layers:
+        raise PartitionError(f"{num_stages} stages need at least as many layers, the model has {num_layers}")
+    check_partition([int(bound) for bound in model.parts], num_layers, num_stages)
+    for axis in model.topology().get_axis_names():
+        if axis not in ("pipe", "data", "model") and model.topology().get_dim(axis) > 1:
+            raise ConfigError(
+                f"topology has {model.topology().get_dim(axis)} ranks on its {axis!r} axis: layers can be moved where "
+                "the axes are pipe, data and model"
+            )
+
+
+# DeepSpeed 0.19.8 itself refuses, by name, the blocks that it no longer knows (runtime/config.py:81): amp, eigenvalue,
+# curriculum_learning, compression_training, progressive_layer_drop, sparse_gradients, elasticity, ...
+_REFUSED = {
+    # Both work in forward passes, which a pipeline has, and end in DeepSpeedEngine.step (runtime/engine.py:3643).
+    "flops_profiler": "a pipeline never comes to where DeepSpeed prints it; engine.profile has seconds per layer",
+    "autotuning": "a pipeline never comes to where DeepSpeed ends its experiments and writes what it measured",
+    "hybrid_engine": "DeepSpeed makes no hybrid engine of a pipeline and would not say so",
+    "expert_parallel": "it replaces layers by others, whose experts differ from rank to rank",
+}
+# Both are switched on by these flags alone, whatever the blocks around them say (runtime/data_pipeline/config.py).
+_REFUSED_DATA_EFFICIENCY = {
+    ("data_sampling", "curriculum_learning"): (
+        "its sampler broadcasts from rank 0 in groups of one stage, and all but the first stage's fail; "
+        "let a sampler of your own choose the samples (dynamic_shape lets their length change)"
+    ),
+    ("data_routing", "random_ltd"): (
+        "it counts its layers on each stage alone, and a layer keeps the schedule of the stage that it was built on"
+    ),
+}
+
+
+def check_features(config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed can do, and neither refuses itself nor does in a pipeline whose layers move."""
+    for key, why in _REFUSED.items():
+        if _enabled(config.get(key)):
+            raise ConfigError(f"{key}.enabled = true: {why}; switch it off")
+    for (kind, feature), why in _REFUSED_DATA_EFFICIENCY.items():
+        block = config.get("data_efficiency")
+        for key in (kind, feature):
+            block = block.get(key) if isinstance(block, Mapping) else None
+        if _enabled(block):
+            raise ConfigError(f"data_efficiency.{kind}.{feature}.enabled = true: {why}; switch it off")
+    compiles = config.get("compile")
+    if isinstance(compiles, Mapping) and compiles.get("deepcompile"):
+        raise ConfigError("compile.deepcompile = true: a compiled stage cannot be rebuilt around other layers")
+    tensor_parallel = config.get("tensor_parallel")
+    if isinstance(tensor_parallel, Mapping) and int(tensor_parallel.get("autotp_size", 0)) > 1:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {tensor_parallel['autotp_size']}: it replaces layers that were built; "
+            "use layers that are tensor parallel themselves and PipeModelDataParallelTopology"
+        )
+
+
+def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModule) -> None:
+    """Refuse what DeepSpeed 0.19.8 fails or hangs at: splitting only one way's messages over the slices."""
+    block = config.get("pipeline")
+    block = block if isinstance(block, Mapping) else {}
+    pipe, grad = (bool(block.get(key, True)) for key in ("pipe_partitioned", "grad_partitioned"))
+    slices = model.topology().get_dim("model")
+    if pipe != grad and slices > 1:
+        raise ConfigError(
+            f"pipeline.pipe_partitioned = {pipe} and pipeline.grad_partitioned = {grad} with {slices} ranks on the "
+            "'model' axis: DeepSpeed can split both over the slices or neither; set both to the same"
+        )
+
+
+def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
+    """What in the layers of this stage keeps the whole model from being moved, in words; None: nothing.
+
+    Args:
+        flat: gradients are kept in flat buffers (bf16, ZeRO-1).
+    """
+    if any(isinstance(module, MoE | Experts) for module in model.modules()):
+        return (
+            "layers with experts of deepspeed.moe cannot be moved: they keep process groups, and every data-parallel "
+            "rank holds other experts, whose gradients are not those of its replicas"
+        )
+    if flat and has_own(model):
+        return (
+            "layers of which every data-parallel replica holds others (moe.expert_parallel) with bf16 or ZeRO: fp32 "
+            "weights and optimizer state would be sharded over replicas that do not have the same; train in fp32"
+        )
+    sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
+    if sparse and flat:
+        return "nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed's flat buffers take no sparse gradients"
+    for key, module in model.tied_modules.items():
+        ways = {(spec.typename, spec.forward_fn) for spec in model._layer_specs if _is_use(spec, key)}
+        if len(ways) > 1 and any(id(part) in sparse for part in module.modules()):
+            return (
+                f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ, or classes: "
+                "DeepSpeed hangs at the sum of a sparse and a dense gradient"
+            )
+    return None
+
+
+def _has_sparse_gradients(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+
+
+def _is_use(spec: Any, key: str) -> bool:
+    return isinstance(spec, TiedLayerSpec) and str(spec.key) == str(key)
+
+
+def check_layers(found: Iterable[str | None]) -> None:
+    """Refuse what :func:`unsupported_layers` found on any rank; the same error on all."""
+    for problem in found:
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+_OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" block that count there only
+
+
+def other_block(own: DynMoConfig, of_rank_0: DynMoConfig) -> str | None:
+    """Where this rank's "dynmo" block differs from rank 0's; None: nowhere. Ranks would draw or decide otherwise."""
+    for key in DynMoConfig.model_fields:
+        here, there = getattr(own, key), getattr(of_rank_0, key)
+        if key == "trace" and here is not None and there is not None:  # the path is rank 0's too
+            here, there = here.steps, there.steps
+        if key not in _OF_RANK_0 and here != there:
+            return f"dynmo.{key} = {here!r} on a rank, on rank 0 {there!r}: it has to be the same on every rank"
+    return None
+
+
+_BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
+
+
+def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
+    """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
+    if _enabled(config.get("fp16")):
+        raise ConfigError("fp16.enabled = true: layers can be moved in fp32 and bf16 training only")
+    autocast = config.get("torch_autocast")
+    if isinstance(autocast, Mapping) and _enabled(autocast) and autocast.get("dtype") not in _BF16_NAMES:
+        raise ConfigError(
+            f"torch_autocast.dtype = {autocast.get('dtype')!r}: layers can be moved in fp32 and bf16 training only (in "
+            f"fp16 every stage scales its loss by itself); allowed are {', '.join(_BF16_NAMES)}"
+        )
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1):
+        raise ConfigError(
+            f"zero_optimization.stage = {stage}: cannot be combined with pipeline parallelism; allowed are 0 and 1"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":
+            raise ConfigError(f"zero_optimization.{key}: offloaded state cannot be moved; remove it")
+    if zero.get("elastic_checkpoint"):
+        raise ConfigError(
+            "zero_optimization.elastic_checkpoint = true: its files hold other shards than those that are read for any "
+            "partition here, which load with any number of replicas as well; remove it"
+        )
+    for key in ("round_robin_gradients", "parameter_alignment", "zenflow"):
+        if zero.get(key):
+            raise ConfigError(
+                f"zero_optimization.{key} = {zero[key]!r}: its layout of the state cannot be moved; remove it"
+            )
+    bf16 = next((config[key] for key in ("bf16", "bfloat16") if _enabled(config.get(key))), None)
+    if bf16 is not None:
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if bf16.get(key):
+                raise ConfigError(f"bf16.{key} = true: only fp32 master weights and state can be moved; remove it")
+    _check_optimizer(config.get("optimizer"), optimizer, flat=bool(stage) or bf16 is not None)
+
+
+def _enabled(block: Any) -> bool:
+    return isinstance(block, Mapping) and bool(block.get("enabled"))
+
+
+_JSON_OPTIMIZERS = ("adam", "adamw")
+_ELEMENTWISE = (  # treat every element alike, and begin with a state of zeros (Rprop begins with the learning rate)
+    torch.optim.Adadelta,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+
+
+def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
+    """Refuse by name, before anything is built, what :func:`check_optimizer` would refuse then."""
+    if optimizer is None and isinstance(block, Mapping):
+        name = str(block.get("type", ""))
+        if name.lower() in _JSON_OPTIMIZERS:
+            return
+        kind = getattr(torch.optim, name, None)
+        if kind is None:
+            raise ConfigError(f'optimizer.type = "{name}" is no optimizer of torch.optim: its state cannot be moved')
+        _check_kind(kind, f'optimizer.type = "{name}"', flat)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        check_optimizer(optimizer, flat=flat)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, flat: bool) -> None:
+    """Refuse an optimizer whose state cannot be moved. ``flat``: it will lie in flat buffers (bf16, ZeRO-1).
+
+    Raises:
+        ConfigError: naming its class.
+    """
+    _check_kind(type(optimizer), f"optimizer is {type(optimizer).__name__}", flat)
+
+
+def _check_kind(kind: type, named: str, flat: bool) -> None:
+    if issubclass(kind, torch.optim.LBFGS):
+        raise ConfigError(f"{named}, which keeps the state of all parameters in the first one's")
+    if issubclass(kind, FusedAdam | DeepSpeedCPUAdam):
+        return
+    if kind.__module__.startswith("deepspeed."):
+        raise ConfigError(
+            f"{named}, whose state cannot be moved; use FusedAdam, DeepSpeedCPUAdam or one of torch.optim"
+        )
+    if flat and not issubclass(kind, _ELEMENTWISE):
+        allowed = ", ".join(sorted(entry.__name__ for entry in _ELEMENTWISE))
+        raise ConfigError(
+            f"{named}: with bf16 or ZeRO, state lies in flat buffers and only optimizers that treat every element "
+            f"alike and begin at zero can be moved: {allowed}, FusedAdam, DeepSpeedCPUAdam"
+        )
+
+
+def layer_name(spec: Any) -> str:
+    """The class or function name that ``type:`` patterns are matched against."""
+    if isinstance(spec, LayerSpec):
+        return str(spec.typename.__name__)
+    return type(spec).__name__ if isinstance(spec, nn.Module) else str(getattr(spec, "__name__", ""))
+
+
+def type_costs(specs: list[Any], text: str) -> list[float]:
+    """The weight of each layer under ``"type:<regex>[:weight]|..."``; the first pattern that matches counts.
+
+    Raises:
+        ConfigError: a pattern that no layer's name matches.
+    """
+    rules = parse_type_partition(text)
+    names = [layer_name(spec) for spec in specs]
+    for pattern, _ in rules:
+        if not any(re.search(pattern, name, re.IGNORECASE) for name in names):
+            raise ConfigError(
+                f"dynmo.initial_partition = {text!r}: no layer's name matches {pattern!r}; "
+                f"names are {sorted(set(names))}"
+            )
+    return [
+        next((weight for pattern, weight in rules if re.search(pattern, name, re.IGNORECASE)), 0.0) for name in names
+    ]
+
+
+def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
+    """The layers of ``model`` that ``dynmo.keep_together`` keeps on one stage.
+
+    Raises:
+        ConfigError: a rule that does not suit the model, or fewer groups than stages.
+    """
+    groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in model._layer_specs])
+    if (problem := groups.shortage(model.num_stages)) is not None:
+        raise ConfigError(problem)
+    return groups
+
+
+def check_sharing(layers: StageLayers, comm: Communicator) -> None:
+    """Refuse layers that share a parameter without being tied: it could not be on two stages. Collective."""
+    here = layers.sharing()
+    flags = torch.tensor([float(index in here) for index in range(layers.num_layers)])
+    shared = comm.max_over_world(flags).nonzero().flatten().tolist()
+    if shared:
+        raise ConfigError(
+            f"layers {shared} share parameters with one another: they could not be on different stages; make them "
+            "TiedLayerSpecs of one key"
+        )
+
+
+def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:
+    """Refuse an initial partition that does not suit the model or cuts what is to stay together."""
+    groups, partition = layer_groups(dynmo, model), dynmo.initial_partition
+    if isinstance(partition, str):
+        if partition.startswith("type:"):
+            type_costs(model._layer_specs, partition)
+    elif partition is not None:
+        groups.check(check_partition(partition, len(model._layer_specs), model.num_stages))

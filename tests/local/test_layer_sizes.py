@@ -1,0 +1,42 @@
+"""From measured samples to a profile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ds_dynmo.engine.optimizer.state import PerParameterState
+from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.errors import PartitionError
+
+
+def test_a_layer_that_did_not_run_is_named() -> None:
+    table = torch.zeros(3, layer_sizes._COLUMNS, dtype=torch.float64)
+    table[0, layer_sizes._MEASURED] = 1.0
+    with pytest.raises(PartitionError, match="layer 1"):
+        layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2)
+    table[1, layer_sizes._MEASURED] = 1.0  # measured at zero seconds: too fast for the clock
+    assert layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2).layers[1].seconds == 0.0
+
+
+def test_static_bytes() -> None:
+    layer = nn.Linear(3, 4)
+    layer.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+    weights = (12 + 4) * 4
+    assert layer_sizes.static_bytes(layer, PerParameterState(None)) == 2 * weights + 4
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert layer_sizes.static_bytes(layer, PerParameterState(optimizer)) == 3 * weights + 4
+    layer.requires_grad_(False)
+    assert layer_sizes.static_bytes(layer, PerParameterState(optimizer)) == 2 * weights + 4
+    sparse = nn.Module()
+    sparse.weight = nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
+    assert layer_sizes.static_bytes(sparse, PerParameterState(None)) == 5 * 8 + 4 * 8 + 4 * 4
+    embedding = nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+    embedding(torch.tensor([3, 3, 5])).sum().backward()
+    optimizer.step()
+    rows = 3 * (8 + 2 * 4)  # one term per lookup in the sparse momentum: its index and two floats
+    assert layer_sizes.static_bytes(embedding, PerParameterState(optimizer)) == 2 * 8 * 2 * 4 + rows

@@ -1,0 +1,276 @@
+"""A layer arrives as what it was when it left: a test per thing that has to move."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_dynmo.engine.migration.packing import ArrivingLayer, LayerContent, PackedLayer, pack
+from ds_dynmo.engine.optimizer.state import PerParameterState
+
+
+class Layer(nn.Module):
+    """One of everything that a layer may keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.frozen = False
+        self.sparse: Any = None
+        self.extra = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.extra = state["extra"]
+
+
+class Unpicklable(Layer):
+    """Has a lambda in an attribute, so that it has to be taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation: Callable[[float], float] = lambda x: x
+
+
+def own_memory(position: int) -> None:
+    """No parameter has a place prepared for it."""
+
+
+def send(
+    packed: PackedLayer,
+    build: Callable[[], nn.Module],
+    place: Callable[[int], torch.Tensor | None] = own_memory,
+) -> LayerContent:
+    room = ArrivingLayer(packed.header)
+    room.allocate(torch.device("cpu"), place)
+    assert len(room.recv_buffers) == len(packed.tensors)
+    for there, here in zip(room.recv_buffers, packed.tensors):
+        there.copy_(here)
+    return room.materialize(build)
+
+
+def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerContent:
+    return send(pack(PerParameterState(optimizer).content(module), type(module)), type(module))
+
+
+@pytest.fixture(params=[Layer, Unpicklable])
+def layer(request: pytest.FixtureRequest) -> Layer:
+    return request.param()
+
+
+def test_parameters_with_their_present_shape_dtype_and_flags(layer: Layer) -> None:
+    layer.linear.weight = nn.Parameter(torch.randn(7, 3, dtype=torch.float64), requires_grad=False)
+    layer.linear.bias = None  # type: ignore[assignment]
+    module = travel(layer).module
+    assert torch.equal(module.linear.weight, layer.linear.weight)
+    assert module.linear.weight.dtype == torch.float64 and not module.linear.weight.requires_grad
+    assert module.linear.bias is None
+
+
+def test_strides(layer: Layer) -> None:
+    layer.linear.weight = nn.Parameter(torch.randn(3, 4).t())
+    weight = travel(layer).module.linear.weight
+    assert weight.stride() == layer.linear.weight.stride() and torch.equal(weight, layer.linear.weight)
+
+
+def test_buffers(layer: Layer) -> None:
+    layer.mask[2] = False
+    layer.scratch.fill_(5.0)
+    module = travel(layer).module
+    assert torch.equal(module.mask, layer.mask) and torch.equal(module.scratch, layer.scratch)
+    assert "scratch" not in module.state_dict() and "mask" in module.state_dict()
+
+
+def test_extra_state_attributes_and_mode(layer: Layer) -> None:
+    layer.extra, layer.frozen = 9, True
+    layer.linear.note = "kept"  # type: ignore[assignment]
+    layer.eval()
+    module = travel(layer).module
+    assert module.extra == 9 and module.frozen and module.linear.note == "kept"
+    assert not module.training and not module.linear.training
+
+
+def test_sparse_csr() -> None:
+    layer = Layer()
+    layer.sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr()
+    layer.linear.weight = nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=True)
+    module = travel(layer).module
+    for there, here in ((module.sparse, layer.sparse), (module.linear.weight, layer.linear.weight)):
+        assert there.layout == torch.sparse_csr
+        assert torch.equal(there.to_dense(), here.to_dense())
+    assert isinstance(module.linear.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_coo(coalesced: bool) -> None:
+    """The gradient of an nn.Embedding(sparse=True), with its terms in the order in which they came."""
+    layer = Layer()
+    layer.sparse = torch.sparse_coo_tensor([[2, 0, 2]], torch.arange(6.0).reshape(3, 2), (4, 2))
+    if coalesced:
+        layer.sparse = layer.sparse.coalesce()
+    there = travel(layer).module.sparse
+    assert there.layout == torch.sparse_coo and there.is_coalesced() == coalesced and there.shape == (4, 2)
+    assert torch.equal(there._indices(), layer.sparse._indices())
+    assert torch.equal(there._values(), layer.sparse._values())
+
+
+def test_empty_and_scalar_tensors(layer: Layer) -> None:
+    layer.register_buffer("nothing", torch.empty(0, 3))
+    layer.register_buffer("scalar", torch.tensor(2.5))
+    layer.register_buffer("wide", torch.ones(1).expand(4))
+    module = travel(layer).module
+    assert module.nothing.shape == (0, 3) and module.scalar.item() == 2.5 and torch.equal(module.wide, layer.wide)
+
+
+def test_gradients_that_are_held(layer: Layer) -> None:
+    layer.linear.bias.grad = torch.arange(4.0)
+    content = travel(layer)
+    assert torch.equal(content.module.linear.bias.grad, torch.arange(4.0))
+    assert content.module.linear.weight.grad is None
+
+
+def test_marks_on_parameters(layer: Layer) -> None:
+    layer.linear.weight.my_mark = "decay"  # type: ignore[attr-defined]
+    assert travel(layer).module.linear.weight.my_mark == "decay"
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_optimizer_state_and_group(layer: Layer, make: type[torch.optim.Optimizer]) -> None:
+    extra = {"momentum": 0.9} if make is torch.optim.SGD else {}
+    groups = [{"params": [layer.linear.bias], "lr": 0.5}, {"params": [layer.linear.weight]}]
+    optimizer = make(groups, lr=0.1, **extra)
+    layer.linear(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    content = travel(layer, optimizer)
+    assert content.groups == [1, 0] and content.group_options[0]["lr"] == 0.5
+    for parameter, state in zip(layer.parameters(), content.optimizer_state):
+        assert state is not None and state.keys() == optimizer.state[parameter].keys()
+        for name, value in optimizer.state[parameter].items():
+            assert torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value
+
+
+def test_a_parameter_used_twice_stays_one() -> None:
+    layer = Layer()
+    layer.again = layer.linear.weight  # type: ignore[assignment]
+    module = travel(layer).module
+    assert module.again is module.linear.weight
+
+
+def test_no_random_number_is_drawn(layer: Layer) -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    travel(layer)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[index]
+
+
+def test_bytes_are_counted() -> None:
+    module = nn.Linear(3, 4)
+    assert pack(PerParameterState(None).content(module), nn.Identity).num_bytes == (12 + 4) * 4
+
+
+def test_a_parameter_lands_where_the_optimizer_wants_it(layer: Layer) -> None:
+    flat = torch.zeros(12 + 4)
+    homes = {0: flat[4:], 1: flat[:4]}
+    arrived = send(pack(PerParameterState(None).content(layer), type(layer)), type(layer), homes.get).module
+    assert torch.equal(flat, torch.cat([layer.linear.bias, layer.linear.weight.flatten()]))
+    assert arrived.linear.weight.data_ptr() == flat[4:].data_ptr()
+
+
+def test_a_parameter_with_its_axes_permuted_keeps_its_memory_order() -> None:
+    layer = nn.Linear(3, 4, bias=False)
+    layer.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    flat = torch.zeros(12)
+    arrived = send(pack(PerParameterState(None).content(layer), nn.Identity), nn.Identity, lambda position: flat).module
+    assert torch.equal(arrived.weight, layer.weight) and arrived.weight.stride() == layer.weight.stride()
+    assert not flat.any()
+
+
+def test_a_view_of_a_parameter_stays_one(layer: Layer) -> None:
+    layer.top = layer.linear.weight.detach()[1:3]  # type: ignore[assignment]
+    layer.column = layer.linear.weight.detach()[:, 1]  # type: ignore[assignment]
+    packed = pack(PerParameterState(None).content(layer), type(layer))
+    module = send(packed, type(layer)).module
+    with torch.no_grad():
+        module.linear.weight.fill_(7.0)
+    assert module.top.tolist() == [[7.0] * 3] * 2 and module.column.tolist() == [7.0] * 4
+    assert packed.num_bytes == (12 + 4) * 4 + 4 + 8
+
+
+def test_pieces_of_a_tensor_that_is_gone() -> None:
+    layer = Layer()
+    layer.left, layer.right = torch.arange(12.0).view(3, 4).chunk(2, dim=1)  # type: ignore[assignment]
+    module = travel(layer).module
+    assert torch.equal(module.left, layer.left) and torch.equal(module.right, layer.right)
+
+
+def test_submodules_added_and_taken_away(layer: Layer) -> None:
+    layer.added = nn.Linear(2, 2)
+    layer.linear = nn.Sequential(layer.linear, nn.Linear(4, 2))  # type: ignore[assignment]
+    content = travel(layer)
+    module = content.module
+    assert [name for name, _ in module.named_modules()] == [name for name, _ in layer.named_modules()]
+    assert {id(p) for p in content.parameters} == {id(p) for p in module.parameters()}
+    assert torch.equal(module.added.weight, layer.added.weight)
+
+
+def test_a_list_of_its_own_parameters(layer: Layer) -> None:
+    layer.all = [layer.linear.weight]  # type: ignore[assignment]
+    module = travel(layer).module
+    assert module.all[0] is module.linear.weight
+
+
+def test_an_unpicklable_submodule_that_the_spec_does_not_build(layer: Layer) -> None:
+    layer.added = Unpicklable()
+    with pytest.raises(TypeError, match=r"submodules \['added'\]"):
+        travel(layer)
+
+
+def halve(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / 2
+
+
+def scale_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 10
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_hooks_on_a_parameter(layer: Layer, frozen: bool) -> None:
+    layer.linear.weight.register_hook(halve)
+    layer.linear.bias.register_post_accumulate_grad_hook(scale_gradient)
+    layer.requires_grad_(not frozen)
+    module = travel(layer).module
+    assert module.linear.weight.requires_grad == (not frozen)
+    module.requires_grad_(True)
+    module.linear(torch.ones(1, 3)).sum().backward()
+    assert module.linear.weight.grad.eq(0.5).all() and module.linear.bias.grad.eq(10.0).all()
+
+
+def test_a_hook_that_cannot_travel_is_refused(layer: Layer) -> None:
+    layer.linear.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(TypeError, match=r"shape \[4, 3\] has the hook .*lambda"):
+        travel(layer)
+
+
+def test_zeroing_elements_leaves_the_count_of_steps_alone() -> None:
+    scalar, matrix = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.Adam([scalar, matrix])
+    (scalar * matrix.sum()).backward()
+    optimizer.step()
+    state = PerParameterState(optimizer)
+    state.zero_elements(scalar, torch.tensor(True))
+    state.zero_elements(matrix, torch.eye(2).bool())
+    for parameter, left in ((scalar, 0), (matrix, 2)):
+        held = state.state_of(parameter)
+        assert held["step"] == 1
+        assert all(int(part.count_nonzero()) == left for part in (parameter, held["exp_avg"], held["exp_avg_sq"]))

@@ -1,0 +1,256 @@
+"""The streams that layers draw from, without an engine: ``run_batch`` plays DeepSpeed's part."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from deepspeed.runtime.pipe import schedule
+
+from ds_dynmo.engine.pipeline.random_streams import LayerStreams, PythonGenerators, TorchGenerators, stream_seed
+from ds_dynmo.engine.pipeline.rng_trackers import find_trackers
+
+Pass = tuple[str, int]  # "F" or "B", and the pipeline buffer
+
+
+def draw() -> tuple[float, ...]:
+    return torch.rand(()).item(), random.random(), numpy.random.random_sample()
+
+
+def run_batch(
+    streams: LayerStreams,
+    passes: Sequence[Pass] = (("F", 0),),
+    *,
+    step: int = 3,
+    start: int = 0,
+    layers: Sequence[Callable[[Any], Any]] = (lambda drawn: [*drawn, draw()],),
+    training: bool = True,
+) -> list[list[Any]]:
+    """What the layers of a stage drew in each pass; a backward pass recomputes them."""
+    module = SimpleNamespace(forward_funcs=list(layers))
+    found = []
+
+    def run_layers(engine: Any, buffer_id: int) -> None:
+        drawn: list[Any] = []
+        for layer in module.forward_funcs:
+            drawn = layer(drawn)
+        found.append(drawn)
+
+    instructions = streams.instructions({schedule.ForwardPass: run_layers, schedule.BackwardPass: run_layers})
+    with streams.batch(module, range(start, start + len(layers)), step=step, training=training):
+        for what, buffer_id in passes:
+            instructions[schedule.ForwardPass if what == "F" else schedule.BackwardPass](None, buffer_id)
+    assert module.forward_funcs == list(layers)
+    return found
+
+
+def test_each_part_of_the_key_makes_another_stream_for_each_generator() -> None:
+    here = run_batch(LayerStreams(7, 0))[0][0]
+    others = {
+        "seed": run_batch(LayerStreams(8, 0))[0][0],
+        "replica": run_batch(LayerStreams(7, 1))[0][0],
+        "step": run_batch(LayerStreams(7, 0), step=4)[0][0],
+        "layer": run_batch(LayerStreams(7, 0), start=1)[0][0],
+        "evaluation": run_batch(LayerStreams(7, 0), training=False)[0][0],
+        "micro-batch": run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1)])[1][0],
+    }
+    for what, other in others.items():
+        assert all(mine != theirs for mine, theirs in zip(here, other, strict=True)), what
+    assert len(set(others.values())) == len(others)
+    assert run_batch(LayerStreams(7, 0))[0][0] == here
+
+
+def test_seeds_are_the_same_in_every_process() -> None:
+    assert stream_seed(1234, step=5, micro_batch=2, layer=9, replica=1, training=True) == 0xF95D13346D6CCE45
+    assert stream_seed(-1, step=0, micro_batch=0, layer=0, replica=0, training=True) == stream_seed(
+        2**64 - 1, step=0, micro_batch=0, layer=0, replica=0, training=True
+    )
+
+
+def words() -> tuple[int, int, int]:
+    return int(torch.randint(2**20, ())), random.getrandbits(20), numpy.random.randint(2**32, dtype="u4") % 2**20
+
+
+def test_the_generators_draw_different_words() -> None:
+    """Torch's on the CPU and numpy's are one algorithm: from one seed they would draw the same bits."""
+    torch.manual_seed(5), numpy.random.seed(5)
+    of_torch, _, of_numpy = words()
+    assert of_torch == of_numpy
+    TorchGenerators().seed(0x0123456789ABCDEF), PythonGenerators().seed(0x0123456789ABCDEF)
+    assert len(set(words())) == 3
+
+
+def test_a_layer_draws_the_same_on_any_stage_whatever_its_neighbours_draw() -> None:
+    def much(drawn: list[Any]) -> list[Any]:
+        return [*drawn, [draw() for _ in range(5)]]
+
+    def little(drawn: list[Any]) -> list[Any]:
+        return [*drawn, draw()]
+
+    together = run_batch(LayerStreams(7, 0), layers=[much, little, little], start=2)[0]
+    apart = run_batch(LayerStreams(7, 0), layers=[little, little, little], start=2)[0]
+    alone = run_batch(LayerStreams(7, 0), layers=[little], start=4)[0]
+    assert together[1:] == apart[1:] and together[2:] == alone
+    assert len({apart[0], apart[1], apart[2]}) == 3
+
+
+def test_recomputation_repeats_the_draws_of_its_micro_batch() -> None:
+    one_f_one_b = [("F", 0), ("F", 1), ("B", 0), ("F", 0), ("B", 1), ("F", 1), ("B", 0), ("B", 1)]
+    first, second, first_again, third, second_again, fourth, third_again, fourth_again = run_batch(
+        LayerStreams(7, 0), one_f_one_b
+    )
+    assert [first_again, second_again, third_again, fourth_again] == [first, second, third, fourth]
+    assert len({found[0] for found in (first, second, third, fourth)}) == 4
+
+
+def test_the_stage_does_not_matter_to_the_number_of_buffers() -> None:
+    few = run_batch(LayerStreams(7, 0), [("F", 0), ("B", 0), ("F", 0), ("B", 0)])
+    many = run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
+    assert [few[0], few[2]] == many[:2]
+
+
+def test_an_evaluation_between_two_batches_changes_neither() -> None:
+    streams = LayerStreams(7, 0)
+    passes = [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
+    before = run_batch(streams, passes)
+    run_batch(streams, [("F", 0), ("F", 1), ("F", 0)], training=False)
+    assert run_batch(streams, passes) == before
+
+
+def set_global_generators() -> tuple[float, ...]:
+    """Set them to something known, with half a pair of normal numbers waiting; the next draws are returned."""
+    for _ in range(2):
+        torch.manual_seed(5), random.seed(6), numpy.random.seed(8)
+        random.gauss(0.0, 1.0), numpy.random.normal()
+        expected = (*draw(), random.gauss(0.0, 1.0), numpy.random.normal())
+    torch.manual_seed(5), random.seed(6), numpy.random.seed(8)
+    random.gauss(0.0, 1.0), numpy.random.normal()
+    return expected
+
+
+def next_draws() -> tuple[float, ...]:
+    return (*draw(), random.gauss(0.0, 1.0), numpy.random.normal())
+
+
+def test_the_global_generators_are_left_as_they_were() -> None:
+    expected = set_global_generators()
+    run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
+    assert next_draws() == expected
+
+
+def test_the_global_generators_are_left_as_they_were_by_a_layer_that_fails() -> None:
+    def fails(drawn: list[Any]) -> list[Any]:
+        draw()
+        raise OSError("out of order")
+
+    expected = set_global_generators()
+    with pytest.raises(OSError, match="out of order"):
+        run_batch(LayerStreams(7, 0), layers=[fails])
+    assert next_draws() == expected
+
+
+def test_the_rank_draws_on_around_the_layers_of_a_pass() -> None:
+    """A hook on the whole module before its layers run; a backward function between layers that are recomputed."""
+    module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
+    forward_draws, backward_draws = [], []
+
+    def forward(engine: Any, buffer_id: int) -> None:
+        forward_draws.append(draw())
+        module.forward_funcs[0](None)
+
+    def backward(engine: Any, buffer_id: int) -> None:
+        for _ in range(2):
+            module.forward_funcs[0](None)
+            backward_draws.append(torch.rand(()).item())
+
+    streams = LayerStreams(7, 0)
+    instructions = streams.instructions({schedule.ForwardPass: forward, schedule.BackwardPass: backward})
+    with streams.batch(module, [0], step=0, training=True):
+        for _ in range(2):
+            instructions[schedule.ForwardPass](None, 0)
+            instructions[schedule.BackwardPass](None, 0)
+    assert len({*forward_draws}) == 2 and len({*backward_draws}) == 4
+
+
+def test_checkpointing_that_swaps_torchs_states_does_not_leak_them() -> None:
+    """DeepSpeed sets the state of the forward pass before it recomputes, and that of the backward pass after."""
+    module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
+    at_forward = torch.Generator().manual_seed(99).get_state()
+
+    def backward(engine: Any, buffer_id: int) -> None:
+        at_backward = torch.get_rng_state()
+        torch.set_rng_state(at_forward)
+        module.forward_funcs[0](None)
+        torch.set_rng_state(at_backward)
+
+    expected = set_global_generators()
+    streams = LayerStreams(7, 0)
+    instructions = streams.instructions({schedule.ForwardPass: lambda *_: None, schedule.BackwardPass: backward})
+    with streams.batch(module, [0], step=0, training=True):
+        instructions[schedule.ForwardPass](None, 0)
+        instructions[schedule.BackwardPass](None, 0)
+    assert next_draws() == expected
+
+
+class OwnKind(schedule.BufferOpInstruction):
+    pass
+
+
+def test_instructions_of_ones_own_have_streams_of_their_kind_and_repeat_them_in_recomputation() -> None:
+    module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
+    found: dict[str, list[Any]] = {"forward": [], "own": [], "again": [], "bare": []}
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            found["again"].append(module.forward_funcs[0](None))
+            return gradient
+
+    def forward(engine: Any, buffer_id: int) -> None:
+        found["forward"].append(module.forward_funcs[0](None))
+
+    def own(engine: Any, **where: int) -> None:
+        if not where:
+            found["own"].append(module.forward_funcs[0](None))
+        else:
+            Recompute.apply(torch.ones(1, requires_grad=True)).backward()
+
+    streams = LayerStreams(7, 0)
+    instructions = streams.instructions({schedule.ForwardPass: forward, OwnKind: own}, [OwnKind])
+    expected = set_global_generators()
+    with streams.batch(module, [0], step=0, training=True):
+        for buffer_id in range(2):
+            instructions[OwnKind](None)
+            instructions[schedule.ForwardPass](None, buffer_id=buffer_id)
+        for buffer_id in range(2):
+            instructions[OwnKind](None, buffer_id=buffer_id)
+    assert next_draws() == expected
+    assert found["again"] == found["forward"] and len({*found["forward"], *found["own"]}) == 4
+    assert found["forward"] == [drawn[0] for drawn in run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1)], step=0)]
+
+
+def test_no_tracker_is_made_by_looking_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's function makes one, of a kind that its arguments say, where there is none; its package hands it on."""
+    package = "megatron.core.tensor_parallel"
+    module, parent = ModuleType(f"{package}.random"), ModuleType(package)
+    module.__dict__["_CUDA_RNG_STATE_TRACKER"] = None
+    exec("def get_cuda_rng_tracker(): raise AssertionError('it would be made')", module.__dict__)
+    parent.__dict__["get_cuda_rng_tracker"] = module.__dict__["get_cuda_rng_tracker"]
+    for each in (module, parent):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    assert list(find_trackers()) == ["deepspeed.checkpointing"]
+    module.__dict__["_CUDA_RNG_STATE_TRACKER"] = made = SimpleNamespace()
+    assert find_trackers()[module.__name__] is made
+    monkeypatch.delitem(sys.modules, module.__name__)
+    parent.__dict__["get_cuda_rng_tracker"] = lambda: made  # of a library that makes it when it is loaded
+    assert find_trackers()[package] is made

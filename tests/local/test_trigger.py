@@ -1,0 +1,156 @@
+"""When batches are profiled and decisions taken, and what is decided."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.engine.balancing import trigger
+from ds_dynmo.engine.balancing.trigger import Controller
+from ds_dynmo.plan import LayerCost, Profile
+
+
+def config(**block: Any) -> DynMoConfig:
+    return parse_block(DynMoConfig, block, "dynmo")
+
+
+def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = None) -> dict[str, list[Any]]:
+    """Drive a controller as the engine does; ``requests`` are made before the batch of that step."""
+    told: dict[str, list[Any]] = {"profiled": [], "decided": [], "outcomes": []}
+    steering, profiled = Controller(settings), 0
+    for step in range(1, steps + 1):
+        if requests and step in requests:
+            profiled = 0
+            steering.request(requests[step])
+        if steering.profile_batch(step):
+            told["profiled"].append(step)
+            profiled += 1
+        steering.batch_done(step)
+        outcome, decision = steering.outcome_due(profiled), steering.decision_due(profiled)
+        if outcome or decision:
+            profiled = 0
+        if outcome:
+            told["outcomes"].append(step)
+            steering.outcome_recorded()
+        if decision:
+            told["decided"].append((step, steering.reason))
+            steering.decided(moved=False)
+    return told
+
+
+def test_the_batches_before_an_interval_are_profiled() -> None:
+    told = run(config(interval=10, profile={"batches": 2}), 25)
+    assert told["profiled"] == [2, 3, 9, 10, 19, 20]
+    assert told["decided"] == [(10, "interval"), (20, "interval")]
+    assert told["outcomes"] == [3]
+
+
+def test_by_hand_only_profiles_once_and_never_decides() -> None:
+    told = run(config(interval=0), 30)
+    assert told["profiled"] == [2] and told["decided"] == []
+
+
+def test_disabled_never_profiles() -> None:
+    told = run(config(enabled=False, interval=1), 10, {3: "changed"})
+    assert told["profiled"] == [] and told["decided"] == []
+
+
+def test_disabled_profiles_once_where_it_begins_by_profile() -> None:
+    block = {"enabled": False, "initial_partition": "profile", "interval": 1}
+    told = run(config(**block, profile={"batches": 2, "warmup_batches": 3}), 10)
+    assert told["profiled"] == [4, 5] and told["decided"] == [(5, "initial")]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_disabled_a_resumed_run_profiles_only_if_it_had_not(steps: int) -> None:
+    settings = config(enabled=False, initial_partition="profile")
+    first, resumed = Controller(settings), Controller(settings)
+    for step in range(1, steps + 1):
+        if first.profile_batch(step):
+            first.decided(moved=True)
+        first.batch_done(step)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.placed == first.placed == (steps >= 2)
+    assert [resumed.profile_batch(step) for step in range(steps + 1, 8)] == [not first.placed] * (7 - steps)
+
+
+def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
+    decided = Controller(config(interval=1, profile={"warmup_batches": 0}))
+    decided.batch_done(1)
+    assert decided.reason == "interval"
+    resumed = Controller(config(enabled=False, initial_partition="profile"))
+    resumed.load_state_dict(decided.state_dict())
+    assert resumed.reason == "initial" and not resumed.placed
+
+
+def test_start_and_stop_step() -> None:
+    told = run(config(interval=5, start_step=10, stop_step=15), 30)
+    assert told["decided"] == [(10, "interval"), (15, "interval")]
+
+
+def test_every_step() -> None:
+    told = run(config(interval=1, profile={"warmup_batches": 0}), 4)
+    assert [step for step, _ in told["decided"]] == [1, 2, 3, 4]
+
+
+def test_a_changed_model_is_profiled_at_once() -> None:
+    told = run(config(interval=0, profile={"warmup_batches": 5}), 9, {3: "frozen"})
+    assert told["decided"] == [(3, "frozen")]
+
+
+def test_initial_profile_decides_after_the_first_profiled_batch() -> None:
+    told = run(config(interval=0, initial_partition="profile"), 5)
+    assert told["decided"] == [(2, "initial")]
+
+
+def test_how_long_a_decision_is_expected_to_last() -> None:
+    steering = Controller(config(interval=7))
+    steering.model_changed("pruned")
+    assert steering.batches_to_gain == 7
+    steering = Controller(config(interval=0))
+    expected = {20: 100, 150: 150, 130: 130, 1: 100}  # batches before each change
+    for batches, batches_to_gain in expected.items():
+        for step in range(batches):
+            steering.batch_done(step)
+        steering.model_changed("pruned")
+        assert steering.batches_to_gain == batches_to_gain
+
+
+def test_a_checkpoint_has_all_that_a_controller_counts_and_sets_nothing_else() -> None:
+    before = Controller(config(interval=7))
+    for step in range(1, 7):
+        before.batch_done(step)
+    before.model_changed("pruned")
+    before.outcome_recorded()
+    saved = json.loads(json.dumps(before.state_dict()))
+    after = Controller(config(interval=3))
+    after.load_state_dict({**saved, "_config": None, "decided": None, "_later": 1})
+    assert after.batches_to_gain == 3 and callable(after.decided) and not hasattr(after, "_later")
+    assert vars(after) == {**vars(before), "_config": config(interval=3)}
+    with pytest.raises(KeyError, match="_urgent"):
+        after.load_state_dict({name: value for name, value in saved.items() if name != "_urgent"})
+
+
+def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
+    steering = Controller(config(interval=0))
+    steering.outcome_recorded()
+    steering.decided(moved=True)
+    assert not steering.profile_batch(5)
+    steering.batch_done(5)
+    assert steering.profile_batch(6)
+
+
+def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
+    sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
+    layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
+    return Profile(7, partition, layers, micro_batches=4, batch_seconds=1.0)
+
+
+def test_measured_bubble_ratio() -> None:
+    report = trigger.measured(profile([0.1, 0.1, 0.05, 0.05], (0, 2, 4)), None)
+    assert report.bottleneck_seconds == pytest.approx(0.2)
+    assert report.bubble_ratio == pytest.approx(1 - 4 * 0.15 / 1.0)
+    assert report.imbalance == pytest.approx(0.1 / 0.15)

@@ -1,0 +1,171 @@
+"""What initialize refuses, by name, before a process group exists or an optimizer is touched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import logger
+from torch import nn
+
+import ds_dynmo
+from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.engine import validation
+from ds_dynmo.errors import ConfigError, PartitionError
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype = 'float16'.*bfloat16"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = None"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3.*pipeline"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients"),
+        ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, "elastic_checkpoint.*files"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
+        ({"optimizer": {"type": "LBFGS"}}, "LBFGS"),
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "Adafactor"}}, "Adafactor.*every element alike"),
+        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adagrad"}}, "Adagrad"),
+    ],
+)
+def test_training_that_cannot_be_moved(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validation.check_training(config, None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"optimizer": ADAMW, "zero_optimization": {"stage": 0}, "bf16": {"enabled": False}},
+        {"optimizer": {"type": "SGD"}},
+        {"optimizer": {"type": "Adam"}, "bf16": {"enabled": True}},
+        {"optimizer": {"type": "RMSprop"}, "zero_optimization": {"stage": 1}},
+        {"optimizer": {"type": "Adafactor"}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
+    ],
+)
+def test_training_that_can(config: dict[str, Any]) -> None:
+    validation.check_training(config, None)
+
+
+def data_efficiency(kind: str, feature: str) -> dict[str, Any]:
+    return {"data_efficiency": {"enabled": False, kind: {"enabled": False, feature: {"enabled": True}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (data_efficiency("data_sampling", "curriculum_learning"), "data_sampling.curriculum_learning.*sampler"),
+        (data_efficiency("data_routing", "random_ltd"), "data_routing.random_ltd"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.*engine.profile"),
+        ({"autotuning": {"enabled": True}}, "autotuning"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
+    ],
+)
+def test_features_that_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validation.check_features(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"flops_profiler": {"enabled": False}, "compile": {}, "wall_clock_breakdown": True},
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "num_workers": 2}}},
+    ],
+)
+def test_features_that_are_not(config: dict[str, Any]) -> None:
+    validation.check_features(config)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "progressive_layer_drop",
+        "sparse_gradients",
+    ],
+)
+def test_features_that_deepspeed_refuses_itself(key: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match="removed"):
+        DeepSpeedConfig({"train_batch_size": 1, key: {"enabled": False}})
+
+
+def test_activations_partitioned_one_way_only() -> None:
+    model: Any = SimpleNamespace(topology=lambda: PipeModelDataParallelTopology(2, 2, 1))
+    validation.check_partitioned_activations(
+        {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}, model
+    )
+    validation.check_partitioned_activations({}, model)
+    with pytest.raises(ConfigError, match="grad_partitioned = False with 2 ranks"):
+        validation.check_partitioned_activations({"pipeline": {"grad_partitioned": False}}, model)
+
+
+def test_optimizers() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    validation.check_training({}, torch.optim.Adafactor([parameter]))
+    with pytest.raises(ConfigError, match="LBFGS"):
+        validation.check_training({}, torch.optim.LBFGS([parameter]))
+    for kind in (torch.optim.Adafactor, torch.optim.Rprop):  # not by element; no state is not a state of zeros
+        validation.check_training({}, kind([parameter]))
+        with pytest.raises(ConfigError, match=kind.__name__):
+            validation.check_training({"bf16": {"enabled": True}}, kind([parameter]))
+
+
+def test_a_module_that_is_no_pipeline() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ConfigError, match="PipelineModule, got Linear"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1), config={"dynmo": {}, "optimizer": ADAMW})
+    with pytest.raises(ConfigError, match="no DeepSpeed configuration"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"dynmo\.intervall.*interval"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1), config={"dynmo": {"intervall": 1}})
+    with pytest.raises(ConfigError, match=r"/does/not/exist\.json"):
+        ds_dynmo.initialize(model=nn.Linear(1, 1), args=SimpleNamespace(deepspeed_config="/does/not/exist.json"))
+    assert not torch.distributed.is_initialized()
+
+
+def embed() -> None: ...
+
+
+SPECS: list[Any] = [embed, LayerSpec(nn.Linear, 1, 1), LayerSpec(nn.Linear, 1, 1), nn.LayerNorm(1)]
+
+
+def test_type_costs() -> None:
+    assert validation.type_costs(SPECS, "type:embed:2|linear|norm:0.5") == [2.0, 1.0, 1.0, 0.5]
+    assert validation.type_costs(SPECS, "type:linear:3") == [0.0, 3.0, 3.0, 0.0]
+    with pytest.raises(ConfigError, match="no layer's name matches 'attention'"):
+        validation.type_costs(SPECS, "type:attention")
+
+
+def test_an_initial_partition_that_does_not_suit_the_model() -> None:
+    model: Any = SimpleNamespace(_layer_specs=SPECS, num_stages=2)
+    for partition in ([0, 2, 4], "uniform", "type:linear"):
+        validation.check_initial_partition(parse_block(DynMoConfig, {"initial_partition": partition}, "dynmo"), model)
+    with pytest.raises(PartitionError, match="4 layers"):
+        validation.check_initial_partition(parse_block(DynMoConfig, {"initial_partition": [0, 2, 5]}, "dynmo"), model)
+
+
+def test_another_deepspeed_is_a_warning_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    monkeypatch.setattr("deepspeed.__version__", "0.99.0")
+    validation.check_deepspeed_version()
+    assert "0.19.8" in said[0] and "0.99.0" in said[0]
