@@ -19,12 +19,11 @@ from ds_dynmo.engine import checkpoint
 from ds_dynmo.engine.balancing import trigger
 from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
 from ds_dynmo.engine.balancing.policy import CostModel, Decision, accept_move, costs_and_speeds, decide, predict
+from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.elastic import ElasticEngine
 from ds_dynmo.engine.files import check_writable
 from ds_dynmo.engine.migration.migrate import MigrationContext, migrate
 from ds_dynmo.engine.migration.references import References
-from ds_dynmo.engine.optimizer.flat_state import FlatState
-from ds_dynmo.engine.optimizer.state import PerParameterState
 from ds_dynmo.engine.pipeline import frozen_prefix, instructions
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
 from ds_dynmo.engine.pipeline.rng_trackers import TrackedStates
@@ -85,6 +84,7 @@ class DynMoPipelineEngine(ElasticEngine):
             self._streams = LayerStreams(seed, self.grid.get_data_parallel_id(), self._tracked_states)
         self._origin = checkpoint.InitialModelSpec.of(self)
         self._tracer = Tracer(dynmo.trace, self, clock, self._reporter.warn) if dynmo.trace is not None else None
+        self.stage.optimizer.changed.subscribe("checkpoints, joins and instructions name it", self._optimizer_changed)
         self._agree_on_trainable("initialize")
         self._announce()
 
@@ -344,8 +344,7 @@ class DynMoPipelineEngine(ElasticEngine):
         return self._composition
 
     def _batch_done(self) -> None:
-        if isinstance(self._state, FlatState):
-            self._state.after_step()
+        self.stage.optimizer.after_step()
         self._controller.batch_done(self.global_steps)
         batches = self._profiler.batches
         outcome, decision = self._controller.outcome_due(batches), self._controller.decision_due(batches)
@@ -522,9 +521,13 @@ class DynMoPipelineEngine(ElasticEngine):
             self.grid,
             self.device,
             self._comm,
-            check=self._check_optimizer,
-            rebuilt=self._name_parameters,
+            check=self.stage.optimizer.check,
+            rebuilt=self.stage.optimizer.name_parameters,
         )
+
+    def _use_replicas(self) -> None:
+        """Connect the layers of this stage, others than before, to their replicas."""
+        replicas.use_replicas(self._layers.every_module(), self.grid.get_data_parallel_group())
 
     def _layers_moved(self) -> None:
         """Make everything in the engine that depends on the stage's layers right again."""
@@ -592,26 +595,18 @@ class DynMoPipelineEngine(ElasticEngine):
             frozen_prefix.check_tied_weights(self._layers, tied.tolist())
         prefix = frozen_prefix.frozen_prefix(trainable)
         instructions.check(self._INSTRUCTION_MAP, prefix, partitioned=self.is_pipe_partitioned)
-        self._refit_optimizer()
+        self.stage.optimizer.refit(self.partition)
         self._trainable, self._tied_trainable, self._prefix = trainable, tied.tolist(), prefix
         self._set_instructions()
 
-    def _follow_optimizer(self) -> None:
-        super()._follow_optimizer()
+    def _optimizer_changed(self, _: None) -> None:
         self._origin = self._origin.with_optimizer(self)
         assert self._repacker is not None
         self._repacker.optimizer_changed()
         self._set_instructions()
 
-    def _refit_optimizer(self) -> None:
-        """Frozen parameters leave the flat buffers that the optimizer updates, unfrozen ones come back."""
-        if isinstance(self._state, FlatState):
-            self._state.refit(self.partition)
-        elif isinstance(self._state, PerParameterState):
-            self._state.count_steps_per_parameter(self._comm.gather_objects)
-
     def _check_trainable(self) -> None:
-        if isinstance(self._state, FlatState) and not self._state.is_current():
+        if not self.stage.optimizer.is_current():
             raise ConfigError(
                 "parameters were frozen or unfrozen: call engine.model_changed(reason) on every rank afterwards, so "
                 "that the optimizer stops or starts to update them"

@@ -12,7 +12,7 @@ from torch import nn
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import ZeroWrapper
 from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
-from ds_dynmo.engine.optimizer.clipping import RankCoordinates, gradient_magnitudes
+from ds_dynmo.engine.optimizer.clipping import gradient_magnitudes
 from ds_dynmo.errors import ConfigError
 
 Callback = Callable[[], None]
@@ -71,7 +71,7 @@ class ModelApiEngine(PatchedPipelineEngine):
             elements: parameters of this stage, each with a bool in its shape: where its gradient is to be 0.
         """
         self._require_block("zero_gradients")
-        reduced = self._reduced_gradients()
+        reduced = self.stage.optimizer.gradients()
         for parameter, where in elements:
             gradient = reduced.get(id(parameter))
             if gradient is None:
@@ -93,20 +93,14 @@ class ModelApiEngine(PatchedPipelineEngine):
         """
         self._require_block("gradient_magnitudes")
         sharded = isinstance(self._wrapper, ZeroWrapper)
-        replica = self.grid.get_data_parallel_id()
-        reduced = self._reduced_gradients()
+        replica, norm = self.grid.get_data_parallel_id(), self.stage.optimizer.norm
+        reduced = self.stage.optimizer.gradients()
         return gradient_magnitudes(
             self._layers.counted_modules() if sharded or replica == 0 else {},
             self._layers.num_layers,
-            RankCoordinates(self.grid.get_slice_parallel_rank(), self.grid.slice_parallel_size),
-            self._counted_once(lambda parameter: reduced.get(id(parameter))),
+            norm.coordinates,
+            norm.counted_once(lambda parameter: reduced.get(id(parameter))),
         )
-
-    def _reduced_gradients(self) -> dict[int, torch.Tensor]:
-        """Gradients of this batch by the ``id`` of the parameter; under ZeRO the parts of them in this rank's shard."""
-        if self._wrapper is None:
-            return {id(p): p.grad for p in self.module.parameters() if p.grad is not None}
-        return {id(p): gradient for p, gradient in self._wrapper.gradients()}
 
     def _require_block(self, what: str) -> None:
         if self.dynmo is None:

@@ -52,7 +52,7 @@ def test_what_a_frozen_prefix_refuses(kind: type, prefix: int, partitioned: bool
 
 
 def composed(present: dict[type, Any]) -> Any:
-    layers: Any = SimpleNamespace(start=0, stop=4, has_twins=False, has_copies=False)
+    layers: Any = SimpleNamespace(start=0, stop=4, has_tied_aliases=False, has_copies=False)
     return compose(present, layers, 0, accumulates=False, calls_back=False, streams=None)
 
 

@@ -9,13 +9,19 @@ at 1.0 unless "gradient_clipping" is 0.0, so a run that never names the key diff
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+
+GradientOf = Callable[[nn.Parameter], torch.Tensor | None]
+Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ def gradient_norm(
     place: RankCoordinates,
     sum_over_all: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
-    gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
+    gradient_of: GradientOf,
 ) -> float:
     """The 2-norm of the gradients of the whole model, already averaged over replicas; the same on every rank.
 
@@ -64,7 +70,7 @@ def gradient_magnitudes(
     layers: Mapping[int, nn.Module],
     num_layers: int,
     place: RankCoordinates,
-    gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
+    gradient_of: GradientOf,
 ) -> torch.Tensor:
     """``[num_layers]``, fp64 on the CPU: per layer the sum of the magnitudes of what this rank counts of its gradients.
 
@@ -108,6 +114,52 @@ def sharded_norm(
     squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     return float(sum_over_world(total).sqrt())
+
+
+class ModelNorm:
+    """The norm of all gradients of the model, as this rank's optimizer has them.
+
+    Args:
+        engine: DeepSpeed's, of which the grid and the device are read when a norm is taken.
+        replicas_differ: the model has parameters that are each replica's own.
+    """
+
+    def __init__(self, engine: Any, layers: StageLayers, comm: Communicator, *, replicas_differ: bool) -> None:
+        self._engine, self._layers, self._comm, self._replicas_differ = engine, layers, comm, replicas_differ
+
+    @property
+    def coordinates(self) -> RankCoordinates:
+        """This rank's among those that hold parts of its layers and whose replicas hold the same."""
+        grid = self._engine.grid
+        return RankCoordinates(grid.get_slice_parallel_rank(), grid.slice_parallel_size)
+
+    def of(self, gradient_of: GradientOf) -> float:
+        """The norm of gradients that lie beside their parameters, averaged over the replicas. Collective."""
+        modules, count, place = self._layers.counted_modules(), self._layers.num_layers, self.coordinates
+        sum_over_all = self._comm.sum_over_model
+        if self._replicas_differ:
+            grid = self._engine.grid
+            place = replace(place, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
+            sum_over_all = self._comm.sum_over_world
+        return gradient_norm(modules, count, place, sum_over_all, self._engine.device, self.counted_once(gradient_of))
+
+    def of_sums(self, gradients: Gradients) -> float:
+        """The norm of the sums of gradients that ``BF16_Optimizer`` keeps. Collective."""
+        found = {id(parameter): gradient for parameter, gradient in gradients}
+        return self.of(lambda parameter: found.get(id(parameter)))
+
+    def of_shards(self, gradients: Gradients) -> float:
+        """The norm of gradients of which every replica holds a part (ZeRO). Collective."""
+        modules, mine = self._layers.counted_modules().values(), self.coordinates
+        counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
+        counted -= {id(p) for p in self._layers.later_copies()}
+        held = [gradient for p, gradient in gradients if id(p) in counted]
+        return sharded_norm(held, self._comm.sum_over_world, self._engine.device)
+
+    def counted_once(self, gradient_of: GradientOf) -> GradientOf:
+        """``gradient_of``, but None for a weight that is counted with the module that has it first in the model."""
+        copies = {id(parameter) for parameter in self._layers.later_copies()}
+        return (lambda p: None if id(p) in copies else gradient_of(p)) if copies else gradient_of
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:

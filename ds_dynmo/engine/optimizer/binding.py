@@ -1,0 +1,177 @@
+"""The optimizer that an engine trains with, and its state, which follows the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine import validation
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.tied_layers import BuiltParameter, join_groups
+from ds_dynmo.engine.events import Event
+from ds_dynmo.engine.optimizer import trained_parameters
+from ds_dynmo.engine.optimizer.clipping import ModelNorm
+from ds_dynmo.engine.optimizer.flat_state import FlatState
+from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order
+from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
+
+
+class OptimizerBinding:
+    """Binds the optimizer of a pipeline engine to the layers of its stage.
+
+    DeepSpeed configures an optimizer in its constructor, and again whenever a program asks it to: inside
+    :meth:`configuring`. When its constructor is done, :meth:`follow` makes the state.
+
+    Attributes:
+        wrapper: DeepSpeed's around the optimizer, with its flat buffers; None: it has none.
+        changed: published once another optimizer than before follows the layers.
+
+    Args:
+        engine: DeepSpeed's, under construction.
+        built: parameters of layers that DeepSpeed did not build on some stage; None: it built all.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        layers: StageLayers,
+        comm: Communicator,
+        norm: ModelNorm,
+        built: list[BuiltParameter] | None,
+    ) -> None:
+        self._engine, self._layers, self._comm, self.norm = engine, layers, comm, norm
+        self._built = built
+        self._members: list[list[nn.Parameter]] = []
+        self._placeholders: Placeholders | None = None
+        self._configured: Any = None  # the optimizer that the state is of
+        self._state: OptimizerState | None = None
+        self.wrapper: FlatWrapper | None = None
+        self.changed: Event[None] = Event()
+
+    @property
+    def state(self) -> OptimizerState:
+        """What the optimizer holds for the layers of this stage."""
+        assert self._state is not None, "DeepSpeed's constructor is done"
+        return self._state
+
+    @property
+    def is_flat(self) -> bool:
+        """Does DeepSpeed keep its state in flat buffers (bf16, ZeRO-1)?"""
+        return bool(self._engine.zero_optimization() or self._engine.bfloat16_enabled())
+
+    # -- configuration --------------------------------------------------------------------------------
+
+    @contextmanager
+    def configuring(self, given: Any, model_parameters: list[Any]) -> Iterator[torch.optim.Optimizer]:
+        """Give DeepSpeed an optimizer to wrap, with every parameter group on every rank, empty ones too. Collective.
+
+        Args:
+            given: an optimizer, or what makes one of parameters.
+
+        Raises:
+            ConfigError: its state cannot be moved, or it trains what no layer of the stage has.
+        """
+        is_another = self._state is not None
+        if isinstance(given, torch.optim.Optimizer):
+            optimizer = given
+        else:
+            optimizer = given(
+                model_parameters or [{"params": []}]
+            )  # a stage with nothing to train: torch wants a group
+        if not model_parameters:
+            optimizer.param_groups.clear()
+        validation.check_optimizer(optimizer, flat=self.is_flat)
+        self._comm.enter("initialize")
+        if is_another:
+            strangers = trained_parameters.strangers(optimizer, self._layers)
+            trained_parameters.refuse_strangers(self._comm.gather_objects(strangers))
+        scheduler = self._engine.client_lr_scheduler
+        complete_groups(optimizer, None if callable(scheduler) else scheduler, self._comm.gather_objects)
+        if self._built is not None and not is_another:
+            validation.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
+            self._built = None
+        ties = trained_parameters.groups_of_ties(optimizer, self._layers)
+        trained_parameters.refuse_ties_apart(self._comm.gather_objects(ties))
+        groups = list(optimizer.param_groups)
+        self._members = [list(group["params"]) for group in groups]
+        if self.is_flat:
+            engine = self._engine
+            in_order(optimizer, self._layers.parameters())
+            self._placeholders = Placeholders(optimizer, engine.param_names, engine.get_data_types()[0], engine.device)
+        yield optimizer
+        optimizer.param_groups[:] = groups  # DeepSpeed drops the empty ones
+        if is_another:
+            self.follow()
+            self.changed.publish(None)
+
+    def follow(self) -> None:
+        """From now on the state of the engine's optimizer follows the layers, that of one before no longer does."""
+        if self.wrapper is not None:
+            self.wrapper.release()
+            self.wrapper = None
+        self._configured = self._engine.optimizer
+        wrapper = flat_wrapper(self._configured) if self._engine.basic_optimizer is not None else None
+        groups, self._members = self._members, []  # no departed parameter is to live on here
+        if wrapper is None:  # DeepSpeed wraps no optimizer too, under bf16
+            self._state = PerParameterState(self._engine.basic_optimizer)
+            return
+        assert self._placeholders is not None
+        norm = self.norm.of_sums if isinstance(wrapper, Bf16Wrapper) else self.norm.of_shards
+        wrapper.clip_by(lambda: norm(wrapper.gradients()))
+        self.wrapper = wrapper
+        state = FlatState(wrapper, self._layers, self._comm, self._engine.grid, groups, self._placeholders.parameters)
+        wrapper.hide(lambda: state.members)
+        self._state = state
+
+    # -- while it trains ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse to move layers unless the optimizer trains exactly what is trainable here.
+
+        Raises:
+            ValueError: naming the optimizer, or the first parameter.
+        """
+        trained_parameters.check(self._engine.optimizer, self._configured, self._layers, self.state)
+
+    def after_step(self) -> None:
+        """A batch was trained on."""
+        if isinstance(self._state, FlatState):
+            self._state.after_step()
+
+    def is_current(self) -> bool:
+        """Does it update exactly what is trainable? Frozen parameters have to leave flat buffers: :meth:`refit`."""
+        return not isinstance(self._state, FlatState) or self._state.is_current()
+
+    def refit(self, partition: list[int]) -> None:
+        """Frozen parameters leave the flat buffers that the optimizer updates, unfrozen ones come back. Collective."""
+        if isinstance(self._state, FlatState):
+            self._state.refit(partition)
+        elif isinstance(self._state, PerParameterState):
+            self._state.count_steps_per_parameter(self._comm.gather_objects)
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Gradients of this batch by the ``id`` of the parameter; under ZeRO the parts of them in this rank's shard."""
+        if self.wrapper is None:
+            return {id(p): p.grad for p in self._engine.module.parameters() if p.grad is not None}
+        return {id(p): gradient for p, gradient in self.wrapper.gradients()}
+
+    def name_parameters(self) -> None:
+        """Name this stage's parameters. In place: DeepSpeed's wrappers hold the same dict."""
+        names = self._engine.param_names
+        names.clear()
+        names.update({parameter: name for name, parameter in self._engine.module.named_parameters()})
+        if self.wrapper is not None and self._placeholders is not None:
+            names.update(self._placeholders.names)
+
+    def without_placeholders(self, shapes: list[Any]) -> list[Any]:
+        """Of the tables that DeepSpeed writes into checkpoints, one per group, those of parameters of the model."""
+        if self.wrapper is None or self._placeholders is None:
+            return shapes
+        names = set(self._placeholders.names.values())
+        return [group for group in shapes if not group.keys() & names]

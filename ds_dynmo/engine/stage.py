@@ -1,0 +1,142 @@
+"""What the parts of the engine work on: one rank's stage of the model, and what DeepSpeed's engine says of it.
+
+This is the only interface between the engine and its parts (balancer, migrator, repacker, checkpointer, profiler).
+A part is given the stage when it is constructed, and whatever else it needs; none of them reaches into the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine import validation
+from ds_dynmo.engine.comm import replicas
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.tied_layers import attach, build_missing
+from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
+from ds_dynmo.engine.events import Event, LayersMoved
+from ds_dynmo.engine.optimizer.binding import OptimizerBinding
+from ds_dynmo.engine.optimizer.clipping import ModelNorm
+from ds_dynmo.engine.optimizer.state import OptimizerState
+from ds_dynmo.errors import ConfigError
+
+
+class DeepSpeedPipeline(Protocol):
+    """What is DeepSpeed's own in a pipeline engine, under the names that it has there.
+
+    Attributes:
+        module: the ``PipelineModule``.
+        grid: the ``PipelineParallelGrid``.
+        global_steps, global_samples: batches and samples that were trained on.
+        micro_batches: of a batch, on each rank.
+        num_stages, stage_id: of the pipeline, and this rank's.
+        global_rank, world_size: this rank's number in the present world, and its size.
+        optimizer: the optimizer, or DeepSpeed's wrapper around it.
+        basic_optimizer: the optimizer itself.
+        data_iterator: where this rank reads its data; None: nowhere.
+    """
+
+    module: Any
+    grid: Any
+    device: torch.device
+    global_steps: int
+    global_samples: int
+    micro_batches: int
+    num_stages: int
+    stage_id: int
+    global_rank: int
+    world_size: int
+    optimizer: Any
+    basic_optimizer: Any
+    lr_scheduler: Any
+    data_iterator: Any
+
+    def is_first_stage(self) -> bool: ...
+
+    def is_last_stage(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """One rank's stage, of an engine with a "dynmo" block. It is there once DeepSpeed has placed the model.
+
+    Attributes:
+        engine: what is DeepSpeed's.
+        config: the "dynmo" block.
+        comm: every collective and point-to-point operation of ours.
+        layers: of this stage.
+        optimizer: that the engine trains with, and its state.
+        replicas_differ: the model has parameters that are each data-parallel replica's own.
+        replicas_would_differ: or would have some if there were several replicas.
+        layers_moved: published once layers are in place after a move, a re-packing or a load.
+    """
+
+    engine: DeepSpeedPipeline
+    config: DynMoConfig
+    comm: Communicator
+    layers: StageLayers
+    optimizer: OptimizerBinding
+    replicas_differ: bool
+    replicas_would_differ: bool
+    layers_moved: Event[LayersMoved] = field(default_factory=Event)
+
+    @property
+    def state(self) -> OptimizerState:
+        """What the optimizer holds for the layers of this stage."""
+        return self.optimizer.state
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The boundaries in force."""
+        return tuple(int(bound) for bound in self.engine.module.parts)
+
+    def publish_move(self, *, stages_changed: bool = False) -> None:
+        """Tell whoever has to know that the layers of this stage are others now."""
+        self.layers_moved.publish(LayersMoved(self.partition, self.engine.global_steps, stages_changed))
+
+
+def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
+    """The stage of an engine whose constructor is about to place ``model``. Collective.
+
+    Raises:
+        ConfigError: on every rank, where one has another "dynmo" block, or a layer that cannot be moved.
+    """
+    comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
+    comm.enter("initialize")
+    problem = validation.other_block(config, comm.broadcast_object(config))
+    problem, built, uses = problem or _unsupported(engine, model), {}, []
+    try:
+        built = build_missing(model)
+        uses = find_uses(model, built)
+    except Exception as error:  # whatever a user's layer raises: the others have to hear of it
+        problem = problem or f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
+    facts = (problem, replicas.has_own(model), replicas.shares_out(model), uses, bool(built))
+    every = comm.gather_objects(facts)
+    validation.check_layers(problem for problem, *_ in every)
+    differ = any(differ for _, differ, *_ in every)
+    ties = own_uses((uses for *_, uses, _ in every), model._layer_specs)
+    of_others = attach(model, built, ties) if any(builds for *_, builds in every) else None
+    layers = StageLayers(model, ties)
+    norm = ModelNorm(engine, layers, comm, replicas_differ=differ)
+    return StageContext(
+        engine=engine,
+        config=config,
+        comm=comm,
+        layers=layers,
+        optimizer=OptimizerBinding(engine, layers, comm, norm, of_others),
+        replicas_differ=differ,
+        replicas_would_differ=any(shares for _, _, shares, *_ in every),
+    )
+
+
+def _unsupported(engine: Any, model: Any) -> str | None:
+    """Connect the layers of this stage to their replicas; what keeps them from being moved, in words."""
+    try:
+        replicas.use_replicas(model.modules(), engine.mpu.get_data_parallel_group())
+    except ConfigError as error:
+        return str(error)
+    return validation.unsupported_layers(model, flat=engine.zero_optimization() or engine.bfloat16_enabled())
