@@ -1,0 +1,36 @@
+"""Checkpoints that an earlier tree wrote load bitwise: weights, optimizer state, counters, what decisions go by."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run
+from tests.fixtures import write_checkpoints as work
+
+CHECKPOINTS = Path(work.__file__).parent / "checkpoints"
+
+
+def manifest(folder: Path, tag: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / tag / "dynmo" / "manifest.json").read_text())
+    return read
+
+
+@pytest.mark.parametrize("precision", work.PRECISIONS)
+def test_the_run_goes_on_bitwise(tmp_path: Path, precision: str) -> None:
+    shutil.unpack_archive(CHECKPOINTS / f"{precision}.tar.xz", tmp_path)
+    then = json.loads((CHECKPOINTS / f"{precision}.json").read_text())
+    now = run(len(then), work.go_on_from, precision, str(tmp_path))
+    for ours, theirs in zip(now, then, strict=True):
+        assert ours["client"] == 4
+        assert ours["saved"] == theirs["saved"]
+        assert ours["afterwards"] == theirs["afterwards"]
+    # what the controller and the cost model remember, and where everything is: as it was, saved again
+    before, after = manifest(tmp_path, precision), manifest(tmp_path, "again")
+    assert after["files"].keys() == before["files"].keys()
+    for key in before.keys() - {"files"}:
+        assert after[key] == before[key], key
