@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import threading
 import traceback
@@ -38,7 +39,8 @@ def run(
     """``function(*args)`` on every rank of a fresh gloo world; the results in rank order.
 
     Args:
-        function: importable by name; DeepSpeed's communication is initialized when it is called.
+        function: importable by name, from the file of its test too; DeepSpeed's communication is initialized when it
+            is called.
         seconds: after which all ranks are killed.
         port: of a ``TCPStore`` on this machine, to meet there.
         hosts: one for each rank, to run there, and to meet at the first.
@@ -49,12 +51,13 @@ def run(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
+    call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, num_ranks, folder, port, hosts, group_timeout)
-            process = context.Process(target=_rank_main, args=(place, theirs, function, args))
+            process = context.Process(target=_rank_main, args=(place, theirs, call))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -133,7 +136,8 @@ class Place:
         )
 
 
-def _rank_main(place: Place, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
+    """``call``: the function and its arguments. Pickled, so that a file that cannot be imported here is reported."""
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     rank, num_ranks, folder = place.rank, place.num_ranks, place.folder
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
@@ -151,6 +155,7 @@ def _rank_main(place: Place, pipe: Connection, function: Callable[..., Any], arg
         multiprocessing.set_start_method("fork", force=True)
         place.meet()
         deepspeed.init_distributed("gloo")
+        function, args = pickle.loads(call)
         result = (True, function(*args))
     except BaseException:
         result = (False, traceback.format_exc())

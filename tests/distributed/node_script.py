@@ -16,7 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.startup import init_distributed
-from tests.distributed.workloads import Case, batches, build
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, build
 
 CASE = Case(stages=2, precision="bf16 zero1", dropout=True)
 

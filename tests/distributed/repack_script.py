@@ -11,7 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.startup import init_distributed
-from tests.distributed.workloads import Case, batches, build
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, build
 
 DELAY_SECONDS = 4.0
 

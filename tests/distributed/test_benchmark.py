@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmark import parse
+from scripts.benchmarks.arms import engines_end_here
+from scripts.benchmarks.emulated import emulated_rows
+from scripts.simulation.loads import CASES
 from scripts.simulation.runs import ARMS, DYNAMIC
-from tests.distributed.benchmark_workloads import emulated
 from tests.distributed.harness import run
 
 NUMBERS = (
@@ -23,6 +26,13 @@ NUMBERS = (
     "overhead_decide",
     "overhead_migrate",
 )
+
+
+def emulated(case: str) -> list[dict[str, Any]]:
+    """A small run of the benchmark."""
+    sizes = ["--layers", "8", "--micro-batches", "2", "--forward-ms", "1", "--rounds", "1", "--batches", "1"]
+    with engines_end_here():
+        return emulated_rows(CASES[case], parse(sizes))
 
 
 @functools.cache

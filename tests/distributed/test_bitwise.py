@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.distributed import workloads
 from tests.distributed.harness import run, run_each
-from tests.distributed.workloads import Case
-
-
-def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One model's state from the stages of each replica, which have to agree, and of all that each has for itself."""
-    replicas: dict[int, dict[str, Any]] = {}
-    shards: dict[str, list[tuple[int, bytes]]] = {}
-    for result in results:
-        state = dict(result["state"])
-        for key, shard in state.pop("shards").items():
-            shards.setdefault(key, []).append(shard)
-        replicas.setdefault(result["replica"], {}).update(state)
-    own = {key: value for state in replicas.values() for key, value in state.items() if key.startswith("replica ")}
-    shared = [{key: state[key] for key in state.keys() - own.keys()} for state in replicas.values()]
-    assert all(state == shared[0] for state in shared)
-    return {**shared[0], **own, **{key: b"".join(part for _, part in sorted(parts)) for key, parts in shards.items()}}
+from tests.distributed.support.configs import PRECISIONS, Case
+from tests.distributed.support.training import partitions, train, train_frozen, whole
 
 
 def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 2) -> None:
-    still, moved = run_each(case.ranks, workloads.train, (case, [], steps, every), (case, moves, steps, every))
+    still, moved = run_each(case.ranks, train, (case, [], steps, every), (case, moves, steps, every))
     assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
@@ -53,7 +37,7 @@ CORE = [  # every other one each time, all in the fuzz form
 @pytest.mark.parametrize(("stages", "tied", "clip", "replicas"), CORE)
 def test_random_rebalances_change_nothing(stages: int, tied: bool, clip: float, replicas: int) -> None:
     case = Case(stages=stages, tied=tied, clip=clip, replicas=replicas)
-    check_same(case, workloads.partitions(case, seed=stages * 10 + replicas + tied, count=3))
+    check_same(case, partitions(case, seed=stages * 10 + replicas + tied, count=3))
 
 
 WRAPPED = [
@@ -62,7 +46,7 @@ WRAPPED = [
         id=f"{precision}-{stages}stages-{tied}-dp{replicas}",
         marks=() if number == turn % 2 else pytest.mark.fuzz,
     )
-    for turn, precision in enumerate(workloads.PRECISIONS)
+    for turn, precision in enumerate(PRECISIONS)
     if precision != "fp32"
     for number, (stages, tied, replicas) in enumerate(((2, True, 2), (3, False, 1), (3, True, 1), (4, False, 1)))
 ]
@@ -71,20 +55,20 @@ WRAPPED = [
 @pytest.mark.parametrize(("precision", "stages", "tied", "replicas"), WRAPPED)
 def test_wrapped_optimizers(precision: str, stages: int, tied: bool, replicas: int) -> None:
     case = Case(stages=stages, tied=tied, replicas=replicas, precision=precision, groups="two")
-    check_same(case, workloads.partitions(case, seed=3 + stages, count=3))
+    check_same(case, partitions(case, seed=3 + stages, count=3))
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Adafactor", "client AdamW"])
 def test_any_torch_optimizer(optimizer: str) -> None:
     case = Case(stages=3, optimizer=optimizer)
-    check_same(case, workloads.partitions(case, seed=5, count=3))
+    check_same(case, partitions(case, seed=5, count=3))
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "CPUAdam"])
 def test_deepspeeds_own_adam(optimizer: str) -> None:
     case = Case(stages=3, optimizer=optimizer, groups="two")
-    check_same(case, workloads.partitions(case, seed=8, count=3))
+    check_same(case, partitions(case, seed=8, count=3))
 
 
 @pytest.mark.compiled
@@ -93,8 +77,8 @@ def test_deepspeeds_own_adam(optimizer: str) -> None:
 def test_deepspeeds_own_adam_in_flat_buffers(optimizer: str, precision: str) -> None:
     """On a CPU its last few elements of a buffer go through other instructions, so they may differ in a last bit."""
     case = Case(stages=3, optimizer=optimizer, precision=precision, groups="two")
-    still = run(3, workloads.train, case, [], 7, 2)
-    moved = run(3, workloads.train, case, workloads.partitions(case, seed=8, count=3), 7, 2)
+    still = run(3, train, case, [], 7, 2)
+    moved = run(3, train, case, partitions(case, seed=8, count=3), 7, 2)
     np.testing.assert_allclose(moved[0]["losses"], still[0]["losses"], rtol=1e-5)
     before, after = whole(still), whole(moved)
     assert before.keys() == after.keys()
@@ -114,8 +98,8 @@ def test_fused_adam_counts_steps_through_freezing() -> None:
     """
     case = Case(stages=3, optimizer="FusedAdam")
     frozen = {2: 3, 4: 6, 5: 0}
-    still = run(3, workloads.train_frozen, case, frozen, {})
-    moved = run(3, workloads.train_frozen, case, frozen, {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]})
+    still = run(3, train_frozen, case, frozen, {})
+    moved = run(3, train_frozen, case, frozen, {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]})
     np.testing.assert_allclose(moved[0]["losses"], still[0]["losses"], rtol=1e-6)
     before, after = whole(still), whole(moved)
     assert all(after[key] == before[key] for key in before if key.endswith("step"))
@@ -124,21 +108,21 @@ def test_fused_adam_counts_steps_through_freezing() -> None:
 @pytest.mark.parametrize("groups", ["two", "sparse"])
 def test_parameter_groups_with_a_scheduler(groups: str) -> None:
     case = Case(stages=4, groups=groups, scheduler=True)
-    check_same(case, workloads.partitions(case, seed=6, count=3))
+    check_same(case, partitions(case, seed=6, count=3))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_activation_checkpointing(reentrant: bool, interval: int) -> None:
     case = Case(stages=3, checkpoint_interval=interval, reentrant=reentrant)
-    check_same(case, workloads.partitions(case, seed=7, count=3))
+    check_same(case, partitions(case, seed=7, count=3))
 
 
 def test_tied_uses_on_one_stage_equal_two_stages() -> None:
     alone = Case(stages=1, tied=True, blocks=2)
     apart = Case(stages=2, tied=True, blocks=2)
-    one = run(1, workloads.train, alone, [], 4, 2)
-    two = run(2, workloads.train, apart, [], 4, 2)
+    one = run(1, train, alone, [], 4, 2)
+    two = run(2, train, apart, [], 4, 2)
     assert one[0]["losses"] == two[0]["losses"]
     assert whole(one) == whole(two)
 
@@ -149,7 +133,7 @@ def test_random_cases(seed: int) -> None:
     """Four random sequences of rebalances of one random case, against the run that stays."""
     chooser = random.Random(seed)
     stages = chooser.choice([2, 3, 4])
-    precision = chooser.choice(sorted(workloads.PRECISIONS))
+    precision = chooser.choice(sorted(PRECISIONS))
     case = Case(
         stages=stages,
         blocks=chooser.choice([2, 5, 8]),
@@ -165,10 +149,10 @@ def test_random_cases(seed: int) -> None:
         precision=precision,
         dropout=chooser.random() < 0.5,
     )
-    sequences = [workloads.partitions(case, 10 * seed + number, count=5) for number in range(4)]
+    sequences = [partitions(case, 10 * seed + number, count=5) for number in range(4)]
     every = chooser.choice([1, 2])
     calls = [(case, moves, 10, every) for moves in ([], *sequences)]
-    still, *moved = run_each(case.ranks, workloads.train, *calls)
+    still, *moved = run_each(case.ranks, train, *calls)
     for each in moved:
         assert each[0]["moved"] > 0
         assert [r["losses"] for r in each] == [r["losses"] for r in still]

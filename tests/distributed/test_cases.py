@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import case_workloads as work
-from tests.distributed.case_workloads import CASES, CaseRun
+from ds_dynmo.models import dynamic_cases
 from tests.distributed.harness import run, run_each
-from tests.distributed.test_bitwise import whole
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import CASES, SIZES, CaseRun, check_moves_change_nothing, moved, signals
+from tests.distributed.support.training import whole
 
 # Cases of which recomputation, switching off and resuming are tried each time; of the others in the fuzz form.
 FIRST = (
@@ -30,47 +30,16 @@ first_of_all = pytest.mark.parametrize(
 )
 
 
-def moved(case: CaseRun) -> CaseRun:
-    """The same run with layers on the move before almost every batch."""
-    last = work.num_layers(case)
-    there, back = [0, 2, last], [0, last - 2, last]
-    if case.stages == 3:
-        there, back = [0, 1, 4, last], [0, last - 3, last - 1, last]
-    return replace(case, moves={1: there, 2: back, 4: there, 5: back})
-
-
-def signals(results: list[dict[str, Any]]) -> dict[int, float]:
-    """By layer."""
-    return {layer: signal for result in results for layer, signal in result["signals"].items()}
-
-
 @cache
 def undisturbed(name: str) -> list[dict[str, Any]]:
     """What the case comes to if nothing moves, stops or is recomputed."""
-    return run(2, work.train, CaseRun(CASES[name]))
+    return run(2, case_runs.train, CaseRun(CASES[name]))
 
 
 @cache
 def on_the_move(name: str) -> list[dict[str, Any]]:
     """What it comes to with layers on the move."""
-    return run(2, work.train, moved(CaseRun(CASES[name])))
-
-
-def check_moves_change_nothing(
-    case: CaseRun, still: list[dict[str, Any]] | None = None, elsewhere: list[dict[str, Any]] | None = None
-) -> None:
-    """``still``: what the case comes to without moves, and ``elsewhere`` with them, if that is known."""
-    if still is None:
-        still, elsewhere = run_each(case.ranks, work.train, (case,), (moved(case),))
-    elif elsewhere is None:
-        elsewhere = run(case.ranks, work.train, moved(case))
-    assert still[0]["losses"] == elsewhere[0]["losses"] and still[0]["evaluated"] == elsewhere[0]["evaluated"]
-    assert whole(still) == whole(elsewhere)
-    assert signals(still) == signals(elsewhere)
-    if "early_exit" in case.model:
-        assert min(signals(still).values()) < 1.0  # tokens leave, or there is nothing to compare
-    assert still[0]["partition"] != elsewhere[0]["partition"]
-    assert all(math.isfinite(loss) for loss in still[0]["losses"])
+    return run(2, case_runs.train, moved(CaseRun(CASES[name])))
 
 
 # Cases whose parts move each time in others; by themselves they do in the fuzz form.
@@ -100,14 +69,14 @@ def test_moves_change_nothing(name: str) -> None:
 @first_of_all
 def test_with_activation_checkpointing(name: str) -> None:
     """Recomputing changes nothing either."""
-    plain, recomputed = undisturbed(name), run(2, work.train, CaseRun(CASES[name], checkpoint_interval=1))
+    plain, recomputed = undisturbed(name), run(2, case_runs.train, CaseRun(CASES[name], checkpoint_interval=1))
     assert plain[0]["losses"] == recomputed[0]["losses"] and plain[0]["evaluated"] == recomputed[0]["evaluated"]
     assert whole(plain) == whole(recomputed) and signals(plain) == signals(recomputed)
 
 
 def as_whole_blocks(state: dict[str, Any]) -> dict[str, Any]:
     """A model in halves under the names of that of whole blocks."""
-    blocks = work.SIZES["layers"]
+    blocks = SIZES["layers"]
     renamed = {}
     for key, value in state.items():
         layer, name = key.split(".", 1)
@@ -119,7 +88,7 @@ def as_whole_blocks(state: dict[str, Any]) -> dict[str, Any]:
 def check_halves_train_as_whole_blocks(halves: CaseRun) -> None:
     """The run in halves moves; that of whole blocks does not."""
     plain = replace(halves, model={**halves.model, "split_blocks": False}, checkpoint_interval=0)
-    blocks, split = run_each(halves.ranks, work.train, (plain,), (moved(halves),))
+    blocks, split = run_each(halves.ranks, case_runs.train, (plain,), (moved(halves),))
     assert blocks[0]["losses"] == split[0]["losses"] and blocks[0]["evaluated"] == split[0]["evaluated"]
     assert whole(blocks) == as_whole_blocks(whole(split))
 
@@ -142,12 +111,12 @@ def test_halves_train_as_whole_blocks_in_bf16(name: str, precision: str) -> None
 def test_switched_off_it_learns_the_same(name: str) -> None:
     """As a run whose layers are on the move."""
     off = CaseRun(CASES[name], enabled=False)
-    check_moves_change_nothing(off, run(2, work.train, off), on_the_move(name))
+    check_moves_change_nothing(off, run(2, case_runs.train, off), on_the_move(name))
 
 
 @first_of_all
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
-    whole_run, resumed = undisturbed(name), run(2, work.train, CaseRun(CASES[name]), str(tmp_path), 4)
+    whole_run, resumed = undisturbed(name), run(2, case_runs.train, CaseRun(CASES[name]), str(tmp_path), 4)
     assert whole_run[0]["losses"] == resumed[0]["losses"] and whole_run[0]["evaluated"] == resumed[0]["evaluated"]
     assert whole(whole_run) == whole(resumed)
 
@@ -180,19 +149,38 @@ def test_what_frozen_layers_gave_is_kept_and_changes_nothing(
     freezing = {**CACHED[name]["freezing"], "cache_bytes": 10**6}
     moves = {6: [0, 2, 7], 9: [0, 3, 7], 12: [0, 2, 7], 16: [0, 5, 7]} if stages == 2 else {}
     on = replace(off, model={**CACHED[name], "freezing": freezing, "sampling": "epochs"}, moves=moves)
-    plain, cached = run(stages, work.train, off), run(stages, work.train, on)
+    plain, cached = run(stages, case_runs.train, off), run(stages, case_runs.train, on)
     assert plain[0]["losses"] == cached[0]["losses"] and plain[0]["evaluated"] == cached[0]["evaluated"]
     assert whole(plain) == whole(cached)
     numbers = cached[0]["summaries"]["freezing"]
     assert 0 < numbers["cache_hits"] < numbers["cache_lookups"] and numbers["cache_held_bytes"] > 0
 
 
+def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
+    """By step, the whole model's gradient magnitudes by layer, and how many layers are frozen after it."""
+    engine, model = case_runs.build(run)
+    data, found = case_runs.batches(engine, model), []
+    engine.before_step(lambda: found.append(engine.gradient_magnitudes()))
+    (case,) = dynamic_cases(model, engine, total_steps=run.steps)
+    sums, frozen = [], []
+    for step in range(run.steps):
+        case.before_batch(step)
+        if step in run.moves:
+            engine.rebalance(run.moves[step])
+        engine._controller.decided(moved=False)
+        engine.train_batch(data)
+        sums.append(engine.sum_over_world(found[step]).tolist())
+        case.after_batch(step + 1)
+        frozen.append(case._controller.frozen_prefix(step + 1))
+    return {"sums": sums, "frozen": frozen}
+
+
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"])
 def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str) -> None:
     """Averaged over micro-batches and replicas, each once, whatever holds them and wherever layers are."""
     plain = CaseRun({"freezing": {"automatic": {"interval": 0.1, "start": 0.0}}}, 2, 2, steps=12)
-    wanted, still = (run(4, work.gradient_magnitudes, case) for case in (plain, replace(plain, precision=precision)))
-    elsewhere = run(4, work.gradient_magnitudes, moved(replace(plain, precision=precision)))
+    wanted, still = (run(4, gradient_magnitudes, case) for case in (plain, replace(plain, precision=precision)))
+    elsewhere = run(4, gradient_magnitudes, moved(replace(plain, precision=precision)))
     for result in (*still, *elsewhere):
         assert result["frozen"] == still[0]["frozen"] and max(result["frozen"]) > 0
         assert result["sums"][0] == pytest.approx(wanted[0]["sums"][0], rel=0.01)  # before anything is frozen

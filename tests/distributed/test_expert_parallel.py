@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,14 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed import case_workloads, moe_workloads
-from tests.distributed import expert_parallel_workloads as work
-from tests.distributed.case_workloads import SIZES, CaseRun
+import ds_dynmo
+from ds_dynmo.models import dynamic_cases
+from ds_dynmo.models.moe.expert_parallel import Replicas, share_of, through_replicas
+from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from tests.distributed.harness import run, run_each
-from tests.distributed.test_bitwise import whole
-from tests.distributed.test_cases import check_moves_change_nothing, moved
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import (
+    EVERY,
+    SIZES,
+    CaseRun,
+    check_moves_change_nothing,
+    experts,
+    moved,
+    train_and_decide,
+)
+from tests.distributed.support.training import whole
 
+WIDTH = 3
 MODELS: dict[str, dict[str, Any]] = {
     "auxiliary loss": {"moe": {"experts": 4, "expert_parallel": True}},
     "sbase with capacity": {
@@ -33,8 +47,6 @@ TABLES = [
     [[3, 2, 0, 0, 1, 0], [1, 4, 0, 0, 0, 0], [2, 2, 0, 0, 3, 5]],  # nothing for the second replica's experts
     [[0, 0, 0, 0, 0, 0], [1, 0, 2, 0, 3, 0], [0, 0, 0, 0, 0, 2]],  # nothing of the first one's
 ]
-
-
 # Models that are tried each time; the others in the fuzz form.
 FIRST = ("sbase with capacity", "bias and freezing")
 first = pytest.mark.parametrize(
@@ -42,15 +54,70 @@ first = pytest.mark.parametrize(
 )
 
 
+def through(table: Sequence[Sequence[int]]) -> bool:
+    """Rows of every rank through linear experts of all ranks: results and gradients as with all experts here?"""
+    replica, replicas, total = dist.get_rank(), len(table), len(table[0])
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(total, WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+    every = [torch.randn(sum(row), WIDTH, generator=generator, dtype=torch.float64) for row in table]
+    towards = [torch.randn(rows.shape, generator=generator, dtype=torch.float64) for rows in every]
+    expected_rows, expected_weight = [rows.clone().requires_grad_() for rows in every], weight.clone().requires_grad_()
+    expected = [grouped_linear(rows, expected_weight, row) for rows, row in zip(expected_rows, table)]
+    torch.stack([(made * to).sum() for made, to in zip(expected, towards)]).sum().backward()
+
+    mine = share_of(replica, replicas, total)
+    rows, share = every[replica].clone().requires_grad_(), weight[mine].clone().requires_grad_()
+    peers = Replicas(dist.new_group())
+    gathered = peers.gather(table[replica], rows.device)
+    made = through_replicas(rows, gathered, peers, lambda arrived, counts: grouped_linear(arrived, share, counts))
+    (made * towards[replica]).sum().backward()
+    assert gathered == [list(row) for row in table]
+    assert expected_weight.grad is not None and rows.grad is not None and share.grad is not None
+    torch.testing.assert_close(made, expected[replica])
+    torch.testing.assert_close(rows.grad, expected_rows[replica].grad)
+    torch.testing.assert_close(share.grad, expected_weight.grad[mine])
+    return True
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_rows_go_to_their_experts_and_back(table: list[list[int]]) -> None:
-    assert all(run(3, work.through, table))
+    assert all(run(3, through, table))
 
 
 @cache
 def undisturbed(name: str) -> list[dict[str, Any]]:
     """What a model comes to if nothing moves, stops or is recomputed."""
-    return run(4, case_workloads.train, CaseRun(MODELS[name], replicas=2))
+    return run(4, case_runs.train, CaseRun(MODELS[name], replicas=2))
+
+
+def train(run: CaseRun) -> dict[str, Any]:
+    """Losses, gradient norms, and this rank's weights: those of experts with the number of the first."""
+    engine, model = case_runs.build(run)
+    data, losses, norms = case_runs.batches(engine, model), [], []
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    replica = engine.grid.get_data_parallel_id()
+    for step in range(run.steps):
+        for case in cases:
+            case.before_batch(step)
+        losses.append(engine.train_batch(data).item())
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+        for case in cases:
+            case.after_batch(step + 1)
+    first = {index: replica * len(part.expand) for index, part in experts(engine).items()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {
+            f"{index}.{name}": (first[index] if getattr(p, "replica_own", False) else 0, p.detach().numpy().copy())
+            for index, module in engine._layers.counted_modules().items()
+            for name, p in module.named_parameters()
+        },
+    }
+
+
+def unsharded(run: CaseRun) -> CaseRun:
+    """The same model, every replica with all experts."""
+    return replace(run, model={**run.model, "moe": {**run.model["moe"], "expert_parallel": False}})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +129,7 @@ def undisturbed(name: str) -> list[dict[str, Any]]:
 )
 def test_it_is_the_model_with_all_experts_on_every_replica(name: str, clip: float) -> None:
     shared = CaseRun(MODELS[name], replicas=2, optimizer="SGD", clip=clip)
-    ours, theirs = run(4, work.train, shared), run(4, work.train, work.unsharded(shared))
+    ours, theirs = run(4, train, shared), run(4, train, unsharded(shared))
     np.testing.assert_allclose(ours[0]["losses"], theirs[0]["losses"], rtol=1e-6)
     if clip:
         np.testing.assert_allclose(ours[0]["norms"], theirs[0]["norms"], rtol=1e-5)
@@ -92,24 +159,53 @@ def test_moves_over_three_stages_change_nothing() -> None:
 def test_recomputing_changes_nothing(name: str) -> None:
     """With layers on the move, too."""
     again, expected = CaseRun(MODELS[name], replicas=2, checkpoint_interval=1), undisturbed(name)
-    for found in run_each(4, case_workloads.train, (again,), (moved(again),)):
+    for found in run_each(4, case_runs.train, (again,), (moved(again),)):
         assert expected[0]["losses"] == found[0]["losses"] and whole(expected) == whole(found)
 
 
 def test_switched_off_it_learns_the_same() -> None:
     """As a run whose layers are on the move."""
     case = CaseRun(MODELS["auxiliary loss"], replicas=2)
-    check_moves_change_nothing(case, run(4, case_workloads.train, replace(case, enabled=False)))
+    check_moves_change_nothing(case, run(4, case_runs.train, replace(case, enabled=False)))
 
 
 def test_a_decision_after_every_batch_changes_nothing() -> None:
     often, never = (
-        run(4, moe_workloads.train, CaseRun(MODELS["auxiliary loss"], replicas=2, dynmo=dynmo))
-        for dynmo in (moe_workloads.EVERY, {"interval": 0})
+        run(4, train_and_decide, CaseRun(MODELS["auxiliary loss"], replicas=2, dynmo=dynmo))
+        for dynmo in (EVERY, {"interval": 0})
     )
     assert often[0]["moved"] > 0 == never[0]["moved"]
     assert often[0]["losses"] == never[0]["losses"]
     assert all(rank["signals"] == often[0]["signals"] for rank in often)
+
+
+def watch(run: CaseRun, favourites: bool) -> list[dict[str, Any]]:
+    """One batch: per layer of experts what each micro-batch sent to each expert, and the layer's load signal.
+
+    Args:
+        favourites: all tokens go to the first two experts.
+    """
+    engine, model = case_runs.build(run)
+    seen: dict[int, list[list[int]]] = {}
+    parts = experts(engine)
+    for index, part in parts.items():
+        if favourites:
+            part.router.bias_steps[:2] += 10**6
+        seen[index] = []
+        part.register_forward_hook(lambda part, _, __, index=index: seen[index].append(list(part.tokens_per_expert)))
+    loss = engine.train_batch(case_runs.batches(engine, model)).item()
+    return [
+        {
+            "layer": index,
+            "replica": engine.grid.get_data_parallel_id(),
+            "sums": seen[index],  # up to each micro-batch
+            "signal": part.load_signal(),
+            "loss": loss,
+            "finite": all(bool(p.isfinite().all()) for p in part.parameters()),
+            "shapes": [list(part.expand.shape), list(part.contract.shape)],
+        }
+        for index, part in parts.items()
+    ]
 
 
 @pytest.mark.parametrize("favourites", [False, True])
@@ -118,7 +214,7 @@ def test_the_load_signal_is_the_busiest_replicas_share(favourites: bool) -> None
     model = {"moe": {"experts": 4, "expert_parallel": True, "routing": "bias"}}
     case = CaseRun(model, replicas=2)
     layers: dict[int, list[dict[str, Any]]] = {}
-    for found in run(4, work.watch, case, favourites):
+    for found in run(4, watch, case, favourites):
         for layer in found:
             layers.setdefault(layer["layer"], []).append(layer)
     assert len(layers) == 4
@@ -132,24 +228,56 @@ def test_the_load_signal_is_the_busiest_replicas_share(favourites: bool) -> None
         assert one["finite"] and other["finite"]
         assert one["shapes"] == other["shapes"] == [[2, 32, 16], [2, 16, 32]]
     if favourites:
-        everywhere = run(4, work.watch, work.unsharded(case), True)
+        everywhere = run(4, watch, unsharded(case), True)
         assert layers[1][0]["loss"] == pytest.approx(everywhere[0][0]["loss"], rel=1e-6)
 
 
 @first
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
-    resumed = run(4, case_workloads.train, CaseRun(MODELS[name], replicas=2), str(tmp_path), 3)
+    resumed = run(4, case_runs.train, CaseRun(MODELS[name], replicas=2), str(tmp_path), 3)
     through = undisturbed(name)
     assert through[0]["losses"] == resumed[0]["losses"] and through[0]["evaluated"] == resumed[0]["evaluated"]
     assert whole(through) == whole(resumed)
 
 
+def save(run: CaseRun, folder: str) -> None:
+    engine, model = case_runs.build(run)
+    engine.train_batch(case_runs.batches(engine, model))
+    engine.save_checkpoint(folder)
+
+
+def load(run: CaseRun, folder: str) -> tuple[str, bool]:
+    """What loading says, and whether the engine is as it was."""
+    engine, model = case_runs.build(run)
+    before = [parameter.clone() for parameter in engine.module.parameters()]
+    try:
+        engine.load_checkpoint(folder)
+        said = ""
+    except ds_dynmo.CheckpointError as error:
+        said = str(error)
+    same = all(torch.equal(*pair) for pair in zip(before, engine.module.parameters()))
+    engine.train_batch(case_runs.batches(engine, model))
+    return said, same
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
 def test_another_number_of_replicas_is_refused(saved: int, loaded: int, tmp_path: Path) -> None:
     case = CaseRun(MODELS["auxiliary loss"])
-    run(2 * saved, work.save, replace(case, replicas=saved), str(tmp_path))
-    for said, same in run(2 * loaded, work.load, replace(case, replicas=loaded), str(tmp_path)):
+    run(2 * saved, save, replace(case, replicas=saved), str(tmp_path))
+    for said, same in run(2 * loaded, load, replace(case, replicas=loaded), str(tmp_path)):
         assert f"written with {saved} data-parallel replicas, expected {loaded}" in said and same
+
+
+def refused(runs: Sequence[CaseRun]) -> list[str]:
+    """What ``initialize`` says."""
+    said = []
+    for one in runs:
+        try:
+            case_runs.build(one)
+            said.append("")
+        except ds_dynmo.ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def test_what_is_refused_is_refused_on_every_rank() -> None:
@@ -158,7 +286,7 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
     good = {"moe": {"experts": 4, "expert_parallel": True, "dense_blocks": 2}}
     runs = [CaseRun(odd, stages=3, replicas=2)]
     runs += [CaseRun(good, stages=3, replicas=2, precision=precision) for precision in ("bf16", "fp32 zero1")]
-    ranks = run(6, work.refused, runs)
+    ranks = run(6, refused, runs)
     assert all(said == ranks[0] for said in ranks)
     uneven, bf16, zero1 = ranks[0]
     assert "3 experts (model.moe.experts) cannot be shared out evenly over 2 data-parallel replicas" in uneven

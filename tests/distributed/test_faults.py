@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import fault_workloads as workloads
+from ds_dynmo import MigrationError
+from ds_dynmo.engine.migration import migrate
 from tests.distributed.harness import RankError, run
-from tests.distributed.test_bitwise import whole
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, build, partitions, state, whole
 
+MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # by the rank that receives
+STEPS = 8
 BLOCK: dict[str, Any] = {"interval": 0, "timeout_seconds": 10, "profile": {"batches": 1, "warmup_batches": 0}}
 CASES = {
     "fp32": Case(stages=3, start=(0, 3, 5, 8), dynmo=BLOCK),
@@ -34,21 +42,147 @@ def grid(points: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("point", "rank", "precision"), grid(workloads.HARMLESS))
+class Injected(RuntimeError):
+    """The failure."""
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise Injected("the cable is gone")
+
+
+def _no_load_signal(engine: Any) -> None:
+    for module in engine._layers.modules().values():
+        module.load_signal = broken
+
+
+HARMLESS: dict[str, Callable[[Any], None]] = {
+    "gather": _no_load_signal,
+    "decide": lambda engine: setattr(engine, "_decide", broken),
+    "prepare": lambda engine: setattr(engine._state, "_holdings" if engine._wrapper else "prepare", broken),
+    "pack": lambda engine: setattr(engine._state, "content", broken),
+}
+
+
+def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
+    """Train on after an automatic rebalance that fails before bytes move."""
+    engine = build(case)
+    data, losses = batches(engine), []
+    losses.append(engine.train_batch(data).item())
+    if engine.global_rank == rank:
+        HARMLESS[point](engine)
+    if point in ("gather", "decide"):
+        engine._controller.request("a test")
+    for _ in range(2):
+        losses.append(engine.train_batch(data).item())
+    message = repr(engine._failure)
+    if point not in ("gather", "decide"):
+        try:
+            engine.rebalance(MOVES[(rank + 1) % 3])  # the rank sends
+        except MigrationError as error:
+            assert error.harmless
+            message = str(error)
+    if engine.global_rank == rank:
+        for owner in (engine, engine._state):
+            for name in ("_decide", "prepare", "_holdings", "content"):
+                vars(owner).pop(name, None)
+        for module in engine._layers.modules().values():
+            vars(module).pop("load_signal", None)
+    engine.rebalance(MOVES[rank])
+    losses.append(engine.train_batch(data).item())
+    return {"message": message, "losses": losses, "state": state(engine), "replica": 0}
+
+
+def unharmed(case: Case, rank: int) -> dict[str, Any]:
+    engine = build(case)
+    data = batches(engine)
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    engine.rebalance(MOVES[rank])
+    losses.append(engine.train_batch(data).item())
+    return {"losses": losses, "state": state(engine), "replica": 0}
+
+
+@pytest.mark.parametrize(("point", "rank", "precision"), grid(HARMLESS))
 def test_before_bytes_move_training_goes_on(point: str, rank: int, precision: str) -> None:
-    results = run(3, workloads.harmless, CASES[precision], point, rank)
+    results = run(3, harmless, CASES[precision], point, rank)
     assert all("No layer has moved" in result["message"] for result in results)
-    expected = run(3, workloads.unharmed, CASES[precision], rank)
+    expected = run(3, unharmed, CASES[precision], rank)
     assert [result["losses"] for result in results] == [result["losses"] for result in expected]
     assert whole(results) == whole(expected)
 
 
-@pytest.mark.parametrize(("point", "rank", "precision"), grid(workloads.FATAL))
+def _arriving(engine: Any) -> None:
+    migrate.ArrivingLayer.open = broken  # type: ignore[method-assign]
+
+
+FATAL: dict[str, Callable[[Any], None]] = {
+    "headers": lambda engine: setattr(engine._comm, "exchange_headers", broken),
+    "send": lambda engine: setattr(engine._comm, "exchange", broken),
+    "unpack": _arriving,
+    "rebuild": lambda engine: setattr(engine._layers, "rebuild", broken),
+    "rewrap": lambda engine: setattr(engine._state, "settle", broken),
+    "tie": lambda engine: setattr(engine._layers, "tie", broken),
+}
+
+
+def fatal(case: Case, point: str, rank: int) -> str:
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    if engine.global_rank == rank:
+        FATAL[point](engine)
+    try:
+        engine.rebalance(MOVES[rank])
+    except MigrationError as error:
+        assert not error.harmless
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("point", "rank", "precision"), grid(FATAL))
 def test_after_that_every_rank_stops_and_says_where(point: str, rank: int, precision: str) -> None:
-    messages = run(3, workloads.fatal, CASES[precision], point, rank, seconds=60)
+    messages = run(3, fatal, CASES[precision], point, rank, seconds=60)
     assert "the cable is gone" in messages[rank]
     for number, message in enumerate(messages):
         assert f"rank {number} failed " in message and "resume the job from its last checkpoint" in message
+
+
+def _go_on(engine: Any, case: Case, folder: str) -> dict[str, Any]:
+    data = islice(batches(engine), engine.global_steps * engine.micro_batches, None)
+    losses = {}
+    for step, move in list(enumerate(partitions(case, 1, STEPS)))[engine.global_steps :]:
+        losses[step] = engine.train_batch(data).item()
+        engine.rebalance(move)
+        if step % 2:
+            engine.save_checkpoint(folder)
+    sys.setprofile(None)
+    return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
+
+
+def _die_at(calls: int) -> None:
+    """SIGKILL to this process when it enters its ``calls``-th function from now on."""
+    left = calls
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        left -= event in ("call", "c_call")
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+
+
+def train_and_save(case: Case, folder: str, victim: int, calls: int) -> dict[str, Any]:
+    """Rebalance after every batch, save after every second; rank ``victim`` kills itself at its ``calls``-th call."""
+    engine = build(case)
+    if engine.global_rank == victim:
+        _die_at(calls)
+    return _go_on(engine, case, folder)
+
+
+def resume(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case)
+    engine.load_checkpoint(folder)
+    return _go_on(engine, case, folder)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 3 else pytest.mark.fuzz) for s in range(20)])
@@ -56,11 +190,11 @@ def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
     """SIGKILL at any moment of a run that rebalances after every batch: before, in, and between saves."""
     chooser = random.Random(seed)
     case = Case(stages=2, precision=chooser.choice(["fp32", "bf16 zero1"]), groups="two", dropout=True, start=(0, 3, 8))
-    whole_run = run(2, workloads.train_and_save, case, str(tmp_path / "whole"), -1, 0)
+    whole_run = run(2, train_and_save, case, str(tmp_path / "whole"), -1, 0)
     try:
         run(
             2,
-            workloads.train_and_save,
+            train_and_save,
             case,
             str(tmp_path / "killed"),
             chooser.randint(0, 1),
@@ -70,7 +204,7 @@ def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
         assert "died" in str(error) or "Connection" in str(error)
     stages = chooser.choice([1, 2])
     case = replace(case, stages=stages, start=None if stages == 1 else case.start)
-    resumed = run(stages, workloads.resume, case, str(tmp_path / "killed"))
+    resumed = run(stages, resume, case, str(tmp_path / "killed"))
     expected = whole_run[0]["losses"]
     assert resumed[0]["losses"] == {step: expected[step] for step in resumed[0]["losses"]}
     assert whole(resumed) == whole(whole_run)

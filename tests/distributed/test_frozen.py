@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec
 
-from tests.distributed import workloads
 from tests.distributed.harness import RankError, run, run_each
-from tests.distributed.test_bitwise import whole
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.models import FrozenBlock, layers
+from tests.distributed.support.training import (
+    batches,
+    build,
+    freeze,
+    raw,
+    raw_layer,
+    sleeping_engine,
+    state,
+    train_frozen,
+    whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +40,8 @@ def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: i
     alone = Case(stages=1, replicas=replicas)
     frozen = {2: 3, 4: 6, 5: 0}  # before which batch, how many leading layers
     moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
-    reference = run(replicas, workloads.train_frozen, alone, frozen, {})
-    still, moved = run_each(case.ranks, workloads.train_frozen, (case, frozen, {}), (case, frozen, moves))
+    reference = run(replicas, train_frozen, alone, frozen, {})
+    still, moved = run_each(case.ranks, train_frozen, (case, frozen, {}), (case, frozen, moves))
     for results in (still, moved):
         assert results[0]["losses"] == reference[0]["losses"]
         assert all(result["thawed"] == [] for result in results)
@@ -48,62 +62,223 @@ def test_freezing_takes_effect_under_every_wrapper(precision: str, replicas: int
     alone = replace(case, stages=1)
     frozen = {2: 3, 4: 6, 5: 0}
     moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
-    reference = run(replicas, workloads.train_frozen, alone, frozen, {})
-    still, moved = run_each(case.ranks, workloads.train_frozen, (case, frozen, {}), (case, frozen, moves))
+    reference = run(replicas, train_frozen, alone, frozen, {})
+    still, moved = run_each(case.ranks, train_frozen, (case, frozen, {}), (case, frozen, moves))
     for results in (still, moved):
         assert results[0]["losses"] == reference[0]["losses"]
         assert all(result["thawed"] == [] for result in results)
         assert whole(results) == whole(reference)
 
 
+def freeze_biases(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    engine = build(Case(precision=precision, optimizer="SGD"))
+    data, losses, waiting = batches(engine), [], list(moves)
+
+    def biases() -> dict[str, bytes]:
+        mine = {f"{i}.{n}": raw(p) for i, m in engine._layers.modules().items() for n, p in m.named_parameters()}
+        everywhere = {k: v for part in engine._comm.gather_objects(mine) for k, v in part.items()}
+        return {name: value for name, value in everywhere.items() if "bias" in name}
+
+    def batch() -> dict[str, bytes]:
+        engine._controller.decided(moved=False)
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+        return biases()
+
+    def let_train(trains: bool) -> None:
+        for module in engine._layers.modules().values():
+            for name, parameter in module.named_parameters():
+                if "bias" in name:
+                    parameter.requires_grad_(trains)
+        engine.model_changed("biases")
+
+    before = batch()
+    let_train(False)
+    batch()
+    frozen = batch()
+    let_train(True)
+    after = batch()
+    changed = {"while frozen": frozen != before, "afterwards": after != frozen}
+    return {"losses": losses, "biases": after, "changed": changed}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 def test_single_parameters_can_be_frozen(precision: str) -> None:
-    results = [run(2, workloads.freeze_biases, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]])]
+    results = [run(2, freeze_biases, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]])]
     assert results[0] == results[1]
     assert results[0][0]["changed"] == {"while frozen": False, "afterwards": True}
+
+
+def unfreeze_later(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def frozen_layers(case: Case) -> list[Any]:
+        return [*layers(case)[:2], LayerSpec(FrozenBlock, 1), LayerSpec(FrozenBlock, 2), *layers(case)[4:]]
+
+    engine = build(Case(precision=precision, groups="two"), frozen_layers)
+    data, losses, waiting = batches(engine), [], list(moves)
+
+    def everywhere() -> dict[int, list[bytes]]:
+        mine = {index: raw_layer(module) for index, module in engine._layers.modules().items()}
+        return {k: v for part in engine._comm.gather_objects(mine) for k, v in part.items() if k in (2, 3)}
+
+    first = everywhere()
+    for _ in range(2):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    frozen = everywhere()
+    freeze(engine, 0)
+    engine.model_changed("all train")
+    engine._controller.decided(moved=False)
+    for _ in range(2):
+        losses.append(engine.train_batch(data).item())
+    return {
+        "losses": losses,
+        "state": state(engine),
+        "replica": 0,
+        "moved while frozen": frozen != first,
+        "trained": everywhere() != frozen,
+    }
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32 zero1"])
 def test_frozen_from_the_start(precision: str) -> None:
     """What initialize finds frozen trains once it is unfrozen, though DeepSpeed's wrappers never saw it."""
-    still, moved = (run(2, workloads.unfreeze_later, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]]))
+    still, moved = (run(2, unfreeze_later, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]]))
     assert [r["losses"] for r in still] == [r["losses"] for r in moved]
     assert whole(still) == whole(moved)
     assert still[0]["moved while frozen"] is False and still[0]["trained"] is True
 
 
+def count_backward_work(prefix: int) -> dict[str, int]:
+    from deepspeed.runtime.pipe import p2p
+
+    engine = build(Case(stages=3, micro_batches=2, dynmo={"interval": 0, "profile": {"warmup_batches": 99}}))
+    data = batches(engine)
+    engine.train_batch(data)
+    freeze(engine, prefix)
+    engine.model_changed("frozen")
+    engine._controller.decided(moved=False)
+    counts = {"backward": 0, "gradients sent": 0, "gradients": 0, "reduced": 0}
+    send, sum_gradients = p2p.send, engine._get_gradients_for_reduction
+
+    def counting_send(tensor: torch.Tensor, stage: int, **kwargs: Any) -> Any:
+        counts["gradients sent"] |= int(stage < engine.stage_id)
+        return send(tensor, stage, **kwargs)
+
+    def counting_reduce() -> Any:
+        found = sum_gradients()
+        counts["reduced"] = len(found[0])
+        return found
+
+    p2p.send, engine._get_gradients_for_reduction = counting_send, counting_reduce
+    original = torch.autograd.backward
+
+    def counting_backward(*args: Any, **kwargs: Any) -> Any:
+        counts["backward"] = 1
+        return original(*args, **kwargs)
+
+    torch.autograd.backward = counting_backward  # type: ignore[assignment]
+    engine.before_step(lambda: counts.update(gradients=sum(p.grad is not None for p in engine.module.parameters())))
+    engine.train_batch(data)
+    p2p.send, torch.autograd.backward = send, original  # type: ignore[assignment]
+    return counts
+
+
 def test_a_frozen_stage_does_no_backward_and_is_sent_nothing() -> None:
-    counts = run(3, workloads.count_backward_work, 4)
+    counts = run(3, count_backward_work, 4)
     assert [c["backward"] for c in counts] == [0, 1, 1]
     assert [c["gradients sent"] for c in counts] == [0, 0, 1]
     assert counts[0]["gradients"] == 0 and counts[0]["reduced"] == 0
 
 
+def train_all_frozen() -> dict[str, Any]:
+    engine = build(Case())
+    data = batches(engine)
+    engine.train_batch(data)
+    freeze(engine, 8)
+    engine.model_changed("all is frozen")
+    engine._controller.decided(moved=False)
+    before = state(engine)
+    engine.train_batch(data), engine.train_batch(data)
+    return {"steps": engine.global_steps, "state": state(engine), "state when frozen": before}
+
+
 def test_everything_frozen_still_runs() -> None:
-    for result in run(2, workloads.train_all_frozen):
+    for result in run(2, train_all_frozen):
         assert result["steps"] == 3 and result["state"] == result["state when frozen"]
+
+
+def freeze_silently() -> None:
+    engine = build(Case())
+    engine.train_batch(batches(engine))
+    freeze(engine, 2)
+    engine.train_batch(batches(engine))
 
 
 def test_freezing_without_a_word_is_an_error_that_says_what_to_call() -> None:
     with pytest.raises(RankError, match="model_changed"):
-        run(2, workloads.freeze_silently)
+        run(2, freeze_silently)
+
+
+def freeze_half_a_tie() -> None:
+    engine = build(Case(tied=True))
+    freeze(engine, 1)
+    engine.model_changed("half")
 
 
 def test_half_a_tie_cannot_be_frozen() -> None:
     with pytest.raises(RankError, match="tied by the key 'embedding'"):
-        run(2, workloads.freeze_half_a_tie)
+        run(2, freeze_half_a_tie)
+
+
+def freeze_tie(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Freeze all uses of a tied layer, and let them train again."""
+    engine = build(Case(tied=True, precision=precision))
+    data, losses, waiting = batches(engine), [], list(moves)
+
+    def tie() -> list[bytes]:
+        mine = [raw_layer(m) for i, m in sorted(engine._layers.modules().items()) if engine._layers.key(i) is not None]
+        return next(filter(None, engine._comm.gather_objects(mine[0] if mine else [])))
+
+    changed = []
+    for tie_trains in (True, False, True):
+        for index, module in engine._layers.modules().items():
+            if engine._layers.key(index) is not None:
+                module.requires_grad_(tie_trains)
+        before = tie()
+        engine.model_changed("the tie")
+        for _ in range(2):
+            engine._controller.decided(moved=False)
+            losses.append(engine.train_batch(data).item())
+            if waiting:
+                engine.rebalance(waiting.pop(0))
+        changed.append(tie() != before)
+    return {"losses": losses, "state": state(engine), "replica": 0, "changed": changed}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 def test_a_tie_is_frozen_and_thawed(precision: str) -> None:
     together, apart = [0, 7, 8], [0, 3, 8]
-    still, moved = (run(2, workloads.freeze_tie, precision, moves) for moves in ([], [apart, together, apart, apart]))
+    still, moved = (run(2, freeze_tie, precision, moves) for moves in ([], [apart, together, apart, apart]))
     assert [r["losses"] for r in still] == [r["losses"] for r in moved]
     assert whole(still) == whole(moved)
     assert all(r["changed"] == [True, False, True] for r in [*still, *moved])
 
 
+def freeze_sleeping(count: int) -> dict[str, Any]:
+    engine, data = sleeping_engine({"interval": 0}, [0.004] * count, 2)
+    for _ in range(2):
+        engine.train_batch(data)
+    before = engine.partition
+    freeze(engine, count // 2)
+    engine.model_changed("half is frozen")
+    for _ in range(2):
+        engine.train_batch(data)
+    return {"before": before, "partition": engine.partition, "reason": engine.reports[-1].reason}
+
+
 def test_a_model_that_changed_is_profiled_and_rebalanced() -> None:
-    result = run(2, workloads.freeze_sleeping, 8)[0]
+    result = run(2, freeze_sleeping, 8)[0]
     assert result["reason"] == "half is frozen"
     assert result["before"] == [0, 4, 8] and result["partition"] in ([0, 5, 8], [0, 6, 8])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 
-from tests.distributed import fused_workloads as work
+import ds_dynmo
 from tests.distributed.harness import run
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case, config, parameter_groups
+from tests.distributed.support.models import layers, loss
+from tests.distributed.support.training import batches, state
+from tests.stand_in import Accelerated
 
 MOVES = [[0, 2, 8], [0, 7, 8], [0, 4, 8]]
 
@@ -21,17 +26,60 @@ def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def build(case: Case, **optimizer: Any) -> Any:
+    """With torch's AdamW and these options of it."""
+    torch.manual_seed(0)
+    module = PipelineModule(layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+    settings = config(case)
+    settings["optimizer"]["params"].update(optimizer)
+    parameters = parameter_groups(module, case.groups)
+    return ds_dynmo.initialize(model=module, model_parameters=parameters, config=settings)[0]
+
+
+def train_fused(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    engine = build(case, fused=True)
+    assert all(group["fused"] for group in engine.basic_optimizer.param_groups)
+    data, losses = batches(engine), []
+    for new in [None, *moves, None]:
+        if new is not None:
+            engine.rebalance(new)
+        losses.append(engine.train_batch(data).item())
+    return {"losses": losses, "state": state(engine)}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 def test_a_fused_optimizer_trains_on_bitwise(precision: str) -> None:
     # Not fp32 with ZeRO-1: torch's fused kernel on a CPU rounds the last elements of a buffer otherwise than the rest.
     case = Case(precision=precision, groups="sparse", clip=0.0 if "zero1" in precision else 1.0)
-    still, moved = (run(2, work.train_fused, case, moves) for moves in ([None] * len(MOVES), MOVES))
+    still, moved = (run(2, train_fused, case, moves) for moves in ([None] * len(MOVES), MOVES))
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
     assert whole(moved) == whole(still)
 
 
+def send_accelerated() -> dict[str, Any]:
+    """What ranks learn of state on an accelerator, and of state that has no data."""
+    engine = build(Case(precision="bf16"))
+    engine.train_batch(batches(engine))
+    comm, rank = engine._comm, engine.global_rank
+    for held in engine.basic_optimizer.state.values():
+        held["step"] = Accelerated(held["step"])
+    every = comm.gather_or_fail("listing what the optimizer holds", engine._state._holdings)
+    value = Accelerated(torch.tensor(float(rank)))
+    message = ""
+    try:
+        comm.gather_objects(torch.empty(2, device="meta") if rank == 1 else None)
+    except ds_dynmo.MigrationError as error:
+        message = str(error) if error.harmless else "fatal"
+    return {
+        "steps": [(type(held.scalars[0]["step"]), held.scalars[0]["step"].item()) for held in every],
+        "gathered": [tensor.item() for tensor in comm.gather_objects(value)],
+        "broadcast": comm.broadcast_object(value).item(),
+        "message": message,
+    }
+
+
 def test_what_is_on_an_accelerator_is_not_pickled_there() -> None:
-    for result in run(2, work.send_accelerated):
+    for result in run(2, send_accelerated):
         assert result["steps"] == [(torch.Tensor, 1.0)] * 2
         assert result["gathered"] == [0.0, 1.0] and result["broadcast"] == 0.0
         assert "1: " in result["message"] and "device meta: it has no data" in result["message"]

@@ -4,36 +4,72 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import PipelineModule
 
-from ds_dynmo.models import huggingface
-from tests.distributed import case_workloads
-from tests.distributed import huggingface_workloads as work
-from tests.distributed.case_workloads import CaseRun
+import ds_dynmo
+from ds_dynmo.models import huggingface, language_model_loss
 from tests.distributed.harness import run, run_each
-from tests.distributed.test_bitwise import whole
-from tests.distributed.test_cases import check_moves_change_nothing, moved
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import EGERIA, CaseRun, check_moves_change_nothing, moved
+from tests.distributed.support.configs import Case, config
+from tests.distributed.support.training import whole
 
+GPT2 = {
+    **{"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 12},
+    **{"bos_token_id": None, "eos_token_id": None},  # and dropout, 0.1 by default
+}
+UNTIED_GPT2 = {**GPT2, "tie_word_embeddings": False}
 transformers = pytest.importorskip("transformers")
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 12,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MIXTRAL = {
+    **{"model_type": "mixtral", **SIZES, "num_local_experts": 4, "sliding_window": 6},
+    **{"output_router_logits": True, "router_aux_loss_coef": 0.2},
+}
+# All have seven layers.
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": MIXTRAL,
+    "mixtral tied": {**MIXTRAL, "tie_word_embeddings": True},
+    "gpt2": GPT2,
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 8},
+}
 
 
 def case(name: str, *, stages: int = 2, replicas: int = 1, precision: str = "fp32", interval: int = 0) -> CaseRun:
-    return CaseRun({"huggingface": work.MODELS[name], "sequence_length": 12}, stages, replicas, precision, interval)
+    return CaseRun({"huggingface": MODELS[name], "sequence_length": 12}, stages, replicas, precision, interval)
 
 
-@pytest.mark.parametrize("name", work.MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_moves_change_nothing(name: str) -> None:
     check_moves_change_nothing(case(name))
 
 
-@pytest.mark.parametrize("name", work.FREEZING)
+FREEZING: dict[str, dict[str, Any]] = {
+    "gpt2": {"huggingface": UNTIED_GPT2, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    "mixtral automatic": {"huggingface": MIXTRAL, "freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
+    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "freezing": {"egeria": EGERIA}},
+}
+
+
+@pytest.mark.parametrize("name", FREEZING)
 def test_moves_change_nothing_while_it_freezes(name: str) -> None:
-    frozen = CaseRun({**work.FREEZING[name], "sequence_length": 12})
-    still = run(2, case_workloads.train, frozen)
+    frozen = CaseRun({**FREEZING[name], "sequence_length": 12})
+    still = run(2, case_runs.train, frozen)
     check_moves_change_nothing(frozen, still)
     state = whole(still).items()
     steps = {int(key.split(".")[0]): np.frombuffer(raw, "f4").item() for key, raw in state if key.endswith("/step")}
@@ -44,29 +80,56 @@ def test_random_moves_change_nothing() -> None:
     still = case("mixtral", stages=3)
     rng = np.random.default_rng(7)
     moves = {step: [0, *sorted(rng.choice(range(1, 7), 2, replace=False).tolist()), 7] for step in range(1, 6)}
-    a, b = run_each(3, case_workloads.train, (still,), (replace(still, moves=moves),))
+    a, b = run_each(3, case_runs.train, (still,), (replace(still, moves=moves),))
     assert a[0]["losses"] == b[0]["losses"] and whole(a) == whole(b)
     assert b[0]["partition"] == moves[5] != a[0]["partition"]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])
 def test_with_activation_checkpointing(name: str) -> None:
-    plain, recomputed = (run(2, case_workloads.train, moved(case(name, interval=n))) for n in (0, 1))
+    plain, recomputed = (run(2, case_runs.train, moved(case(name, interval=n))) for n in (0, 1))
     assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)
+
+
+class Length:
+    """What ``batches`` asks a model for."""
+
+    sequence_length = 12
+
+
+def fine_tune(folder: str, checkpoint: str, partitions: list[list[int]]) -> list[float]:
+    """Train what is in ``folder``, one step at each partition; the losses. Leaves a checkpoint."""
+    specs = huggingface.layers(folder)
+    module = PipelineModule(layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform")
+    settings = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
+    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+    data, losses = case_runs.batches(engine, Length()), []  # type: ignore[arg-type]
+    for partition in partitions:
+        engine.rebalance(partition)
+        losses.append(engine.train_batch(data).item())
+    engine.save_checkpoint(checkpoint)
+    return losses
+
+
+class _Engine:
+    """What ``batches`` asks an engine for: the only replica."""
+
+    micro_batches = 3
+    grid = type("Grid", (), {"get_data_parallel_id": staticmethod(lambda: 0)})
 
 
 @pytest.mark.parametrize("name", ["mixtral", "mixtral tied"])
 def test_it_learns_what_it_learns_outside(name: str, tmp_path: Path) -> None:
     """From a folder, over two stages with moves in between, to a checkpoint and back to a folder."""
     torch.manual_seed(3)
-    settings = {**work.MODELS[name]}
+    settings = {**MODELS[name]}
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     folder, checkpoint, out = (tmp_path / part for part in ("folder", "checkpoint", "out"))
     model.save_pretrained(folder, max_shard_size="20KB")
-    losses = run(2, work.fine_tune, str(folder), str(checkpoint), [[0, 4, 7], [0, 2, 7], [0, 6, 7]])[0]
+    losses = run(2, fine_tune, str(folder), str(checkpoint), [[0, 4, 7], [0, 2, 7], [0, 6, 7]])[0]
 
-    micro_batches = case_workloads.batches(_Engine(), work.Length())  # type: ignore[arg-type]
+    micro_batches = case_runs.batches(_Engine(), Length())  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
     for expected in losses:
         total = 0.0
@@ -87,19 +150,12 @@ def test_it_learns_what_it_learns_outside(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(exported.get_parameter(parameter_name), parameter, rtol=1e-3, atol=1e-4)
 
 
-class _Engine:
-    """What ``batches`` asks an engine for: the only replica."""
-
-    micro_batches = 3
-    grid = type("Grid", (), {"get_data_parallel_id": staticmethod(lambda: 0)})
-
-
 @pytest.mark.fuzz
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("checkpoint_interval", [0, 1])
-@pytest.mark.parametrize("name", work.MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_everywhere(name: str, precision: str, stages: int, replicas: int, checkpoint_interval: int) -> None:
     check_moves_change_nothing(
         case(name, stages=stages, replicas=replicas, precision=precision, interval=checkpoint_interval)

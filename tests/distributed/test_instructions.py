@@ -2,25 +2,100 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
 
 from ds_dynmo.engine.profiling.trace import INSTRUCTIONS
-from tests.distributed import instruction_workloads as workloads
 from tests.distributed.harness import run
-from tests.distributed.test_bitwise import whole
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.instructions import MOVES, STEPS, Counts, error_of, initialize, outcomes
+from tests.distributed.support.models import Block, Embedding, Head, layers
+from tests.distributed.support.training import batches, build, freeze, state, whole
 
-MOVES = ([0, 1, 8], [0, 7, 8], [0, 2, 8], [0, 5, 8])
 UNCLIPPED = Case(clip=0.0)  # DeepSpeed clips by another norm
 
 
-def outcomes(results: list[dict[str, Any]], *names: str) -> list[list[Any]]:
-    return [[result[name] for name in names] for result in results]
+def counted(counts: Counts, kind: type, instruction: Callable[..., None]) -> Callable[..., None]:
+    def own(self: Any, *args: Any, **kwargs: Any) -> None:
+        counts[kind.__name__] += 1
+        instruction(self, *args, **kwargs)
+
+    return own
+
+
+def reduce_nothing(counts: Counts) -> Callable[[Any], None]:
+    """As diffusion-pipe's with gradient release: there is one replica, and gradients are not to be touched."""
+
+    def reduce(self: Any) -> None:
+        assert self.mpu.get_data_parallel_world_size() == 1
+        counts["ReduceGrads"] += 1
+
+    return reduce
+
+
+def own_map(counts: Counts, present: Any) -> dict[type, Any]:
+    """Every instruction counts; gradients are reduced by a function of the user's own."""
+    own = {kind: counted(counts, kind, instruction) for kind, instruction in present.items()}
+    return {**own, schedule.ReduceGrads: reduce_nothing(counts)}
+
+
+def patch(how: str, engine: Any, counts: Counts) -> None:
+    if how == "entries":
+        PipelineEngine._INSTRUCTION_MAP.update(own_map(counts, PipelineEngine._INSTRUCTION_MAP))
+    elif how == "map":
+        PipelineEngine._INSTRUCTION_MAP = own_map(counts, PipelineEngine._INSTRUCTION_MAP)
+    elif how == "engine":
+        engine._INSTRUCTION_MAP = own_map(counts, engine._INSTRUCTION_MAP)
+
+
+def train_patched(
+    which: str,
+    case: Case,
+    how: str,
+    early: bool,
+    moves: Sequence[Sequence[int]] = (),
+    save_to: str | None = None,
+    resume_from: str | None = None,
+) -> dict[str, Any]:
+    """Count instructions; ``early``: they are patched before the engine is made, otherwise after two batches.
+
+    ``save_to``: after the second batch; ``resume_from``: the last three.
+    """
+    counts: Counts = Counter()
+    engine_class = None
+    if early:
+        patch(how, None, counts)
+    if how == "subclass":
+        present = PipelineEngine._INSTRUCTION_MAP
+        engine_class = type("TheirEngine", (PipelineEngine,), {"_INSTRUCTION_MAP": own_map(counts, present)})
+    engine = initialize(which, case, layers, engine_class)
+    if resume_from is not None:
+        engine.load_checkpoint(resume_from)
+    data = itertools.islice(batches(engine), engine.global_steps * case.micro_batches, None)
+    losses, waiting = [], list(moves)
+    for step in range(engine.global_steps, STEPS):
+        if step == 2 and not early:
+            patch(how, engine, counts)
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+        if step == 1 and save_to is not None:
+            engine.save_checkpoint(save_to)
+    losses.append(engine.eval_batch(batches(engine, seed=7)).item())
+    found = {"losses": losses, "counts": counts, "replica": 0}
+    return found if which == "deepspeed" else {**found, "state": state(engine)}
 
 
 @pytest.mark.parametrize(
@@ -28,9 +103,9 @@ def outcomes(results: list[dict[str, Any]], *names: str) -> list[list[Any]]:
     [("entries", False), ("entries", True), ("map", False), ("map", True), ("engine", False), ("subclass", True)],
 )
 def test_patched_instructions_are_called_as_often_as_by_deepspeed(how: str, early: bool) -> None:
-    stock = run(2, workloads.train_patched, "deepspeed", UNCLIPPED, how, early)
-    still = run(2, workloads.train_patched, "ds_dynmo", UNCLIPPED, how, early)
-    moved = run(2, workloads.train_patched, "ds_dynmo", UNCLIPPED, how, early, MOVES)
+    stock = run(2, train_patched, "deepspeed", UNCLIPPED, how, early)
+    still = run(2, train_patched, "ds_dynmo", UNCLIPPED, how, early)
+    moved = run(2, train_patched, "ds_dynmo", UNCLIPPED, how, early, MOVES)
     assert stock[0]["counts"]["ReduceGrads"] == (5 if early else 3)
     assert outcomes(stock, "counts", "losses") == outcomes(still, "counts", "losses")
     assert outcomes(stock, "counts", "losses") == outcomes(moved, "counts", "losses")
@@ -38,10 +113,10 @@ def test_patched_instructions_are_called_as_often_as_by_deepspeed(how: str, earl
 
 
 def test_a_patched_run_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
-    saved = run(2, workloads.train_patched, "ds_dynmo", UNCLIPPED, "entries", False, MOVES, str(tmp_path))
+    saved = run(2, train_patched, "ds_dynmo", UNCLIPPED, "entries", False, MOVES, str(tmp_path))
     moves = ([0, 1, 2, 8], [0, 5, 7, 8])
     three = Case(stages=3, clip=0.0)
-    loaded = run(3, workloads.train_patched, "ds_dynmo", three, "entries", False, moves, None, str(tmp_path))
+    loaded = run(3, train_patched, "ds_dynmo", three, "entries", False, moves, None, str(tmp_path))
     assert whole(loaded) == whole(saved)
     assert loaded[0]["losses"] == saved[0]["losses"][2:]
     assert all(result["counts"]["ReduceGrads"] == 3 for result in [*saved, *loaded])
@@ -64,37 +139,151 @@ def trained(results: list[dict[str, Any]], prefix: int) -> dict[str, Any]:
     return {key: value for key, value in state.items() if "/" not in key or int(key.split(".")[0]) >= prefix}
 
 
+class Twofold(nn.Module):
+    """A stage that ends here sends two tensors, which depend on each other's layers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.one, self.other = Block(index), Block(index + 50)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.one(both[0] + 0.1 * both[1])
+        return hidden, self.other(both[1] + 0.1 * hidden)
+
+
+def in_two(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return hidden, 0.5 * hidden
+
+
+def add_up(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return both[0] + both[1]
+
+
+def twofold_layers(case: Case) -> list[Any]:
+    middle = [LayerSpec(Twofold, index) for index in range(case.blocks)]
+    return [LayerSpec(Embedding, 1), in_two, *middle, add_up, LayerSpec(Head, 2)]
+
+
+def backward_from_each(engine: Any, buffer_id: int) -> None:
+    """A backward pass of the user's own: not DeepSpeed's function, but to the same effect."""
+    if engine.is_last_stage():
+        super(PipelineEngine, engine).backward(engine.loss)
+        return
+    outputs, gradients = engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer
+    if isinstance(outputs, torch.Tensor):
+        outputs, gradients = (outputs,), (gradients,)
+    if engine.using_bf16_optimizer:
+        engine.optimizer.clear_lp_grads()
+    engine._running_engine_backward = True
+    for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True), start=1):
+        output.backward(gradient=gradient, retain_graph=number < len(outputs))
+    engine._running_engine_backward = False
+    if engine.using_bf16_optimizer:
+        engine.optimizer.update_hp_grads(clear_lp_grads=False)
+    engine.pipe_buffers["outputs"][buffer_id] = None
+
+
+def train_with_own_backward(
+    case: Case, moves: Sequence[Sequence[int]], twofold: bool = False, prefix: int = 0
+) -> dict[str, Any]:
+    """``prefix`` layers are frozen."""
+    counts: Counts = Counter()
+    changed = (schedule.BackwardPass, schedule.ReduceTiedGrads, schedule.OptimizerStep)
+    engine = build(case, twofold_layers if twofold else layers)
+    for kind in changed:
+        own = backward_from_each if kind is schedule.BackwardPass else PipelineEngine._INSTRUCTION_MAP[kind]
+        PipelineEngine._INSTRUCTION_MAP[kind] = counted(counts, kind, own)
+    if prefix:
+        freeze(engine, prefix)
+        engine.model_changed("a prefix is frozen")
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(STEPS):
+        engine._controller.decided(moved=False)  # moves are this test's own
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return {"losses": losses, "counts": counts, "state": state(engine), "replica": 0}
+
+
 @pytest.mark.parametrize("what", OWN_BACKWARD)
 def test_a_backward_pass_of_ones_own(what: str) -> None:
     """On a stage without anything to train, too, it is called: with something of no elements."""
     case, twofold, prefix = OWN_BACKWARD[what]
     layers = case.blocks + 4 if twofold else case.num_layers
     moves = ([0, 2, 4, layers], [0, 1, layers - 1, layers], [0, 1, 2, layers], [0, 5, layers - 1, layers])
-    still = run(3, workloads.train_with_own_backward, case, (), twofold, prefix)
-    moved = run(3, workloads.train_with_own_backward, case, moves, twofold, prefix)
+    still = run(3, train_with_own_backward, case, (), twofold, prefix)
+    moved = run(3, train_with_own_backward, case, moves, twofold, prefix)
     assert outcomes(still, "losses", "counts") == outcomes(moved, "losses", "counts")
     assert trained(still, prefix) == trained(moved, prefix)
     assert still[0]["counts"] == {"BackwardPass": 15, "ReduceTiedGrads": 5, "OptimizerStep": 5}
 
 
+def own_sends_with_a_frozen_prefix() -> tuple[str, float, str]:
+    """What freezing says, and that training goes on where layers thaw again; what a patch in mid-training says."""
+    engine = build(Case())
+    data, kind = batches(engine), schedule.SendGrad
+    original = PipelineEngine._INSTRUCTION_MAP[kind]
+    PipelineEngine._INSTRUCTION_MAP[kind] = counted(Counter(), kind, original)
+    freeze(engine, 2)
+    messages = [error_of(lambda: engine.model_changed("frozen"))]
+    freeze(engine, 0)
+    engine.model_changed("thawed")
+    trained = engine.train_batch(data).item()
+    PipelineEngine._INSTRUCTION_MAP[kind] = original
+    freeze(engine, 2)
+    engine.model_changed("frozen")
+    engine.train_batch(data)
+    PipelineEngine._INSTRUCTION_MAP[kind] = counted(Counter(), kind, original)
+    messages.append(error_of(lambda: engine.train_batch(data)))
+    return messages[0], trained, messages[1]
+
+
 def test_sends_of_ones_own_are_refused_where_a_stage_is_sent_nothing() -> None:
-    for at_once, trained, later in run(2, workloads.own_sends_with_a_frozen_prefix):
-        assert "_INSTRUCTION_MAP[SendGrad] = tests.distributed.instruction_workloads.counted" in at_once
+    for at_once, trained, later in run(2, own_sends_with_a_frozen_prefix):
+        assert "_INSTRUCTION_MAP[SendGrad] = tests.distributed.test_instructions.counted" in at_once
         assert "the first 2 layers have nothing to train" in at_once
         assert trained > 0 and later == at_once
 
 
+def a_schedule_of_its_own() -> str:
+    engine = build(Case())
+    engine._exec_schedule = partial(PipelineEngine._exec_schedule, engine)
+    return error_of(lambda: engine.train_batch(batches(engine)))
+
+
 def test_a_batch_that_does_not_come_to_the_engines_own_is_refused() -> None:
-    assert all("_exec_schedule was replaced" in message for message in run(2, workloads.a_schedule_of_its_own))
+    assert all("_exec_schedule was replaced" in message for message in run(2, a_schedule_of_its_own))
+
+
+def a_map_set_in_a_batch() -> str:
+    engine = build(Case())
+    engine.before_step(lambda: setattr(engine, "_INSTRUCTION_MAP", dict(engine._INSTRUCTION_MAP)))
+    message = error_of(lambda: engine.train_batch(batches(engine)))
+    assert engine._INSTRUCTION_MAP is PipelineEngine._INSTRUCTION_MAP
+    return message
 
 
 def test_a_map_that_is_set_while_a_batch_runs_is_refused() -> None:
-    assert all("set it between two batches" in message for message in run(2, workloads.a_map_set_in_a_batch))
+    assert all("set it between two batches" in message for message in run(2, a_map_set_in_a_batch))
+
+
+def instructions_seen(path: str, own: bool) -> dict[str, Any]:
+    """A profiled and traced batch, where instructions are the user's or not."""
+    counts: Counts = Counter()
+    block = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}, "trace": {"path": path, "steps": [1, 2]}}
+    engine = build(Case(dynmo=block))
+    if own:
+        PipelineEngine._INSTRUCTION_MAP.update(own_map(counts, PipelineEngine._INSTRUCTION_MAP))
+    data = batches(engine)
+    engine.model_changed("it is to be profiled")
+    losses = [engine.train_batch(data).item() for _ in range(2)]
+    profiled = engine.profile is not None and all(layer.forward_seconds > 0 for layer in engine.profile.layers)
+    return {"losses": losses, "counts": counts, "profiled": profiled}
 
 
 def test_profile_and_trace_go_around_instructions_of_ones_own(tmp_path: Path) -> None:
-    stock = run(2, workloads.instructions_seen, str(tmp_path / "stock.json"), False)
-    own = run(2, workloads.instructions_seen, str(tmp_path / "own.json"), True)
+    stock = run(2, instructions_seen, str(tmp_path / "stock.json"), False)
+    own = run(2, instructions_seen, str(tmp_path / "own.json"), True)
     assert outcomes(stock, "losses", "profiled") == outcomes(own, "losses", "profiled")
     assert all(result["profiled"] and result["counts"]["ForwardPass"] == 6 for result in own)
     kinds = {category for category, _ in INSTRUCTIONS.values()}
@@ -103,72 +292,3 @@ def test_profile_and_trace_go_around_instructions_of_ones_own(tmp_path: Path) ->
         for path in (tmp_path / "stock.json", tmp_path / "own.json")
     ]
     assert shown[0] == shown[1]
-
-
-# -- engines of the user's own ------------------------------------------------------------------------
-
-REFERENCE = Case(blocks=6, clip=0.0)
-
-
-def same_as(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert outcomes(found, "losses", "evaluated") == outcomes(expected, "losses", "evaluated")
-    assert whole(found) == whole(expected)
-
-
-def test_an_engine_in_the_manner_of_qlora_pipes() -> None:
-    still = run(2, workloads.train_with_reference, "ds_dynmo", REFERENCE)
-    moved = run(2, workloads.train_with_reference, "ds_dynmo", REFERENCE, MOVES)
-    same_as(moved, still)
-    assert outcomes(moved, "called") == outcomes(still, "called")
-    assert all(result["kinds"] == (True, True, "DynMoReferenceEngine") for result in still)
-    assert all(result["called"]["reference"] == result["called"]["load"] == 15 for result in still)
-    assert all(result["called"]["train_batch"] == 5 and result["called"]["eval_batch"] == 1 for result in still)
-
-
-@pytest.mark.parametrize("dynmo", [None, {"interval": 0}])
-def test_without_draws_it_is_the_users_engine_on_deepspeed(dynmo: dict[str, Any] | None) -> None:
-    case = Case(clip=0.0, dynmo=dynmo)
-    stock = run(2, workloads.train_with_reference, "deepspeed", case, (), None, None, workloads.layers)
-    ours = run(2, workloads.train_with_reference, "ds_dynmo", case, (), None, None, workloads.layers)
-    assert outcomes(stock, "losses", "evaluated", "called") == outcomes(ours, "losses", "evaluated", "called")
-
-
-def test_recomputation_repeats_the_draws_of_each_kind_of_pass() -> None:
-    still = run(2, workloads.train_with_reference, "ds_dynmo", REFERENCE)
-    case = Case(blocks=6, clip=0.0, checkpoint_interval=1, reentrant=False)
-    same_as(run(2, workloads.train_with_reference, "ds_dynmo", case, MOVES), still)
-
-
-def test_a_trace_shows_instructions_of_its_own_kinds(tmp_path: Path) -> None:
-    """In a profiled batch too: all of them together change nothing."""
-    block = {
-        "profile": {"batches": 99, "warmup_batches": 0},
-        "trace": {"path": str(tmp_path / "trace"), "steps": [2, 2]},
-    }
-    traced = run(2, workloads.train_with_reference, "ds_dynmo", Case(blocks=6, clip=0.0, dynmo=block))
-    same_as(traced, run(2, workloads.train_with_reference, "ds_dynmo", REFERENCE))
-    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
-    own = Counter(e["name"] for e in events if e.get("cat") == "instruction")
-    assert own == {f"{kind} {number}": 2 for kind in ("LoadBoth", "ReferencePass") for number in range(3)}
-
-
-def test_it_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
-    case = Case(blocks=6, clip=1.0)
-    saved = run(2, workloads.train_with_reference, "ds_dynmo", case, MOVES, str(tmp_path))
-    loaded = run(
-        *(3, workloads.train_with_reference, "ds_dynmo", Case(stages=3, blocks=6, clip=1.0)),
-        *([[0, 1, 2, 8], [0, 5, 7, 8]], None, str(tmp_path)),
-    )
-    assert whole(loaded) == whole(saved)
-    assert loaded[0]["losses"] == saved[0]["losses"][2:]
-    assert all(result["called"]["load_checkpoint"] == 1 and result["called"]["clip"] == 3 for result in loaded)
-    assert all(result["called"]["save_checkpoint"] == 1 and result["called"]["clip"] == 5 for result in saved)
-
-
-def test_an_engine_class_whose_constructor_sets_what_is_ours_is_refused() -> None:
-    for message in run(2, workloads.an_attribute_of_the_same_name):
-        assert "TheirEngine: its constructor sets _controller, _reporter, which ds_dynmo's engine uses" in message
-
-
-def test_an_engine_class_put_into_deepspeed_is_built_upon() -> None:
-    assert run(2, workloads.patched_engine_class_of_deepspeed) == [(True, True)] * 2

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import secrets
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,26 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.distributed import joining_workloads, repack_workloads
+from ds_dynmo.engine.elastic import joining, repacking
+from ds_dynmo.engine.elastic.world import part_of, store_at
+from ds_dynmo.errors import ConfigError, MigrationError
 from tests.distributed.harness import run
-from tests.distributed.test_bitwise import whole
-from tests.distributed.test_repack import losses, merged
-from tests.distributed.test_train_script import flags
-from tests.distributed.train_script_workloads import run_script
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.elastic import (
+    ACCEPTS_JOINS,
+    SECRET,
+    job,
+    know,
+    losses,
+    merged,
+    newcomer,
+    together,
+    train_alone,
+)
+from tests.distributed.support.script import flags, run_script
+from tests.distributed.support.training import batches, build, give_optimizer, sleeping_engine, whole, without_optimizer
 
-BY_HAND: dict[str, Any] = {"interval": 0, "timeout_seconds": 60.0, "repack": {"accept_joins": True}}
+SLEEPS = [0.02] * 4  # seconds
 STEPS = 6
 SECONDS = 60.0
 
@@ -30,15 +44,6 @@ SECONDS = 60.0
 def store() -> Iterator[TCPStore]:
     """Where the job's ranks meet; its port is any that is free."""
     yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """All at the same time; the first error counts, the others may follow from it."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(call) for call in calls]
-        for done in as_completed(futures):
-            done.result()
-        return [future.result() for future in futures]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,7 @@ def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int)
         replicas=replicas,
         precision=precision,
         tied=True,
-        dynmo=BY_HAND,
+        dynmo=ACCEPTS_JOINS,
         groups="two",
         scheduler=True,
         dropout=True,
@@ -68,15 +73,15 @@ def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int)
 
     def launch(stages: int) -> list[Any]:
         own = replace(case, stages=stages)
-        return run(own.ranks, joining_workloads.newcomer, own, address, sizes, STEPS, seconds=SECONDS)
+        return run(own.ranks, newcomer, own, address, sizes, STEPS, seconds=SECONDS)
 
     of_job, *of_newcomers = together(
-        lambda: run(case.ranks, joining_workloads.job, case, sizes, awaited, STEPS, port=store.port, seconds=SECONDS),
+        lambda: run(case.ranks, job, case, sizes, awaited, STEPS, port=store.port, seconds=SECONDS),
         lambda: launch(1),
         lambda: launch(2),
     )
     everyone = [*of_job, *of_newcomers[0], *of_newcomers[1]]
-    alone = run(case.ranks, repack_workloads.train_alone, replace(case, dynmo={"interval": 0}), STEPS)
+    alone = run(case.ranks, train_alone, replace(case, dynmo={"interval": 0}), STEPS)
     assert losses(everyone) == losses(alone)
     assert merged(everyone) == merged(alone)
     assert all(result["called"] for result in everyone)
@@ -87,40 +92,85 @@ def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int)
     assert of_job[0]["gone"] == []  # their own launches give back what they run on
 
 
+def refused(case: Case, address: str) -> list[Any]:
+    """Try to join; training goes on here if the job does not fit."""
+    know()
+    engine = build(case)
+    data = batches(engine)
+    try:
+        engine.join(address)
+    except ConfigError as error:
+        return [str(error), engine.released, engine.train_batch(data).item() > 0]
+    return ["joined"]
+
+
+def quiet_job(case: Case) -> int:
+    """A job that stays at a step until all that want to join have looked at it; how many stages it can go on with."""
+    know()
+    engine = build(case)
+    engine._repacker.world.store.wait(["looked"])
+    return int(engine.most_stages())
+
+
 def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
     """It is told in what it differs, and trains on by itself."""
-    case, address = Case(stages=1, dynmo=BY_HAND), f"localhost:{store.port}"
+    case, address = Case(stages=1, dynmo=ACCEPTS_JOINS), f"localhost:{store.port}"
     others = {
         "the layers": replace(case, blocks=4),
         "beside the stages": replace(case, replicas=2),
         '"gradient_clipping" in the configuration': replace(case, clip=0.5),
-        '"dynmo" in the configuration': replace(case, dynmo={**BY_HAND, "balancer": "schedule"}),
+        '"dynmo" in the configuration': replace(case, dynmo={**ACCEPTS_JOINS, "balancer": "schedule"}),
     }
 
     def look() -> list[list[Any]]:
         try:
-            return [run(other.ranks, joining_workloads.refused, other, address)[0] for other in others.values()]
+            return [run(other.ranks, refused, other, address)[0] for other in others.values()]
         finally:
             store.set("ds_dynmo/" + store.get("ds_dynmo/job").decode() + "/looked", "")
 
-    most, found = together(lambda: run(1, joining_workloads.quiet_job, case, port=store.port, seconds=SECONDS), look)
+    most, found = together(lambda: run(1, quiet_job, case, port=store.port, seconds=SECONDS), look)
     assert most == [1]
     for expected, (text, released, trains) in zip(others, found, strict=True):
         assert text.startswith("engine.join: the job does something else") and expected in text
         assert not released and trains
 
 
+def job_with_a_late_optimizer(case: Case) -> int:
+    know()
+    engine = without_optimizer(case)
+    give_optimizer(engine)
+    store = engine._repacker.world.store
+    store.set("optimizer", "")
+    store.wait(["looked"])
+    return int(engine.most_stages())
+
+
+def newcomer_with_a_late_optimizer(case: Case, address: str) -> bool:
+    """It joins once it has the optimizer, which the job was given too; without it there is no such job."""
+    know()
+    engine = without_optimizer(case)
+    job = part_of(store_at(address, 60.0), joining.find(store_at(address, 60.0), 60.0))
+    job.wait(["optimizer"])
+    with suppress(ConfigError):
+        engine.join(address)
+    assert not engine.released
+    give_optimizer(engine)
+    engine.join(address)
+    job.set("looked", "")
+    return bool(engine.released)
+
+
 def test_the_job_has_the_optimizer_that_it_was_given_last(store: TCPStore) -> None:
-    case = Case(stages=1, dynmo=BY_HAND)
+    case = Case(stages=1, dynmo=ACCEPTS_JOINS)
     most, joined = together(
-        lambda: run(1, joining_workloads.job_with_a_late_optimizer, case, port=store.port, seconds=SECONDS),
-        lambda: run(1, joining_workloads.newcomer_with_a_late_optimizer, case, f"localhost:{store.port}"),
+        lambda: run(1, job_with_a_late_optimizer, case, port=store.port, seconds=SECONDS),
+        lambda: run(1, newcomer_with_a_late_optimizer, case, f"localhost:{store.port}"),
     )
     assert (most, joined) == ([2], [True])
 
 
 def test_there_is_no_job(store: TCPStore) -> None:
-    case = Case(stages=1, dynmo={**BY_HAND, "timeout_seconds": 0.5})
+    case = Case(stages=1, dynmo={**ACCEPTS_JOINS, "timeout_seconds": 0.5})
     silent = socket.create_server(("localhost", 0))
     for address, expected in [
         (f"localhost:{silent.getsockname()[1]}", "engine.join: no job answers at localhost:"),
@@ -128,43 +178,104 @@ def test_there_is_no_job(store: TCPStore) -> None:
         (f"localhost:{store.port}", "engine.join: the launch runs no job that can be joined"),
         ("localhost:1", "engine.join: no job answers at localhost:1 within 0.5 s"),
     ]:
-        text, released, trains = run(1, joining_workloads.refused, case, address)[0]
+        text, released, trains = run(1, refused, case, address)[0]
         assert text.startswith(expected) and not released and trains
+
+
+class Bomb:
+    """Its pickle ends the process that loads it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def job_beside_a_stranger(case: Case) -> int:
+    """How many stages the job can go on with, once a stranger wrote what ranks that joined used to write."""
+    know()
+    engine = build(case)
+    store = engine._repacker.world.store
+    store.add("joined", 10**15)
+    store.set("place/1", pickle.dumps(Bomb()))
+    return int(engine.most_stages())
 
 
 def test_without_accept_joins_nobody_is_looked_for(store: TCPStore) -> None:
     """A count that a stranger writes, as large as it likes, and what it offers there, is not even read."""
     for accepts in (False, True):
-        case = Case(stages=1, dynmo={**BY_HAND, "repack": {"accept_joins": accepts}})
-        assert run(1, joining_workloads.job_beside_a_stranger, case, seconds=SECONDS) == [1]
-    refusals = run(1, joining_workloads.refused, Case(stages=1, dynmo={"interval": 0}), f"localhost:{store.port}")
+        case = Case(stages=1, dynmo={**ACCEPTS_JOINS, "repack": {"accept_joins": accepts}})
+        assert run(1, job_beside_a_stranger, case, seconds=SECONDS) == [1]
+    refusals = run(1, refused, Case(stages=1, dynmo={"interval": 0}), f"localhost:{store.port}")
     assert refusals[0][0].startswith("engine.join: dynmo.repack.accept_joins = false")
+
+
+def secrets_that_differ(case: Case) -> str:
+    know(f"{SECRET}, rank {os.environ['RANK']}")
+    try:
+        build(case)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def test_ranks_of_a_launch_with_different_secrets_are_refused_at_once() -> None:
     """A re-packing would find it out where there is no way back."""
-    for rank, message in enumerate(run(2, joining_workloads.secrets_that_differ, Case(dynmo=BY_HAND))):
+    for rank, message in enumerate(run(2, secrets_that_differ, Case(dynmo=ACCEPTS_JOINS))):
         assert message.startswith(f"ranks [{1 - rank}] have another secret in DS_DYNMO_JOIN_SECRET than rank {rank}")
+
+
+def deceived_job(case: Case) -> str:
+    know()
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    engine._repacker.world.store.wait(["ready/1"])
+    try:
+        engine.repack(2)
+    except MigrationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def impostor(case: Case, address: str) -> None:
+    """Takes part in all that follows without the secret, and sends a pickle that nobody may load."""
+    know()
+    engine = build(case)
+    engine.join(address)
+
+    def pretend(_: Any, gather: Callable[[bytes], list[bytes]], *facts: Any) -> None:
+        gather(secrets.token_bytes(32))
+        gather(secrets.token_bytes(32))
+        with suppress(RuntimeError):  # the others leave
+            engine._comm.gather_objects(Bomb())
+
+    repacking.check_members = pretend
+    with suppress(MigrationError):
+        engine.wait_for_recall()
 
 
 def test_who_takes_the_place_of_one_that_was_let_in_is_found_out_in_the_new_world(store: TCPStore) -> None:
     """Before anything is unpickled of what comes over its connections."""
-    case, address = Case(stages=1, dynmo=BY_HAND), f"localhost:{store.port}"
+    case, address = Case(stages=1, dynmo=ACCEPTS_JOINS), f"localhost:{store.port}"
     messages, _ = together(
-        lambda: run(1, joining_workloads.deceived_job, case, port=store.port, seconds=SECONDS),
-        lambda: run(1, joining_workloads.impostor, case, address, seconds=SECONDS),
+        lambda: run(1, deceived_job, case, port=store.port, seconds=SECONDS),
+        lambda: run(1, impostor, case, address, seconds=SECONDS),
     )
     assert "ranks [1] of the new world do not know the secret in DS_DYNMO_JOIN_SECRET" in messages[0]
 
 
 def test_a_job_that_ends_lets_them_go(store: TCPStore) -> None:
-    case = Case(stages=1, dynmo=BY_HAND)
+    case = Case(stages=1, dynmo=ACCEPTS_JOINS)
     own = replace(case, stages=2)
     _, waiting = together(
-        lambda: run(1, joining_workloads.job, case, {}, {1: [1, 2]}, 2, port=store.port, seconds=SECONDS),
-        lambda: run(2, joining_workloads.newcomer, own, f"localhost:{store.port}", {}, 2),
+        lambda: run(1, job, case, {}, {1: [1, 2]}, 2, port=store.port, seconds=SECONDS),
+        lambda: run(2, newcomer, own, f"localhost:{store.port}", {}, 2),
     )
     assert [result["called"] for result in waiting] == [False, False]
+
+
+def run_joining_script(*arguments: Any) -> dict[str, Any]:
+    know()
+    return run_script(*arguments)
 
 
 def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
@@ -183,8 +294,8 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
     )
     others = [*arguments, "--join", f"localhost:{store.port}"]
     of_run, joined = together(
-        lambda: run(1, joining_workloads.run_script, arguments, None, 4, port=store.port, seconds=SECONDS),
-        lambda: run(1, joining_workloads.run_script, others, seconds=SECONDS),
+        lambda: run(1, run_joining_script, arguments, None, 4, port=store.port, seconds=SECONDS),
+        lambda: run(1, run_joining_script, others, seconds=SECONDS),
     )
     ranks = of_run[0]["ranks"]
     assert ranks == sorted(ranks) and ranks[-4:] == [2] * 4
@@ -194,11 +305,39 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
     assert whole([*of_run, *joined]) == whole(alone)
 
 
+def sleeping_job(block: dict[str, Any], steps: int) -> list[int]:
+    """Stages after each step, the fourth of which begins when a rank has joined; layers sleep for their cost."""
+    know()
+    engine, data = sleeping_engine(block, SLEEPS, 1)
+    sizes: list[int] = []
+    while engine.global_steps < steps:
+        if engine.global_steps == 3:
+            engine._repacker.world.store.wait(["ready/1"])
+        engine.train_batch(data)
+        sizes.append(engine.num_stages)
+    return sizes
+
+
+def sleeping_newcomer(block: dict[str, Any], address: str, steps: int) -> None:
+    know()
+    engine, data = sleeping_engine(block, SLEEPS, 1)
+    engine.join(address)
+    if not engine.wait_for_recall():
+        return
+    while not engine.released and engine.global_steps < steps:
+        engine.train_batch(data)
+
+
 def test_a_run_that_repacks_by_itself_takes_newcomers_and_keeps_them(store: TCPStore) -> None:
     """What is fast enough is measured with them from then on: one stage was fast enough before."""
-    block = {**BY_HAND, "interval": 2, "profile": {"batches": 1}, "repack": {"enabled": True, "accept_joins": True}}
+    block = {
+        **ACCEPTS_JOINS,
+        "interval": 2,
+        "profile": {"batches": 1},
+        "repack": {"enabled": True, "accept_joins": True},
+    }
     sizes, _ = together(
-        lambda: run(1, joining_workloads.sleeping_job, block, 8, port=store.port, seconds=SECONDS)[0],
-        lambda: run(1, joining_workloads.sleeping_newcomer, block, f"localhost:{store.port}", 8, seconds=SECONDS),
+        lambda: run(1, sleeping_job, block, 8, port=store.port, seconds=SECONDS)[0],
+        lambda: run(1, sleeping_newcomer, block, f"localhost:{store.port}", 8, seconds=SECONDS),
     )
     assert set(sizes[:3]) <= {1, 2} and sizes[3:] == [2] * 5

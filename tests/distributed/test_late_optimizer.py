@@ -3,34 +3,107 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed import late_optimizer_workloads as work
+from ds_dynmo.errors import ConfigError, MigrationError
 from tests.distributed.harness import run, run_each
-from tests.distributed.test_bitwise import whole
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, give_optimizer, state, whole, without_optimizer
+
+STEPS = 6
+MOVES = [[0, 1, 6], [0, 4, 6], [0, 2, 6], [0, 5, 6], [0, 3, 6]]
+
+
+def train(case: Case, moves: list[list[int]], again: bool = False) -> dict[str, Any]:
+    """Train with a late optimizer, moving after every batch; ``again``: another optimizer takes over in the middle."""
+    engine = without_optimizer(case)
+    give_optimizer(engine)
+    losses = []
+    data = batches(engine)
+    waiting = list(moves)
+    for step in range(STEPS):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+        if again and step == 2:
+            give_optimizer(engine, lr=0.01)
+    return {
+        "losses": losses,
+        "evaluations": [],
+        "state": state(engine),
+        "moved": sum(report.layers_moved for report in engine.reports),
+        "replica": engine.grid.get_data_parallel_id(),
+    }
 
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 immediate"])
 def test_it_follows_the_layers(precision: str, again: bool) -> None:
     case = Case(stages=2, blocks=3, precision=precision)
-    still, moved = run_each(2, work.train, (case, [], again), (case, work.MOVES, again))
+    still, moved = run_each(2, train, (case, [], again), (case, MOVES, again))
     assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert whole(moved) == whole(still)
 
 
+def train_stock(case: Case) -> list[float]:
+    """The same in DeepSpeed's own engine."""
+    import deepspeed
+
+    engine = without_optimizer(case, deepspeed.initialize)
+    give_optimizer(engine)
+    data = batches(engine)
+    return [engine.train_batch(data).item() for _ in range(STEPS)]
+
+
 def test_unmoved_it_is_stock() -> None:
     case = Case(stages=2, blocks=3, clip=0.0)
-    (stock, ours) = run(2, work.train_stock, case), run(2, work.train, case, [])
+    (stock, ours) = run(2, train_stock, case), run(2, train, case, [])
     assert [r["losses"] for r in ours] == stock
 
 
+def moved_before_it_came(case: Case) -> str:
+    """The parameters were collected before layers moved: some belong to no layer any more."""
+    engine = without_optimizer(case)
+    parameters = list(engine.module.parameters())
+    engine.rebalance([0, 1, 6])
+    try:
+        give_optimizer(engine, parameters)
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
 def test_parameters_collected_before_a_move_are_refused() -> None:
-    for message in run(2, work.moved_before_it_came, Case(stages=2, blocks=3)):
+    for message in run(2, moved_before_it_came, Case(stages=2, blocks=3)):
         assert message.startswith("the optimizer holds parameters that are in no layer of their stage")
+
+
+def refused(case: Case, how: str) -> dict[str, Any]:
+    """An optimizer that does not train what is trainable on the last stage, in one way or another."""
+    engine = without_optimizer(case)
+    give_optimizer(engine)
+    data = batches(engine)
+    losses = [engine.train_batch(data).item()]
+    optimizer = engine.basic_optimizer
+    if engine.stage_id == 1:
+        if how == "left out":
+            optimizer.param_groups[0]["params"].pop()
+        elif how == "foreign":
+            optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(3)))
+        else:
+            engine.optimizer = torch.optim.SGD(list(engine.module.parameters()), lr=0.1)
+    try:
+        engine.rebalance([0, 1, 6])
+    except MigrationError as error:
+        message, harmless = str(error), error.harmless
+    else:
+        message, harmless = "moved", False
+    losses += [engine.train_batch(data).item() for _ in range(2)]
+    return {"message": message, "harmless": harmless, "partition": engine.partition, "losses": losses}
 
 
 @pytest.mark.parametrize(
@@ -42,13 +115,31 @@ def test_parameters_collected_before_a_move_are_refused() -> None:
     ],
 )
 def test_a_move_is_refused_where_the_optimizer_trains_something_else(how: str, expected: str) -> None:
-    for found in run(2, work.refused, Case(stages=2, blocks=3), how):
+    for found in run(2, refused, Case(stages=2, blocks=3), how):
         assert expected in found["message"] and found["message"].startswith("ranks [1] could not get")
         assert found["harmless"] and found["partition"] == [0, 3, 6]
         assert len(found["losses"]) == 3
 
 
+def save_and_load(stages: int, folder: str) -> list[float]:
+    """Save at two stages in mid-run and go on; or load that at so many stages."""
+    case = Case(stages=stages, blocks=3, dynmo={"interval": 0})
+    engine = without_optimizer(case)
+    give_optimizer(engine)
+    data = batches(engine)
+    if stages == 2:
+        for move in ([0, 1, 6], [0, 4, 6]):
+            engine.train_batch(data)
+            engine.rebalance(move)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+        for _ in range(2 * case.micro_batches):
+            next(data)
+    return [engine.train_batch(data).item() for _ in range(3)]
+
+
 def test_its_state_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
-    went_on = run(2, work.save_and_load, 2, str(tmp_path))
-    loaded = run(3, work.save_and_load, 3, str(tmp_path))
+    went_on = run(2, save_and_load, 2, str(tmp_path))
+    loaded = run(3, save_and_load, 3, str(tmp_path))
     assert loaded[0] == went_on[0]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import run
-from tests.distributed.workloads import Case, train
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import train
 
 SCRIPT = Path(__file__).with_name("node_script.py")
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import ds_dynmo
 from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.errors import ConfigError
-from tests.distributed import link_workloads
 from tests.distributed.harness import run
-from tests.distributed.namespaces import network
-from tests.distributed.workloads import Case
+from tests.distributed.namespaces import Network, network, rename
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, build
 
 OURS, THEIRS = 2.0, 4.0  # seconds: of our collectives, and of the default group
+SHORT = [("before a rebalance", 0), ("while layers move", 2), ("as the new world begins", 0), ("while parked", 0)]
 ENDS = {  # of a rank at work, and of one that was released
     "before a rebalance": "MigrationError: rebalance is collective, but .*Timed out waiting",
     "while layers move": r"MigrationError: ranks \[.*\] .as numbered at the launch. do not answer any more: .*failed",
@@ -24,7 +30,82 @@ ENDS = {  # of a rank at work, and of one that was released
     "while parked": "RuntimeError: .*(Timed out waiting|Connection)|RuntimeError: called: False",
     "before a batch": "RuntimeError: .*(Timed out waiting|Connection)",
 }
-SHORT = [("before a rebalance", 0), ("while layers move", 2), ("as the new world begins", 0), ("while parked", 0)]
+PARK = {"release": "park"}
+
+
+def _now(engine: Any, pull: Callable[[], None]) -> None:
+    engine._comm.gather_objects(None)
+    pull()
+
+
+def _before_a_rebalance(engine: Any, data: Any, pull: Callable[[], None]) -> None:
+    _now(engine, pull)
+    engine.rebalance([0, 4, 6, 8])
+
+
+def _before_a_batch(engine: Any, data: Any, pull: Callable[[], None]) -> None:
+    _now(engine, pull)
+    engine.train_batch(data)
+
+
+def _first(pull: Callable[[], None], owner: Any, name: str) -> None:
+    """The cable is pulled when ``name`` is called."""
+    function = getattr(owner, name)
+
+    def pulled(*args: Any, **kwargs: Any) -> Any:
+        pull()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, pulled)
+
+
+def _while_layers_move(engine: Any, data: Any, pull: Callable[[], None]) -> None:
+    _first(pull, engine._comm, "exchange_headers")
+    engine.repack(2)
+
+
+def _as_the_new_world_begins(engine: Any, data: Any, pull: Callable[[], None]) -> None:
+    _first(pull, engine._repacker.world, "_topology")
+    engine.repack(2)
+    assert engine.released
+    raise RuntimeError(f"called: {engine.wait_for_recall()}")
+
+
+def _while_parked(engine: Any, data: Any, pull: Callable[[], None]) -> None:
+    """The ranks at work notice when they call; a rank that is not called is as one whose job has ended."""
+    engine.repack(2)
+    pull()
+    if engine.released:
+        raise RuntimeError(f"called: {engine.wait_for_recall()}")
+    engine.train_batch(data)
+    engine.repack(3)
+
+
+MOMENTS: dict[str, Callable[[Any, Any, Callable[[], None]], None]] = {
+    "before a rebalance": _before_a_rebalance,
+    "while layers move": _while_layers_move,
+    "as the new world begins": _as_the_new_world_begins,
+    "while parked": _while_parked,
+    "before a batch": _before_a_batch,
+}
+
+
+def cut(case: Case, network: Network, victim: int, moment: str) -> str:
+    """What this rank's run ends with, in which the cable of ``victim`` is pulled at this moment."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    rank = engine.global_rank
+
+    def pull() -> None:
+        if rank == victim:
+            network.pull_cable(victim)
+
+    try:
+        MOMENTS[moment](engine, data, pull)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 @pytest.mark.parametrize(
@@ -40,26 +121,49 @@ def test_every_rank_ends_with_an_error_when_a_cable_is_pulled(moment: str, victi
     case = Case(stages=3, start=(0, 3, 5, 8), dynmo={"interval": 0, "timeout_seconds": OURS, "repack": PARK})
     timeout = timedelta(seconds=THEIRS)
     with network(3) as hosts:
-        ends = run(3, link_workloads.cut, case, hosts, victim, moment, seconds=60, hosts=hosts, group_timeout=timeout)
+        ends = run(3, cut, case, hosts, victim, moment, seconds=60, hosts=hosts, group_timeout=timeout)
     assert all(re.match(ENDS[moment], end) for end in ends), ends
 
 
-PARK = {"release": "park"}
 BY_NAME = Case(stages=2, dynmo={"interval": 0, "timeout_seconds": 30.0})
+
+
+def start(case: Case, name: str, address: str, folder: str) -> str:
+    """Build an engine on a host of this name, by which gloo is to find its address; what it ends with.
+
+    The groups before it have been made, as where they are NCCL's: gloo comes in with the engine.
+    """
+    initialize = ds_dynmo.initialize
+
+    def by_name(**arguments: Any) -> Any:
+        rename(f"{name}{dist.get_rank()}", address, Path(folder) / str(dist.get_rank()))
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        return initialize(**arguments)
+
+    ds_dynmo.initialize = by_name
+    try:
+        engine = build(case)
+    except ConfigError as error:
+        return str(error)
+    return f"trained: {engine.train_batch(batches(engine)).item() > 0}"
 
 
 def test_a_name_that_resolves_to_loopback_is_refused_where_ranks_span_hosts(tmp_path: Path) -> None:
     """Debian's 127.0.1.1: each host would tell the others to come to themselves."""
     with network(2) as hosts:
-        found = run(2, link_workloads.start, BY_NAME, "node", "127.0.1.1", str(tmp_path), hosts=hosts)
+        found = run(2, start, BY_NAME, "node", "127.0.1.1", str(tmp_path), hosts=hosts)
     for message in found:
         assert "node0, whose name resolves to 127.0.1.1; node1, whose name resolves to 127.0.1.1" in message
         assert "Set GLOO_SOCKET_IFNAME" in message
 
 
+def start_by_address(case: Case, network: Network, folder: str) -> str:
+    return start(case, "node", network.address(dist.get_rank()), folder)
+
+
 def test_names_that_resolve_as_they_should_are_taken(tmp_path: Path) -> None:
     with network(2) as hosts:
-        found = run(2, link_workloads.start_by_address, BY_NAME, hosts, str(tmp_path), hosts=hosts)
+        found = run(2, start_by_address, BY_NAME, hosts, str(tmp_path), hosts=hosts)
     assert found == ["trained: True"] * 2
 
 

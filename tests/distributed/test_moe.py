@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed import moe_workloads as work
-from tests.distributed.case_workloads import CASES, SIZES, CaseRun
+from ds_dynmo.models import dynamic_cases
 from tests.distributed.harness import run
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import CASES, EVERY, SIZES, CaseRun, experts, train_and_decide
 
 BIAS = CASES["moe bias"]
 CHOICES = 3 * 2 * SIZES["sequence_length"] * 2  # micro-batches, sequences of each, tokens, experts of each token
 
 
+def count(run: CaseRun) -> list[dict[str, Any]]:
+    """After every step, per layer of this rank: choices, and the steps that the bias took."""
+    engine, model = case_runs.build(run)
+    data, seen = case_runs.batches(engine, model), []
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    for step in range(run.steps):
+        for case in cases:
+            case.before_batch(step)
+        if step in run.moves:
+            engine.rebalance(run.moves[step])
+        engine.train_batch(data)
+        for case in cases:
+            case.after_batch(step + 1)
+        engine.eval_batch(case_runs.batches(engine, model, seed=1))
+        seen.append(
+            {
+                number: (list(part.choices_per_expert), part.router.bias_steps.tolist())
+                for number, part in experts(engine).items()
+            }
+        )
+    return seen
+
+
 @pytest.mark.parametrize("checkpoint_interval", [0, 1])
 def test_the_bias_follows_the_counts_of_whole_batches_on_all_replicas(checkpoint_interval: int) -> None:
     case = CaseRun(BIAS, replicas=2, steps=4, checkpoint_interval=checkpoint_interval, moves={1: [0, 2, 7]})
-    ranks = run(4, work.count, case)
+    ranks = run(4, count, case)
     expected = {layer: [0] * 4 for layer in (2, 3, 4)}  # the first block is dense
     differ = False
     for step in range(4):
@@ -38,8 +64,14 @@ def test_the_bias_follows_the_counts_of_whole_batches_on_all_replicas(checkpoint
     assert differ  # or the sum over replicas would not matter
 
 
+def sum_over_replicas(run: CaseRun) -> tuple[int, list[int]]:
+    engine, _ = case_runs.build(run)
+    summed = engine.sum_over_replicas(torch.tensor([1, 10 ** (engine.global_rank + 1)]))
+    return engine.stage_id, summed.tolist()
+
+
 def test_a_sum_over_replicas_leaves_stages_apart() -> None:
-    summed = run(4, work.sum_over_replicas, CaseRun(BIAS, replicas=2))
+    summed = run(4, sum_over_replicas, CaseRun(BIAS, replicas=2))
     of_stage: dict[int, list[int]] = {}
     for rank, (stage, _) in enumerate(summed):
         of_stage.setdefault(stage, []).append(rank)
@@ -57,7 +89,7 @@ FIRST = ("moe auxiliary loss and freezing", "moe sbase with capacity", "moe bias
 )
 def test_a_decision_after_every_batch_changes_nothing(name: str) -> None:
     stays = {"interval": 0, "min_improvement": 0.99}  # freezing asks for decisions by itself
-    often, never = (run(2, work.train, CaseRun(CASES[name], dynmo=dynmo)) for dynmo in (work.EVERY, stays))
+    often, never = (run(2, train_and_decide, CaseRun(CASES[name], dynmo=dynmo)) for dynmo in (EVERY, stays))
     assert often[0]["moved"] > 0 == never[0]["moved"]
     assert often[0]["losses"] == never[0]["losses"] and all(map(math.isfinite, often[0]["losses"]))
     assert often[0]["steps"] == [1, 2, 3, 4, 5, 6]

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import PipelineModule
 
+import ds_dynmo
 from ds_dynmo.plan import MeasuredReport, RebalanceReport
-from tests.distributed import workloads
 from tests.distributed.harness import run
+from tests.distributed.support.configs import Case, config
+from tests.distributed.support.models import layers, loss
+from tests.distributed.support.training import batches
 
 Series = dict[str, list[tuple[int, float]]]
 
@@ -48,9 +53,27 @@ def check_run(series: Series) -> None:
     assert [samples for samples, _ in series["bubble_ratio"]] == [12, 24]
 
 
+def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int, Any]]:
+    """What the engine recorded, in order, each with the number of samples it had seen."""
+    case = Case(dynmo={"interval": 0, **block})
+    torch.manual_seed(0)
+    module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
+    engine = ds_dynmo.initialize(
+        model=module, model_parameters=list(module.parameters()), config={**config(case), **monitors}
+    )[0]
+    data, samples = batches(engine), [0]
+    engine.rebalance([0, 3, 8])
+    for step in range(4):
+        engine.train_batch(data)
+        samples.append(engine.global_samples)
+        if step == 1:
+            engine.rebalance([0, 2, 8])
+    return [(samples[record.step], record) for record in [*engine.reports, *engine.measurements]]
+
+
 def test_csv(tmp_path: Path) -> None:
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    records = run(2, workloads.monitored, monitors, {})[0]
+    records = run(2, monitored, monitors, {})[0]
     series: Series = {}
     for path in (tmp_path / "job").glob("DynMo_*.csv"):
         name = path.stem.removeprefix("DynMo_")
@@ -64,7 +87,7 @@ def test_csv(tmp_path: Path) -> None:
 def test_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitors = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    records = run(2, workloads.monitored, monitors, {})[0]
+    records = run(2, monitored, monitors, {})[0]
     written = accumulator.EventAccumulator(str(tmp_path / "job"))
     written.Reload()
     series: Series = {
@@ -82,5 +105,5 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 def test_no_series_where_the_block_says_so(tmp_path: Path) -> None:
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    run(2, workloads.monitored, monitors, {"monitor": False})
+    run(2, monitored, monitors, {"monitor": False})
     assert list((tmp_path / "job").glob("Train_*.csv")) and not list((tmp_path / "job").glob("DynMo_*.csv"))

@@ -2,17 +2,105 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import move_memory_workloads as work
+import ds_dynmo
+from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.partitioners import migration_peaks
+from ds_dynmo.plan import HeldBytes, MigrationPlan
 from tests.distributed.harness import run
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.models import WIDTH, Embedding, Head, project
+from tests.distributed.support.training import batches, build, state
 
 BESIDE = 16 << 10  # bytes that no layer holds: headers, and what the ranks tell each other
 THERE_AND_BACK = [[0, 3, 12], [0, 9, 12], [0, 6, 12]]
+
+
+class TensorBytes(TorchDispatchMode):
+    """The most bytes that all tensors of this process held at once while it was on, whoever held them.
+
+    Attributes:
+        began: bytes of all tensors at the start.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        gc.collect()
+        for value in gc.get_objects():
+            if isinstance(value, torch.Tensor):
+                self._add(value)
+        self.began = self.peak = self._held()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, torch.Tensor):
+                self._add(value)
+        self.peak = max(self.peak, self._held())
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def _held(self) -> int:
+        self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
+        return sum(size for _, size in self._storages.values())
+
+
+class Wide(nn.Module):
+    """Large next to anything that is no layer's; sizes differ."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        inner = 4096 * (2 + index % 3)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
+        self.register_buffer("mask", torch.ones(inner))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))) * self.mask.to(hidden.dtype))
+
+
+def wide_layers(case: Case) -> list[Any]:
+    ends: list[Any] = [LayerSpec(Embedding, 1), LayerSpec(Head, 2)]
+    if case.tied:
+        ends = [TiedLayerSpec("tied", Embedding, 1), TiedLayerSpec("tied", Embedding, 1, forward_fn=project)]
+    return [ends[0], *[LayerSpec(Wide, index) for index in range(case.blocks)], nn.Identity(), ends[1]]
+
+
+def held_now(engine: Any) -> tuple[HeldBytes, ...]:
+    return layer_sizes.held_from(engine._comm.max_over_world(layer_sizes.held_table(engine._layers, engine._state)))[0]
+
+
+def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
+    """Of each move: bytes that this rank held before, most bytes while it went on, and what is said of both."""
+    engine = build(case, wide_layers)
+    data, found = batches(engine), []
+    for new in moves:
+        engine.train_batch(data), engine.train_batch(data)
+        held, uses = held_now(engine), engine._layers.first_uses()
+        plan = MigrationPlan.between(engine.partition, new)
+        said = migration_peaks(plan, held, uses)[engine.stage_id]
+        with TensorBytes() as tensors:
+            engine.rebalance(new)
+        resting = sum((held[layer] for layer in range(*plan.old[engine.stage_id :][:2])), start=HeldBytes()).total
+        found.append((tensors.began, tensors.peak, resting, said))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -27,7 +115,7 @@ THERE_AND_BACK = [[0, 3, 12], [0, 9, 12], [0, 6, 12]]
     ids=lambda value: f"{value.precision}-{value.stages}x{value.replicas}" if isinstance(value, Case) else "",
 )
 def test_what_a_move_holds_is_what_is_said(case: Case, moves: Sequence[Sequence[int]]) -> None:
-    for rank in run(case.ranks, work.peaks, case, moves):
+    for rank in run(case.ranks, peaks, case, moves):
         for began, peak, resting, said in rank:
             assert resting <= began <= resting + BESIDE  # of the layers, but for what the batch left
             held = peak - (began - resting)
@@ -37,18 +125,64 @@ def test_what_a_move_holds_is_what_is_said(case: Case, moves: Sequence[Sequence[
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1 fp32sums"])
 def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
     case = Case(blocks=9, precision=precision)
-    for rank in run(case.ranks, work.peaks, case, THERE_AND_BACK):
+    for rank in run(case.ranks, peaks, case, THERE_AND_BACK):
         before = [resting for _, _, resting, _ in rank]
         for (_, peak, _, _), old, new in zip(rank, before, before[1:]):
             assert peak <= 1.05 * max(old, new) + BESIDE  # never more than a stage holds between two moves
+
+
+def with_limit(engine: Any, limit: int | None) -> None:
+    engine.__dict__["dynmo"] = engine.dynmo.model_copy(update={"memory_limit": limit})
+
+
+def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
+    """Ask for what takes a byte more than there is, train on, and ask again with that byte."""
+    engine = build(case, wide_layers)
+    data, new = batches(engine), [0, 3, case.num_layers]
+    losses = [engine.train_batch(data).item() for _ in range(2)]
+    if how == "load":
+        engine.rebalance(new)
+        engine.save_checkpoint(folder, "there")
+        engine.rebalance([0, case.num_layers // 2, case.num_layers])
+    if how == "shrink":
+        plan = MigrationPlan.between(engine.partition, [0, case.num_layers, case.num_layers], leaving=[1])
+    else:
+        plan = MigrationPlan.between(engine.partition, new)
+    needed = max(migration_peaks(plan, held_now(engine), engine._layers.first_uses()))
+    ask = {
+        "rebalance": lambda: engine.rebalance(new),
+        "shrink": lambda: engine.repack(partition=[0, case.num_layers]),
+        "load": lambda: engine.load_checkpoint(folder, "there"),
+    }[how]
+    before, message, harmless = state(engine), "", False
+    with_limit(engine, needed - 1)
+    try:
+        ask()
+    except ds_dynmo.MigrationError as error:
+        message, harmless = str(error), error.harmless
+    same = state(engine) == before
+    losses += [engine.train_batch(data).item() for _ in range(2)]
+    with_limit(engine, needed)
+    ask()
+    if not engine.released:
+        losses += [engine.train_batch(data).item() for _ in range(2)]
+    where = None if engine.released else engine.partition
+    return {
+        "message": message,
+        "harmless": harmless,
+        "numbers": (needed, needed - 1),
+        "same": same,
+        "losses": losses,
+        "partition": where,
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 @pytest.mark.parametrize("how", ["rebalance", "shrink", "load"])
 def test_a_move_that_does_not_fit_is_refused_before_a_byte_moves(how: str, precision: str, tmp_path: Path) -> None:
     case = Case(blocks=9, precision=precision, clip=0.0)
-    results = run(2, work.refused, case, how, str(tmp_path))
-    untouched = run(2, work.refused, case, "rebalance", str(tmp_path)) if how == "shrink" else results
+    results = run(2, refused, case, how, str(tmp_path))
+    untouched = run(2, refused, case, "rebalance", str(tmp_path)) if how == "shrink" else results
     for result, other in zip(results, untouched):
         assert result["harmless"] and result["same"]
         assert all(str(number) in result["message"] for number in result["numbers"])
@@ -58,13 +192,46 @@ def test_a_move_that_does_not_fit_is_refused_before_a_byte_moves(how: str, preci
     assert results[0]["partition"] == ([0, 12] if how == "shrink" else [0, 3, 12])
 
 
+def come_back(case: Case) -> list[Any]:
+    """Give a stage back, and call it while there is no memory for what that takes."""
+    engine = build(case, wide_layers)
+    data = batches(engine)
+    engine.train_batch(data), engine.train_batch(data)
+    engine.repack(1)
+    if engine.released:
+        return [engine.wait_for_recall(), engine.partition]
+    engine.train_batch(data)
+    with_limit(engine, sum(layer.total for layer in held_now(engine)) // 2)
+    message = ""
+    try:
+        engine.repack(2, partition=[0, 1, case.num_layers])
+    except ds_dynmo.MigrationError as error:
+        message = str(error) if error.harmless else "fatal"
+    engine.train_batch(data)
+    stayed = engine.num_stages
+    with_limit(engine, None)
+    engine.repack(2, partition=[0, 5, case.num_layers])
+    return [message, stayed, engine.partition]
+
+
 def test_stages_that_would_come_back_to_too_little_memory_stay_parked() -> None:
     case = Case(blocks=9, dynmo={"interval": 0, "repack": {"release": "park"}})
-    (message, stayed, partition), (recalled, there) = run(2, work.come_back, case)
+    (message, stayed, partition), (recalled, there) = run(2, come_back, case)
     assert "bytes while layers move" in message and stayed == 1
     assert recalled and partition == there == [0, 5, 12]
 
 
+def disagree(limit: int) -> str:
+    """One rank asks for the partition that there is, the other for another."""
+    engine = build(Case(dynmo={"interval": 0, "memory_limit": limit}))
+    engine.train_batch(batches(engine))
+    try:
+        engine.rebalance([0, 4 + engine.stage_id, 8])
+    except ds_dynmo.MigrationError as error:
+        return str(error)
+    return ""
+
+
 def test_ranks_that_disagree_are_told_that_first() -> None:
-    for message in run(2, work.disagree, 1):
+    for message in run(2, disagree, 1):
         assert "every rank has to ask for the same partition" in message

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.distributed import pruning_workloads as work
-from tests.distributed.case_workloads import CASES, CaseRun
+from ds_dynmo.models import Pruning, PruningConfig, dynamic_cases, local_layers
+from ds_dynmo.models.pruning.gradual import prunable_linears
 from tests.distributed.harness import run
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import CASES, CaseRun
 
 PRUNING = CASES["pruning"]
 
@@ -27,6 +30,71 @@ def by_sorting(weights: dict[int, list[np.ndarray]], keep: int) -> np.ndarray:
     return kept
 
 
+def weights(engine: Any) -> dict[int, list[np.ndarray]]:
+    """By layer, the prunable weights of this stage."""
+    return {
+        number: [linear.weight.detach().float().numpy().copy() for linear in prunable_linears(layer)]
+        for number, layer in local_layers(engine.module)
+        if prunable_linears(layer)
+    }
+
+
+def masks(engine: Any) -> dict[int, list[np.ndarray]]:
+    """By layer, the masks of this stage."""
+    return {
+        number: [linear.mask.numpy().copy() for linear in prunable_linears(layer) if linear.mask is not None]
+        for number, layer in local_layers(engine.module)
+        if prunable_linears(layer)
+    }
+
+
+def nonzero(engine: Any) -> dict[str, tuple[int, int]]:
+    """How many elements are not zero where weights are pruned and where not, by kind: weight, master, moments."""
+    found: dict[str, tuple[int, int]] = {}
+    for _, layer in local_layers(engine.module):
+        for linear in prunable_linears(layer):
+            assert linear.mask is not None
+            kept = linear.mask.flatten()
+            held = {"weight": (0, linear.weight.detach().flatten()), **engine._state.state_of(linear.weight)}
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor) and value.shape == linear.weight.shape:
+                    value = (0, value.flatten())
+                if isinstance(value, tuple):
+                    start, part = value
+                    here = kept[start : start + len(part)]
+                    pruned, left = found.get(name, (0, 0))
+                    found[name] = (
+                        pruned + int(part[~here].count_nonzero()),
+                        left + int(part[here].count_nonzero()),
+                    )
+    return found
+
+
+def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]:
+    """Trains, prunes, trains, prunes, trains: weights before each pruning, masks after it, and what is not zero."""
+    engine, model = case_runs.build(run)
+    data = case_runs.batches(engine, model)
+    case = Pruning(PruningConfig(), engine, num_layers=model.layers + 3, total_steps=run.steps)
+    before, after = [], []
+    for sparsity in sparsities:
+        engine.train_batch(data)
+        before.append(weights(engine))
+        case.prune(sparsity)
+        after.append(masks(engine))
+        requested = engine._controller.reason
+        engine._controller.decided(moved=False)  # nothing moves here
+    right_away = nonzero(engine)
+    for _ in range(2):
+        engine.train_batch(data)
+    return {
+        "before": before,
+        "after": after,
+        "nonzero": [right_away, nonzero(engine)],
+        "requested": requested,
+        "replica": engine.grid.get_data_parallel_id(),
+    }
+
+
 @pytest.mark.parametrize(
     ("stages", "replicas", "precision"),
     [
@@ -41,7 +109,7 @@ def by_sorting(weights: dict[int, list[np.ndarray]], keep: int) -> np.ndarray:
 )
 def test_global_pruning(stages: int, replicas: int, precision: str) -> None:
     sparsities = (0.3, 0.85)
-    results = run(stages * replicas, work.prune_twice, CaseRun(PRUNING, stages, replicas, precision), sparsities)
+    results = run(stages * replicas, prune_twice, CaseRun(PRUNING, stages, replicas, precision), sparsities)
     for number, sparsity in enumerate(sparsities):
         weights = merged(results, "before", number)
         total = sum(weight.size for members in weights.values() for weight in members)
@@ -61,9 +129,29 @@ def test_global_pruning(stages: int, replicas: int, precision: str) -> None:
         assert all(left.values()) and all(counts.keys() == kinds or not counts for counts in found)
 
 
+def load_weights_alone(run: CaseRun, folder: str) -> list[dict[str, tuple[int, int]]]:
+    """A pruned model loaded into an engine whose optimizer has moments: :func:`nonzero` before two steps and after."""
+    engine, model = case_runs.build(run)
+    data = case_runs.batches(engine, model)
+    engine.train_batch(data)
+    Pruning(PruningConfig(), engine, num_layers=model.layers + 3, total_steps=run.steps).prune(0.8)
+    engine.save_checkpoint(folder)
+    again, _ = case_runs.build(run)
+    for _ in range(2):
+        again.train_batch(data)
+    again.load_checkpoint(folder, load_module_only=True)
+    case = Pruning(PruningConfig(start=0.9, end=0.95), again, num_layers=model.layers + 3, total_steps=100)
+    found = [nonzero(again)]
+    for step in range(2):
+        case.before_batch(step)
+        again.train_batch(data)
+        found.append(nonzero(again))
+    return found
+
+
 @pytest.mark.parametrize(("precision", "replicas"), [("fp32", 1), ("bf16", 1), ("bf16 zero1", 2)])
 def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str, replicas: int, tmp_path: Path) -> None:
-    results = run(2 * replicas, work.load_weights_alone, CaseRun(PRUNING, 2, replicas, precision), str(tmp_path))
+    results = run(2 * replicas, load_weights_alone, CaseRun(PRUNING, 2, replicas, precision), str(tmp_path))
     wrong = [loaded["exp_avg"][0] for loaded, *_ in results]  # what was there to go wrong; a shard may have nothing
     assert all(wrong) if replicas == 1 else any(wrong)
     for _, *trained in results:
@@ -71,11 +159,39 @@ def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str,
         assert all(pruned == 0 for counts in trained for pruned, _ in counts.values())
 
 
+def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
+    """Losses of a run, and of the same one that was saved and loaded into an engine of ``run.stages`` again."""
+    engine, model = case_runs.build(run)
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    data, losses = case_runs.batches(engine, model), []
+    for step in range(run.steps):
+        if step == saved_after:
+            engine.save_checkpoint(str(Path(folder) / "saved"))
+        for case in cases:
+            case.before_batch(step)
+        engine._controller.decided(moved=False)
+        losses.append(engine.train_batch(data).item())
+    again, _ = case_runs.build(run)
+    again.rebalance([0, 5, 7])
+    again.load_checkpoint(str(Path(folder) / "saved"))
+    cases = dynamic_cases(model, again, total_steps=run.steps)
+    data = case_runs.batches(again, model)
+    for _ in range(saved_after * again.gradient_accumulation_steps()):
+        next(data)
+    resumed = []
+    for step in range(saved_after, run.steps):
+        for case in cases:
+            case.before_batch(step)
+        again._controller.decided(moved=False)
+        resumed.append(again.train_batch(data).item())
+    return {"losses": losses[saved_after:], "resumed": resumed, "masks": (masks(engine), masks(again))}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 @pytest.mark.parametrize("name", ["pruning", "pruning in CSR"])
 def test_a_resumed_run_goes_on_as_it_was(name: str, precision: str, tmp_path: Path) -> None:
     case = CaseRun(CASES[name], precision=precision, steps=8)
-    for result in run(2, work.resume, case, str(tmp_path), 4):
+    for result in run(2, resume, case, str(tmp_path), 4):
         assert result["resumed"] == result["losses"]
         before, after = result["masks"]
         assert before.keys() == after.keys() and all(before.values())

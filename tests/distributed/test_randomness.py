@@ -2,28 +2,126 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
 
-from tests.distributed import randomness_workloads as workloads
 from tests.distributed.harness import run
-from tests.distributed.randomness_workloads import Plan
-from tests.distributed.test_bitwise import whole
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.models import WIDTH, Block, Embedding, Head, loss, project
+from tests.distributed.support.training import batches, build, state, whole
 
 NEVER_PROFILED: dict[str, Any] = {"enabled": False}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does besides training."""
+
+    steps: int = 6
+    moves: tuple[tuple[int, ...], ...] = ()  # one after each batch, from the first
+    evaluate_after: tuple[int, ...] = ()
+    seed_layers: bool = False
+    save_to: str | None = None  # after the third batch
+    resume_from: str | None = None
+
+
 MOVES = Plan(moves=((0, 1, 8), (0, 7, 8), (0, 2, 8), (0, 5, 8)))
+
+
+def drawing_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return loss(logits, labels) * (1 + 0.1 * random.random())
+
+
+class DropoutBlock(Block):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(hidden), 0.2, self.training)
+
+
+class Drawing(nn.Module):
+    """Draws from every global generator on the CPU, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        factor = 1 + 0.2 * (random.random() + numpy.random.random_sample() + torch.rand(()).item())
+        return hidden * self.weight * factor
+
+
+def jitter(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + 0.1 * torch.rand_like(hidden)
+
+
+def project_dropped(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return project(embedding, F.dropout(hidden, 0.1))
+
+
+def drawing_layers(case: Case) -> list[Any]:
+    ends: list[Any] = [LayerSpec(Embedding, 1), LayerSpec(Head, 2)]
+    if case.tied:
+        ends = [
+            TiedLayerSpec("embedding", Embedding, 1, tied_weight_attr="weight"),
+            TiedLayerSpec("embedding", Embedding, 1, forward_fn=project_dropped, tied_weight_attr="weight"),
+        ]
+    blocks = [LayerSpec(Drawing) if index % 3 == 1 else LayerSpec(DropoutBlock, index) for index in range(case.blocks)]
+    return [ends[0], *blocks, jitter, ends[1]]
+
+
+def set_generators(seed: int) -> None:
+    torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+
+
+def generators() -> Sequence[Any]:
+    return torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in numpy.random.get_state()]
+
+
+def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
+    engine = build(case, drawing_layers)
+    engine.module.loss_fn = drawing_loss
+    engine.module.seed_layers = plan.seed_layers
+    if plan.resume_from is not None:
+        engine.load_checkpoint(plan.resume_from)
+    data = islice(batches(engine), engine.global_steps * case.micro_batches, None)
+    set_generators(engine.global_rank + 10 * len(plan.moves))  # what a rank holds must not matter
+    before = generators()
+    losses, evaluations, moves = [], [], list(plan.moves)
+    for step in range(engine.global_steps, plan.steps):
+        losses.append(engine.train_batch(data).item())
+        if moves:
+            engine.rebalance(moves.pop(0))
+        if step in plan.evaluate_after:
+            evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
+        if step == 2 and plan.save_to is not None:
+            engine.save_checkpoint(plan.save_to)
+    return {
+        "losses": losses,
+        "evaluations": evaluations,
+        "state": state(engine),
+        "moved": sum(report.layers_moved for report in engine.reports),
+        "profiled": engine._profiler.batches,
+        "replica": engine.grid.get_data_parallel_id(),
+        "generators kept": generators() == before,
+    }
 
 
 @cache
 def still(stages: int = 2, tied: bool = False, replicas: int = 1) -> list[dict[str, Any]]:
     """A run without checkpointing, profile or move."""
     case = Case(stages=stages, tied=tied, replicas=replicas, dynmo=NEVER_PROFILED)
-    return run(case.ranks, workloads.train, case)
+    return run(case.ranks, train, case)
 
 
 def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -35,7 +133,7 @@ def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_moves_and_recomputation_change_nothing(interval: int, reentrant: bool) -> None:
-    moved = run(2, workloads.train, Case(checkpoint_interval=interval, reentrant=reentrant), MOVES)
+    moved = run(2, train, Case(checkpoint_interval=interval, reentrant=reentrant), MOVES)
     assert moved[0]["moved"] > 0
     check_same(moved, still())
 
@@ -43,7 +141,7 @@ def test_moves_and_recomputation_change_nothing(interval: int, reentrant: bool) 
 @pytest.mark.parametrize("tied", [False, True])
 def test_moves_change_nothing(tied: bool) -> None:
     moves = Plan(moves=((0, 1, 2, 8), (0, 6, 7, 8), (0, 2, 5, 8)))
-    moved = run(3, workloads.train, Case(stages=3, tied=tied), moves)
+    moved = run(3, train, Case(stages=3, tied=tied), moves)
     assert moved[0]["moved"] > 0
     check_same(moved, still(stages=3, tied=tied))
 
@@ -54,7 +152,7 @@ def test_the_number_of_stages_changes_nothing() -> None:
 
 
 def test_replicas_draw_numbers_of_their_own() -> None:
-    moved = run(4, workloads.train, Case(replicas=2, checkpoint_interval=1), MOVES)
+    moved = run(4, train, Case(replicas=2, checkpoint_interval=1), MOVES)
     assert moved[0]["moved"] > 0
     check_same(moved, still(replicas=2))
 
@@ -62,15 +160,15 @@ def test_replicas_draw_numbers_of_their_own() -> None:
 @pytest.mark.parametrize("interval", [0, 2])
 def test_profiled_batches_draw_the_same(interval: int) -> None:
     block = {"interval": 0, "profile": {"batches": 99, "warmup_batches": 0}}
-    profiled = run(2, workloads.train, Case(dynmo=block, checkpoint_interval=interval), MOVES)
+    profiled = run(2, train, Case(dynmo=block, checkpoint_interval=interval), MOVES)
     check_same(profiled, still())
     assert [result["profiled"] for result in [*profiled, *still()]] == [2, 2, 0, 0]  # since the last move
 
 
 def test_evaluations_change_no_training_and_are_the_same_after_a_move() -> None:
     evaluate = Plan(evaluate_after=(1, 4))
-    stays = run(2, workloads.train, Case(dynmo=NEVER_PROFILED), evaluate)
-    moves = run(2, workloads.train, Case(), replace(MOVES, evaluate_after=(1, 4)))
+    stays = run(2, train, Case(dynmo=NEVER_PROFILED), evaluate)
+    moves = run(2, train, Case(), replace(MOVES, evaluate_after=(1, 4)))
     check_same(stays, still())
     check_same(moves, still())
     assert len(stays[0]["evaluations"]) == 2
@@ -78,29 +176,27 @@ def test_evaluations_change_no_training_and_are_the_same_after_a_move() -> None:
 
 
 def test_a_resumed_run_draws_on(tmp_path: Path) -> None:
-    saved = run(2, workloads.train, Case(), Plan(save_to=str(tmp_path)))
-    resumed = run(2, workloads.train, Case(), Plan(resume_from=str(tmp_path), moves=((0, 2, 8), (0, 5, 8))))
+    saved = run(2, train, Case(), Plan(save_to=str(tmp_path)))
+    resumed = run(2, train, Case(), Plan(resume_from=str(tmp_path), moves=((0, 2, 8), (0, 5, 8))))
     assert [result["losses"][3:] for result in saved] == [result["losses"] for result in resumed]
     assert whole(saved) == whole(resumed) == whole(still())
 
 
 def test_streams_go_before_deepspeeds_seed_layers() -> None:
-    seeded = run(2, workloads.train, Case(checkpoint_interval=1), replace(MOVES, seed_layers=True))
+    seeded = run(2, train, Case(checkpoint_interval=1), replace(MOVES, seed_layers=True))
     assert [result["losses"] for result in seeded] == [result["losses"] for result in still()]
     assert whole(seeded) == whole(still())
 
 
 def test_the_seed_is_the_modules_unless_the_configuration_has_one() -> None:
-    same, other = (
-        run(2, workloads.train, Case(dynmo={"interval": 0, "randomness": {"seed": seed}})) for seed in (1234, 1235)
-    )
+    same, other = (run(2, train, Case(dynmo={"interval": 0, "randomness": {"seed": seed}})) for seed in (1234, 1235))
     check_same(same, still())
     assert other[0]["losses"] != still()[0]["losses"]
 
 
 def test_without_streams_a_move_changes_the_draws() -> None:
     case = Case(dynmo={"interval": 0, "randomness": {"per_layer": False}})
-    stays, moves = (run(2, workloads.train, case, plan) for plan in (Plan(), replace(MOVES, moves=MOVES.moves[:1])))
+    stays, moves = (run(2, train, case, plan) for plan in (Plan(), replace(MOVES, moves=MOVES.moves[:1])))
     assert stays[0]["losses"][0] != still()[0]["losses"][0]
     assert stays[0]["losses"] != moves[0]["losses"]
     assert not stays[0]["generators kept"]

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.distributed import repack_workloads
-from tests.distributed.case_workloads import CASES, CaseRun
+from ds_dynmo.models import dynamic_cases
 from tests.distributed.harness import run
-from tests.distributed.workloads import Case
-
-PARK = {"interval": 0, "repack": {"release": "park"}}
-
-
-def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole model's state; shards put together."""
-    whole: dict[str, Any] = {}
-    shards: dict[str, list[tuple[int, bytes]]] = {}
-    for result in results:
-        own = dict(result["state"])
-        for key, part in own.pop("shards", {}).items():
-            shards.setdefault(key, []).append(part)
-        whole.update(own)
-    whole.update({key: b"".join(data for _, data in sorted(set(parts))) for key, parts in shards.items()})
-    return whole
-
-
-def losses(results: list[dict[str, Any]]) -> dict[int, float]:
-    """By step; every rank that trained a step has to say the same."""
-    found: dict[int, float] = {}
-    for result in results:
-        for step, loss in result["losses"].items():
-            assert found.setdefault(step, loss) == loss
-    return found
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import CASES, CaseRun
+from tests.distributed.support.configs import Case
+from tests.distributed.support.elastic import (
+    DIFFER,
+    PARK,
+    Sizes,
+    losses,
+    merged,
+    train_alone,
+    train_and_repack,
+    train_through_checkpoint,
+)
+from tests.distributed.support.training import batches, build, sleeping_engine, state
 
 
 @pytest.mark.parametrize(
@@ -52,11 +41,11 @@ def test_fewer_and_fewer_ranks_train_as_if_restarted_from_checkpoints(
 ) -> None:
     sizes, steps = {2: 3, 4: 2, 6: 1}, 8
     case = Case(stages=4, replicas=replicas, precision=precision, tied=precision == "fp32", groups="two")
-    repacked = run(case.ranks, repack_workloads.train, case, sizes, steps)
+    repacked = run(case.ranks, train_and_repack, case, sizes, steps)
     first, expected = 0, {}
     for last, stages in [(2, 4), (4, 3), (6, 2), (8, 1)]:
         smaller = Case(**{**vars(case), "stages": stages})
-        end = run(smaller.ranks, repack_workloads.train_through_checkpoint, smaller, str(tmp_path), first, last)
+        end = run(smaller.ranks, train_through_checkpoint, smaller, str(tmp_path), first, last)
         expected.update(losses(end))
         first = last
     assert losses(repacked) == expected
@@ -90,8 +79,8 @@ def test_parked_ranks_come_back(precision: str, replicas: int) -> None:
         dropout=True,
         clip=clip,
     )
-    came_back = run(case.ranks, repack_workloads.train, case, COME_AND_GO, 8)
-    stayed = run(case.ranks, repack_workloads.train_alone, case, 8)
+    came_back = run(case.ranks, train_and_repack, case, COME_AND_GO, 8)
+    stayed = run(case.ranks, train_alone, case, 8)
     assert losses(came_back) == losses(stayed)
     assert merged(came_back) == merged(stayed)
     assert [r["evaluation"] for r in came_back] == [r["evaluation"] for r in stayed]
@@ -108,7 +97,7 @@ def test_parked_ranks_come_back(precision: str, replicas: int) -> None:
 def test_what_was_set_by_hand_meanwhile_is_told_to_a_rank_that_comes_back() -> None:
     """Also to one that gets only a layer without parameters: parameters would have brought their groups' options."""
     case = Case(stages=3, dynmo=PARK, groups="two")
-    came_back, stayed = (run(3, repack_workloads.train, case, sizes, 4, 2) for sizes in ({1: 1, 3: [0, 6, 7, 8]}, {}))
+    came_back, stayed = (run(3, train_and_repack, case, sizes, 4, 2) for sizes in ({1: 1, 3: [0, 6, 7, 8]}, {}))
     assert [r["rates"] for r in came_back] == [r["rates"] for r in stayed]
     assert merged(came_back) == merged(stayed)
 
@@ -118,8 +107,8 @@ def test_everything_built_once_is_right_afterwards(precision: str) -> None:
     """All plain attributes of engine, module, grid and optimizer are those of an engine built at that size."""
     case = Case(stages=4, precision=precision, dynmo=PARK)
     for sizes, stages in [({1: [0, 4, 8]}, 2), ({1: 1}, 1), ({1: 2, 2: [0, 3, 6, 8]}, 3)]:
-        repacked = run(4, repack_workloads.train, case, sizes, 3)
-        built = run(stages, repack_workloads.train_alone, Case(stages=stages, precision=precision, dynmo=PARK), 3)
+        repacked = run(4, train_and_repack, case, sizes, 3)
+        built = run(stages, train_alone, Case(stages=stages, precision=precision, dynmo=PARK), 3)
         remaining = [result["attributes"] for result in repacked if result["attributes"]]
         for found, expected in zip(remaining, [result["attributes"] for result in built], strict=True):
             assert {k: v for k, v in found.items() if k not in DIFFER} == {
@@ -127,33 +116,46 @@ def test_everything_built_once_is_right_afterwards(precision: str) -> None:
             }
 
 
-DIFFER = {"engine.local_rank", "module.local_rank"}  # devices stay
-DIFFER |= {"engine._last_move_step", "engine._profile", "engine._tidies_up", "engine.loss", "module.curr_layer"}
+def rebalance_after(case: Case) -> Any:
+    """Everything else goes on after a re-packing: profiles, decisions, explicit moves, checkpoints."""
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    engine.repack(2)
+    if engine.released:
+        return None
+    for partition in ([0, 1, 8], [0, 7, 8]):
+        engine.rebalance(partition)
+        engine.train_batch(data)
+    report = engine.rebalance()
+    return len(report.new_partition) - 1, engine.profile.partition, engine.grid.pipe_parallel_size
 
 
 def test_other_things_go_on_after_a_repacking() -> None:
-    found = [result for result in run(4, repack_workloads.rebalance_after, Case(stages=4)) if result is not None]
+    found = [result for result in run(4, rebalance_after, Case(stages=4)) if result is not None]
     assert len(found) == 2
     assert all(stages == 2 and len(profiled) == 3 and size == 2 for stages, profiled, size in found)
 
 
-def test_what_cannot_be_asked_for() -> None:
-    for found in run(2, repack_workloads.refusals, Case(stages=2)):
-        assert all("there are 1 to 2 to go on with" in text for text in found[:3])
-        assert "not strictly increasing" in found[3] and "runs from 0 to 9" in found[4]
-        assert all("there are 1 to 2 to go on with" in text for text in found[5:7])
-        assert "every rank has to ask for the same partition" in found[7]
-        assert found[8:] == ["True", "2"]
-
-
-def test_switched_off() -> None:
-    (found, *_) = run(2, repack_workloads.off, Case(stages=2, dynmo={"enabled": False}))
-    assert "dynmo.enabled = false: engine.repack would move layers" in found[0]
-
-
-def test_what_does_not_fit_says_what_would() -> None:
-    for text in run(3, repack_workloads.with_little_memory, Case(stages=3), 0.8):
-        assert text.startswith("repack onto 1 stages:") and text.endswith("; 2 stages would do")
+def repack_by_itself(
+    block: dict[str, Any], milliseconds: Sequence[float], later: Mapping[int, float], steps: int
+) -> Any:
+    """Sleeping layers that take another share of their time after the steps of ``later``."""
+    stages = dist.get_world_size()
+    engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], stages)
+    sizes = {}
+    while engine.global_steps < steps:
+        if engine.global_steps in later:
+            share = later[engine.global_steps]
+            for module in engine._layers.modules().values():
+                module.seconds *= share
+            engine.model_changed("pruned")
+        engine.train_batch(data)
+        if engine.released and not engine.wait_for_recall():
+            return None
+        sizes[engine.global_steps] = engine.num_stages
+    engine.dismiss_parked()
+    return sizes, [(r.step, r.reason, r.old_stages, r.new_stages, r.verdict) for r in engine.repacks]
 
 
 def test_it_packs_and_spreads_by_itself(tmp_path: Path) -> None:
@@ -166,61 +168,37 @@ def test_it_packs_and_spreads_by_itself(tmp_path: Path) -> None:
             "steps": [1, 12],
         },
     }
-    results = run(4, repack_workloads.repack_by_itself, block, [8.0] * 8, {3: 0.2, 8: 10.0}, 12)
+    results = run(4, repack_by_itself, block, [8.0] * 8, {3: 0.2, 8: 10.0}, 12)
     sizes, reports = results[0]
     assert (sizes[3], sizes[5], sizes[12]) == (4, 1, 4)
     assert [(reason, old, new) for _, reason, old, new, _ in reports] == [("pruned", 4, 1), ("pruned", 1, 4)]
 
 
-def test_a_parked_rank_that_died_is_given_up_and_training_goes_on() -> None:
-    case = Case(stages=3, dynmo={**PARK, "timeout_seconds": 4.0})
-    at_work, died, parked = run(3, repack_workloads.killed, case, "parked")
-    assert died == "parked" and parked == "dismissed"
-    assert "ranks [1] (as numbered at the launch) are parked but do not answer" in at_work
-    assert at_work.endswith("1 (2,)")
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
-    case = Case(stages=3, precision=precision, dynmo={"interval": 0, "timeout_seconds": 4.0})
-    *left, died = run(3, repack_workloads.killed, case, "sending")
-    assert died == "gone"
-    for text in left:
-        assert "ranks [2] (as numbered at the launch) do not answer any more" in text and "last checkpoint" in text
-
-
-def test_a_rank_that_fails_while_layers_move_is_not_taken_for_dead() -> None:
-    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 3.0})
-    *others, failed = run(3, repack_workloads.killed, case, "failing")
-    assert "rank 2 failed rebuilding the stage" in failed and "no room" in failed
-    assert not any("do not answer" in text for text in [*others, failed]), others
-
-
-def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
-    case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 4.0})
-    left, _, died = run(3, repack_workloads.killed, case, "at work")
-    assert died == "gone"
-    assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left
-
-
-def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> None:
-    block = {"interval": 0, "repack": {"release": "checkpoint", "checkpoint": str(tmp_path)}}
-    case = Case(stages=3, replicas=2, dynmo=block)
-    stopped = run(6, repack_workloads.train, case, {2: [0, 3, 8]}, 4)
-    assert all(result["released"] == [2] for result in stopped)
-    launch = json.loads((tmp_path / "launch.json").read_text())
-    assert launch == {
-        "num_stages": 2,
-        "ranks": 4,
-        "tag": "global_step2",
-        "partition": [0, 3, 8],
-        "step": 2,
-        "states": {},
-    }
-    smaller = Case(stages=2, replicas=2)
-    resumed = run(4, repack_workloads.train_through_checkpoint, smaller, str(tmp_path), 2, 4)
-    straight = run(6, repack_workloads.train_alone, Case(stages=3, replicas=2), 4)
-    assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 2}
+def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
+    """A dynamic case, re-packed as an automatic decision does it: before the case looks at what the batch did."""
+    engine, model = case_runs.build(case_run)
+    data = case_runs.batches(engine, model)
+    cases = dynamic_cases(model, engine, total_steps=case_run.steps)
+    for case in cases:
+        engine.share_state(case.name, case)
+    found: dict[str, Any] = {"losses": {}}
+    while engine.global_steps < case_run.steps:
+        for case in cases:
+            case.before_batch(engine.global_steps)
+        engine._controller.decided(moved=False)  # moves are the test's own
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        wanted = sizes.get(engine.global_steps)
+        if wanted is not None:
+            engine.repack(wanted)
+        if engine.released and not engine.wait_for_recall():
+            return {**found, "state": {}}
+        for case in cases:
+            case.after_batch(engine.global_steps)
+    found["state"] = state(engine)
+    found["summaries"] = {case.name: case.summary() for case in cases}
+    engine.dismiss_parked()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -237,19 +215,22 @@ def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> Non
 def test_what_a_rank_kept_for_itself_is_not_lost(name: str) -> None:
     """Gradients that a rank has gathered, a verdict that it waits for, how much it knows to be frozen."""
     case_run = CaseRun(CASES[name], stages=3, dynmo=PARK, steps=6)
-    came_back = run(3, repack_workloads.train_case, case_run, {1: 2, 2: 1, 4: 3})
-    stayed = run(3, repack_workloads.train_case, case_run, {})
+    came_back = run(3, train_case, case_run, {1: 2, 2: 1, 4: 3})
+    stayed = run(3, train_case, case_run, {})
     assert losses(came_back) == losses(stayed)
     assert merged(came_back) == merged(stayed)
     assert came_back[0]["summaries"] == stayed[0]["summaries"]
 
 
-def test_a_balancer_that_fails_on_one_rank_is_heard_of_on_all() -> None:
-    for text, harmless, trained in run(2, repack_workloads.with_another_balancer, Case(stages=2)):
-        assert "ranks [1] could not decide where layers go" in text
-        assert (harmless, trained) == ("True", "True")
+def same_number(case: Case) -> Any:
+    engine = build(case)
+    data = batches(engine)
+    engine.train_batch(data)
+    report = engine.repack(partition=[0, 1, 8])
+    engine.train_batch(data)
+    return engine.partition, report.new_partition, report.layers_moved
 
 
 def test_a_partition_of_as_many_stages_is_a_move() -> None:
-    for partition, reported, moved in run(2, repack_workloads.same_number, Case(stages=2)):
+    for partition, reported, moved in run(2, same_number, Case(stages=2)):
         assert partition == [0, 1, 8] and reported == (0, 1, 8) and moved == 3

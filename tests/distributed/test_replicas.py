@@ -2,18 +2,84 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.distributed import replica_workloads
+from ds_dynmo.partitioners import uniform
 from tests.distributed.harness import run
-from tests.distributed.test_repack import DIFFER, losses, merged
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.elastic import DIFFER, attributes, losses, merged
+from tests.distributed.support.training import batches, build, micro_batch, sleeping_engine, state
 
 SIZES, STEPS = {1: 2, 2: 1, 4: 3}, 5
 BY_HAND = {"interval": 0, "repack": {"freed_ranks": "replicas", "release": "park"}}
+
+
+def _micro_batches(replica: int, seed: int) -> Any:
+    return (micro_batch(number, replica, seed) for number in itertools.count())
+
+
+def train(
+    case: Case,
+    sizes: Mapping[int, int],
+    steps: int,
+    fresh_data: bool = False,
+    evaluates: bool = True,
+    saves: tuple[int, str] | None = None,
+    evenly: bool = False,
+) -> dict[str, Any]:
+    """Train, going on with so many stages after the steps of ``sizes``.
+
+    ``evenly``: with as many layers each, as launched: of four replicas the order of sums depends on the partition.
+    ``fresh_data``: an iterator of its own for each batch, begun where the engine says; ``saves``: after which step a
+    checkpoint, and where.
+    """
+    engine = build(case)
+    replica, data = engine.grid.get_data_parallel_id(), batches(engine)
+    found: dict[str, Any] = {"losses": {}, "shapes": [], "before": [], "after": []}
+    while engine.global_steps < steps:
+        if fresh_data:
+            data = (micro_batch(number, replica) for number in itertools.count(engine.micro_batches_taken))
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        if engine.global_steps in sizes:
+            if evaluates:
+                found["before"].append(engine.eval_batch(_micro_batches(replica, seed=7)).item())
+            stages = sizes[engine.global_steps]
+            engine.repack(stages, partition=uniform(case.num_layers, stages) if evenly else None)
+            if evaluates and not engine.released:
+                found["after"].append(engine.eval_batch(_micro_batches(replica, seed=7)).item())
+        if engine.released and not engine.wait_for_recall():
+            return {**found, "state": {}, "attributes": {}}
+        if saves is not None and engine.global_steps == saves[0]:
+            engine.save_checkpoint(saves[1])
+        found["shapes"].append((engine.num_stages, engine.grid.data_parallel_size, engine.micro_batches))
+    found["state"], found["attributes"] = state(engine), attributes(engine)
+    found["reports"] = engine.repacks
+    engine.dismiss_parked()
+    return found
+
+
+def train_as_launched(case: Case, folder: str | None, first: int, last: int, width: int) -> dict[str, Any]:
+    """Batches ``first + 1`` to ``last`` from the checkpoint at ``first``; replicas share the data of ``width`` ones."""
+    engine = build(case)
+    if first:
+        engine.load_checkpoint(folder)
+    copy, replica = divmod(engine.grid.get_data_parallel_id(), width)
+    own, whole = engine.micro_batches, engine.micro_batches * engine.grid.data_parallel_size // width
+    losses = {}
+    for step in range(first, last):
+        numbers = range(step * whole + copy * own, step * whole + (copy + 1) * own)
+        losses[step + 1] = engine.train_batch(iter([micro_batch(number, replica) for number in numbers])).item()
+    if folder is not None:
+        engine.save_checkpoint(folder)
+    return {"losses": losses, "state": state(engine), "attributes": attributes(engine)}
 
 
 @pytest.mark.parametrize(
@@ -38,12 +104,12 @@ def test_freed_stages_are_replicas(tmp_path: Path, precision: str, replicas: int
         scheduler=True,
         dynmo=BY_HAND,
     )
-    folded = run(case.ranks, replica_workloads.train, case, {2: 2, 4: 1, 6: 4}, 8, False, True, None, True)
+    folded = run(case.ranks, train, case, {2: 2, 4: 1, 6: 4}, 8, False, True, None, True)
     first, expected = 0, {}
     for last, stages in [(2, 4), (4, 2), (6, 1), (8, 4)]:
         copies = 4 // stages
         launched = replace(case, stages=stages, replicas=replicas * copies, micro_batches=4 // copies)
-        end = run(case.ranks, replica_workloads.train_as_launched, launched, str(tmp_path), first, last, replicas)
+        end = run(case.ranks, train_as_launched, launched, str(tmp_path), first, last, replicas)
         expected.update(losses(end))
         first = last
     assert losses(folded) == expected
@@ -57,9 +123,9 @@ def test_freed_stages_are_replicas(tmp_path: Path, precision: str, replicas: int
 
 def test_everything_built_once_is_right_in_two_copies() -> None:
     case = Case(stages=4, precision="bf16 zero1", micro_batches=4, dynmo=BY_HAND)
-    folded = run(4, replica_workloads.train, case, {1: 2}, 2, False, False)
+    folded = run(4, train, case, {1: 2}, 2, False, False)
     launched = replace(case, stages=2, replicas=2, micro_batches=2)
-    built = run(4, replica_workloads.train_as_launched, launched, None, 0, 2, 1)
+    built = run(4, train_as_launched, launched, None, 0, 2, 1)
     differ = {*DIFFER, "module.micro_offset"}  # counts those of the first batch, too
     by_rank = {result["attributes"]["engine.global_rank"]: result["attributes"] for result in folded}
     for result in built:
@@ -70,9 +136,9 @@ def test_everything_built_once_is_right_in_two_copies() -> None:
 
 def test_a_checkpoint_of_two_copies_is_one_of_that_size(tmp_path: Path) -> None:
     case = Case(stages=4, precision="bf16 zero1", micro_batches=4, dynmo=BY_HAND)
-    folded = run(4, replica_workloads.train, case, {1: 2}, 3, False, False, (2, str(tmp_path)))
+    folded = run(4, train, case, {1: 2}, 3, False, False, (2, str(tmp_path)))
     launched = replace(case, stages=2, replicas=2, micro_batches=2)
-    resumed = run(4, replica_workloads.train_as_launched, launched, str(tmp_path), 2, 3, 1)
+    resumed = run(4, train_as_launched, launched, str(tmp_path), 2, 3, 1)
     assert losses(resumed)[3] == losses(folded)[3] and merged(resumed) == merged(folded)
 
 
@@ -80,35 +146,83 @@ def test_a_checkpoint_of_two_copies_is_one_of_that_size(tmp_path: Path) -> None:
 def test_a_batch_is_the_same_samples_and_draws(fresh_data: bool) -> None:
     """Numbers of the run that keeps its stages, but for the order of sums; with data made anew for each batch too."""
     case = Case(stages=4, micro_batches=4, dropout=True, dynmo=BY_HAND)
-    kept = run(4, replica_workloads.train, case, {}, STEPS)
-    folded = run(4, replica_workloads.train, case, SIZES, STEPS, fresh_data)
+    kept = run(4, train, case, {}, STEPS)
+    folded = run(4, train, case, SIZES, STEPS, fresh_data)
     assert losses(folded) == pytest.approx(losses(kept), rel=2e-5)
     first = folded[0]
     assert [shape[:2] for shape in first["shapes"]] == [(2, 2), (1, 4), (1, 4), (3, 1), (3, 1)]
     assert first["before"] == pytest.approx(first["after"], rel=1e-6)  # of the same samples
 
 
+def train_on_a_dataset(case: Case, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
+    """With ``training_data``, which DeepSpeed gives the first and the last stage alone."""
+    samples = [sample for number in range(40) for sample in zip(*micro_batch(number, 0))]
+    engine = build(case, training_data=samples)
+    losses = {}
+    while engine.global_steps < steps:
+        loss = engine.train_batch().item()
+        losses[engine.global_steps] = loss
+        if engine.global_steps in sizes:
+            engine.repack(sizes[engine.global_steps])
+        if engine.released and not engine.wait_for_recall():
+            break
+    engine.dismiss_parked()
+    return {"losses": losses}
+
+
 def test_a_batch_of_training_data_is_the_same_samples() -> None:
     """DeepSpeed gives stages in the middle none of it."""
     case = Case(stages=4, micro_batches=4, dynmo=BY_HAND)
-    kept, folded = (run(4, replica_workloads.train_on_a_dataset, case, sizes, STEPS) for sizes in ({}, SIZES))
+    kept, folded = (run(4, train_on_a_dataset, case, sizes, STEPS) for sizes in ({}, SIZES))
     assert losses(folded) == pytest.approx(losses(kept), rel=2e-5)
+
+
+def without_data_in_the_middle(case: Case) -> tuple[int, int]:
+    """Stages that are given no data cannot read any."""
+    engine = build(case)
+    data = batches(engine) if engine.is_first_stage() or engine.is_last_stage() else None
+    engine.train_batch(data)
+    engine.repack(2)
+    if engine.released:
+        return 0, 0
+    engine.train_batch(data)
+    engine.dismiss_parked()
+    return engine.num_stages, engine.grid.data_parallel_size
 
 
 def test_they_are_parked_where_they_cannot_be_replicas() -> None:
     """A batch of 3 micro-batches cannot be halved; a rank without data cannot read any."""
     case = Case(stages=4, micro_batches=3, dynmo=BY_HAND)
-    found = run(4, replica_workloads.train, case, {1: 2}, 2)
+    found = run(4, train, case, {1: 2}, 2)
     assert [result["shapes"][1:] for result in found] == [[(2, 1, 3)], [], [], [(2, 1, 3)]]
     even = replace(case, micro_batches=4)
-    assert run(4, replica_workloads.without_data_in_the_middle, even) == [(2, 1), (0, 0), (0, 0), (2, 1)]
+    assert run(4, without_data_in_the_middle, even) == [(2, 1), (0, 0), (0, 0), (2, 1)]
+
+
+def fold_by_itself(block: dict[str, Any], steps: int) -> list[tuple[int, int]]:
+    """Stages and replicas after each step; layers that sleep get quicker, and slow again."""
+    stages = dist.get_world_size()
+    engine, data = sleeping_engine(block, [0.012] * 8, stages)
+    shapes = []
+    while engine.global_steps < steps:
+        share = {3: 0.3, 9: 1 / 0.3}.get(engine.global_steps)
+        if share is not None:
+            for module in engine._layers.modules().values():
+                module.seconds *= share
+            engine.model_changed("as it was told")
+        engine.train_batch(data)
+        if engine.released and not engine.wait_for_recall():
+            break
+        shapes.append((engine.num_stages, engine.grid.data_parallel_size))
+    engine.dismiss_parked()
+    return shapes
 
 
 def test_it_folds_by_itself_and_unfolds() -> None:
     """Decisions are about one pipeline alone: what is fast enough does not count what further replicas add."""
     repack = {"enabled": True, "freed_ranks": "replicas"}
     block = {"interval": 0, "profile": {"batches": 1}, "repack": repack}
-    shapes = run(4, replica_workloads.fold_by_itself, block, 12)
+    shapes = run(4, fold_by_itself, block, 12)
     assert len({tuple(of_rank) for of_rank in shapes}) == 1
     assert shapes[0][:3] == [(4, 1)] * 3 and shapes[0][-1] == (4, 1)
     stages, replicas = shapes[0][8]

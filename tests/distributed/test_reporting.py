@@ -3,16 +3,72 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import reporting_workloads as work
+from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, build, state
+
+MOVES = ([0, 3, 8], [0, 5, 8], [0, 2, 8])
+
+
+class Warnings(logging.Handler):
+    """Keeps what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("DynMo").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _kept(path: Path) -> Path:
+    return path.with_name("kept")
+
+
+def _take_away(path: Path) -> None:
+    """A folder stands where there was a file, a file where there was a folder."""
+    was_file = path.is_file()
+    path.rename(_kept(path))
+    path.mkdir() if was_file else path.write_text("no folder")
+
+
+def _give_back(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _kept(path).rename(path)
+
+
+def train(report: str | None, monitors: dict[str, Any], lost: str | None, back: bool = False) -> dict[str, Any]:
+    """Three batches, each with a rebalance after it.
+
+    Args:
+        lost: a path in whose place there is something else from the second batch on.
+        back: until the third.
+    """
+    warnings = Warnings()
+    engine = build(Case(dynmo={"interval": 0, "report": report}), more=monitors)
+    data, losses = batches(engine), []
+    for step, move in enumerate(MOVES):
+        if lost is not None and engine.global_rank == 0:
+            if step == 1:
+                _take_away(Path(lost))
+            elif step == 2 and back:
+                _give_back(Path(lost))
+        losses.append(engine.train_batch(data).item())
+        engine.rebalance(move)
+    return {"losses": losses, "state": state(engine), "warnings": warnings.messages, "reports": len(engine.reports)}
 
 
 def check_trained_on(results: list[dict[str, Any]], warning: str) -> None:
     """As a run without a report; one warning, on rank 0."""
-    plain = run(2, work.train, None, {}, None)
+    plain = run(2, train, None, {}, None)
     assert [result["losses"] for result in results] == [result["losses"] for result in plain]
     assert [result["state"] for result in results] == [result["state"] for result in plain]
     assert [result["reports"] for result in results] == [3, 3]
@@ -20,25 +76,48 @@ def check_trained_on(results: list[dict[str, Any]], warning: str) -> None:
     assert warning in message and results[1]["warnings"] == []
 
 
+def refused(report: str) -> str:
+    try:
+        build(Case(dynmo={"report": report}))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def test_a_report_that_cannot_be_begun_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     path = tmp_path / "file" / "report.jsonl"
-    for message in run(2, work.refused, str(path)):
+    for message in run(2, refused, str(path)):
         assert message.startswith(f'dynmo.report = "{path}": cannot be written: ')
+
+
+def with_a_report_on_one_rank(paths: list[str | None]) -> float:
+    """The loss of a batch; each rank has a path of its own, or none."""
+    report = paths[int(os.environ["RANK"])]
+    engine = build(Case(dynmo={"interval": 0, "report": report, "timeout_seconds": 10.0}))
+    return float(engine.train_batch(batches(engine)).item())
 
 
 def test_one_rank_alone_may_be_given_a_report(tmp_path: Path) -> None:
     """As scripts do that configure it where the rank is 0."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
-    plain = run(2, work.with_a_report_on_one_rank, [None, None])
-    assert run(2, work.with_a_report_on_one_rank, [str(first), None], seconds=30.0) == plain
-    assert run(2, work.with_a_report_on_one_rank, [None, str(second)], seconds=30.0) == plain
+    plain = run(2, with_a_report_on_one_rank, [None, None])
+    assert run(2, with_a_report_on_one_rank, [str(first), None], seconds=30.0) == plain
+    assert run(2, with_a_report_on_one_rank, [None, str(second)], seconds=30.0) == plain
     assert first.exists() and not second.exists()
+
+
+def with_a_block_of_its_own(blocks: list[dict[str, Any]]) -> str:
+    try:
+        build(Case(dynmo=blocks[int(os.environ["RANK"])]))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def test_all_else_of_the_block_is_the_same_on_every_rank(tmp_path: Path) -> None:
     def found(*blocks: dict[str, Any]) -> list[str]:
-        return run(2, work.with_a_block_of_its_own, list(blocks), seconds=30.0)
+        return run(2, with_a_block_of_its_own, list(blocks), seconds=30.0)
 
     seeds = [{"randomness": {"seed": rank}} for rank in range(2)]
     for message in found(*seeds):
@@ -51,14 +130,12 @@ def test_all_else_of_the_block_is_the_same_on_every_rank(tmp_path: Path) -> None
 
 
 def test_a_full_disk_is_warned_of_once() -> None:
-    check_trained_on(run(2, work.train, "/dev/full", {}, None), "/dev/full: was not written: [Errno 28] No space left")
+    check_trained_on(run(2, train, "/dev/full", {}, None), "/dev/full: was not written: [Errno 28] No space left")
 
 
 def test_a_report_that_is_lost_and_found_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
-    check_trained_on(
-        run(2, work.train, str(path), {}, str(path), True), f"{path}: was not written: [Errno 21] Is a dir"
-    )
+    check_trained_on(run(2, train, str(path), {}, str(path), True), f"{path}: was not written: [Errno 21] Is a dir")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["step"] for record in records if record["kind"] == "rebalance"] == [1, 3]
 
@@ -66,7 +143,7 @@ def test_a_report_that_is_lost_and_found_goes_on(tmp_path: Path) -> None:
 def test_a_monitor_that_fails_is_warned_of_once(tmp_path: Path) -> None:
     """DeepSpeed's own numbers are written through it too, in every batch."""
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    results = run(2, work.train, None, monitors, str(tmp_path / "job"), True)
+    results = run(2, train, None, monitors, str(tmp_path / "job"), True)
     check_trained_on(results, "csv_monitor: was not written: [Errno 20] Not a directory")
     rows = (tmp_path / "job" / "DynMo_layers_moved.csv").read_text().splitlines()
     assert rows == ["step,layers_moved", "6,1", "18,3"]

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from tests.distributed import shm_operator_workloads as work
+import logging
+
+import deepspeed
+from deepspeed.comm import comm
+from deepspeed.utils import logger
+
 from tests.distributed.harness import run
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import build
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def warnings(loaded: bool, engines: int) -> tuple[bool, list[str]]:
+    """Was the operator loaded, and what is said of it when engines are made; ``loaded``: by a program of a user's."""
+    is_there = comm.cdb.shm_comm_op is not None
+    if loaded:
+        comm.cdb.shm_comm_op = object()  # compiling the real one takes 40 s: nothing of it is called
+    messages = _Messages()
+    logger.addHandler(messages)
+    for _ in range(engines):
+        build(Case(stages=deepspeed.comm.get_world_size()))
+    return is_there, [message for message in messages.found if "deepspeed_shm_comm" in message]
 
 
 def test_who_has_it_is_warned_once_on_rank_0() -> None:
-    (_, first), (_, second) = run(2, work.warnings, True, 2)
+    (_, first), (_, second) = run(2, warnings, True, 2)
     assert len(first) == 1 and not second
     assert "/dev/shm" in first[0] and "ds_dynmo.skip_shm_operator() before deepspeed.init_distributed()" in first[0]
 
 
 def test_who_does_without_is_not() -> None:
-    assert run(2, work.warnings, False, 1) == [(False, [])] * 2
+    assert run(2, warnings, False, 1) == [(False, [])] * 2

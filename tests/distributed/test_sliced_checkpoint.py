@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
 
-from tests.distributed import checkpoint_workloads, topology_workloads
-from tests.distributed import sliced_checkpoint_workloads as work
 from tests.distributed.harness import run
-from tests.distributed.test_bitwise import whole
-from tests.distributed.test_checkpoint import check_same
-from tests.distributed.workloads import Case
+from tests.distributed.support.checkpoints import (
+    STEPS,
+    attempt,
+    check_same,
+    load_and_go_on,
+    load_as,
+    load_frozen,
+    load_stock_weights,
+    outcome,
+    refuse,
+    save_and_go_on,
+    save_as,
+    save_then_thaw,
+    train_on,
+    train_undisturbed,
+    what_is_read,
+)
+from tests.distributed.support.configs import Case
+from tests.distributed.support.models import WIDTH
+from tests.distributed.support.sliced_layers import SLICES, SlicedBlock, sliced_layers
+from tests.distributed.support.training import build, whole
 
-STEPS = work.STEPS
 SLICED = Case(stages=2, slices=2, blocks=4, clip=0.05)
-LAYERS = topology_workloads.sliced_layers
+
+
+def load(case: Case, folder: str, dynmo: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Into an engine that has trained a batch of its own."""
+    made = case if dynmo is None else Case(**{**vars(case), "dynmo": dynmo})
+    return load_and_go_on(made, folder, 1, sliced_layers)
+
+
+def save_and_resume(case: Case, folder: str, move: Sequence[int]) -> list[dict[str, Any]]:
+    """What a run does after a checkpoint, and what runs do that start from it: where it was, and where they are."""
+    saved = save_and_go_on(case, folder, move, sliced_layers)
+    return [saved, load(case, folder), load(case, folder, {"enabled": False})]
 
 
 @pytest.mark.parametrize(
@@ -34,20 +66,35 @@ LAYERS = topology_workloads.sliced_layers
     ],
 )
 def test_a_run_goes_on_at_any_partition(tmp_path: Path, case: Case, others: tuple[int, ...]) -> None:
-    saved, *resumed = zip(*run(case.ranks, work.save_and_resume, case, str(tmp_path), [0, 1, 6]))
+    saved, *resumed = zip(*run(case.ranks, save_and_resume, case, str(tmp_path), [0, 1, 6]))
     for loaded in resumed:
         check_same(list(saved), list(loaded))
     assert [loaded[0]["partition"] for loaded in resumed] == [[0, 1, 6], [0, 3, 6]]
     assert [found["random"] for found in resumed[0]] == [found["random"] for found in saved]
     for stages in others:
         other = replace(case, stages=stages)
-        check_same(list(saved), run(other.ranks, work.load, other, str(tmp_path)))
+        check_same(list(saved), run(other.ranks, load, other, str(tmp_path)))
+
+
+def between_stock_and_ours(case: Case, folder: str) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """Per writer and reader what the writer went on to, and what the reader did."""
+    saved = {}
+    for writer in ("stock", "ours", "moved and back"):
+        saved[writer] = save_as(writer, case, os.path.join(folder, writer), sliced_layers)
+    pairs = (("stock", "ours"), ("ours", "stock"), ("moved and back", "stock"))
+    return {
+        (writer, reader): (
+            saved[writer],
+            load_as(reader, case, os.path.join(folder, writer), sliced_layers)[:2],
+        )
+        for writer, reader in pairs
+    }
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.fuzz), "bf16 zero1"])
 def test_stock_both_ways(tmp_path: Path, precision: str) -> None:
     case = replace(SLICED, precision=precision, clip=0.0, groups="two", scheduler=True, tied=True)
-    for rank, ways in enumerate(run(4, work.between_stock_and_ours, case, str(tmp_path))):
+    for rank, ways in enumerate(run(4, between_stock_and_ours, case, str(tmp_path))):
         for way, (saved, loaded) in ways.items():
             assert loaded == saved, (rank, way)
         assert len(ways) == 3
@@ -61,28 +108,30 @@ def test_stock_both_ways(tmp_path: Path, precision: str) -> None:
 
 def test_weights_of_stock_at_another_number_of_stages(tmp_path: Path) -> None:
     case = replace(SLICED, clip=0.0)
-    run(4, checkpoint_workloads.save_as, "stock", case, str(tmp_path), LAYERS)
-    found = [
-        run(2 * n, checkpoint_workloads.load_stock_weights, replace(case, stages=n), str(tmp_path), LAYERS)
-        for n in (1, 2)
-    ]
+    run(4, save_as, "stock", case, str(tmp_path), sliced_layers)
+    found = [run(2 * n, load_stock_weights, replace(case, stages=n), str(tmp_path), sliced_layers) for n in (1, 2)]
     assert len({str(loss) for losses in found for loss in losses}) == 1
+
+
+def refuse_another_degree(case: Case, folders: Sequence[str]) -> list[tuple[str, bool]]:
+    engine = build(case, sliced_layers)
+    return [attempt(engine, folder) for folder in folders]
 
 
 def test_another_tensor_parallel_degree_is_refused(tmp_path: Path) -> None:
     folders = [str(tmp_path / writer) for writer in ("ours", "stock")]
     for writer, folder in zip(("ours", "stock"), folders):
-        run(4, checkpoint_workloads.save_as, writer, SLICED, folder, LAYERS)
+        run(4, save_as, writer, SLICED, folder, sliced_layers)
     for other in (replace(SLICED, stages=1, slices=4), replace(SLICED, slices=1)):
-        for found in run(other.ranks, work.refuse_another_degree, other, folders):
+        for found in run(other.ranks, refuse_another_degree, other, folders):
             for (message, unchanged), folder in zip(found, folders):
                 assert folder in message and unchanged
                 assert f"written with 2 tensor-parallel slices, expected {other.slices}" in message
 
 
 def test_each_slice_reads_its_own_files_once(tmp_path: Path) -> None:
-    run(4, checkpoint_workloads.save_and_go_on, SLICED, str(tmp_path), [0, 2, 6], LAYERS)
-    read = run(2, checkpoint_workloads.what_is_read, replace(SLICED, stages=1), str(tmp_path), LAYERS)
+    run(4, save_and_go_on, SLICED, str(tmp_path), [0, 2, 6], sliced_layers)
+    read = run(2, what_is_read, replace(SLICED, stages=1), str(tmp_path), sliced_layers)
     for place, names in enumerate(read):
         stages = [name for name in names if name.startswith("mp_rank")]
         assert stages == [f"mp_rank_{stage * 2 + place:02d}_model_states.pt" for stage in (0, 1)]
@@ -92,7 +141,7 @@ def test_each_slice_reads_its_own_files_once(tmp_path: Path) -> None:
 
 
 def test_damage_of_one_slice_changes_none(tmp_path: Path) -> None:
-    run(4, checkpoint_workloads.save_and_go_on, SLICED, str(tmp_path), None, LAYERS)
+    run(4, save_and_go_on, SLICED, str(tmp_path), None, sliced_layers)
     good = tmp_path / f"global_step{STEPS}"
     hurts = [
         ("layer_02-model_01-model_states.pt", "missing"),
@@ -104,27 +153,87 @@ def test_damage_of_one_slice_changes_none(tmp_path: Path) -> None:
     ]
     (tmp_path / "copies").mkdir()
     start = replace(SLICED, start=(0, 1, 6))  # it would go elsewhere
-    results = run(4, checkpoint_workloads.refuse, start, str(good), str(tmp_path / "copies"), hurts, LAYERS)
+    results = run(4, refuse, start, str(good), str(tmp_path / "copies"), hurts, sliced_layers)
     for found in results:
         for (message, unchanged), (file, how) in zip(found, hurts):
             assert file in message and unchanged, (file, how, message)
-    undisturbed = run(4, checkpoint_workloads.train_undisturbed, start, LAYERS)
+    undisturbed = run(4, train_undisturbed, start, sliced_layers)
     assert [found[-1][0] for found in results] == undisturbed
 
 
 def test_frozen_state_comes_back(tmp_path: Path) -> None:
     case = replace(SLICED, precision="bf16 zero1", groups="two")
-    saved = run(4, checkpoint_workloads.save_then_thaw, case, str(tmp_path), 3, [0, 2, 6], LAYERS)
-    loaded = run(2, checkpoint_workloads.load_frozen, replace(case, stages=1), str(tmp_path), LAYERS)
+    saved = run(4, save_then_thaw, case, str(tmp_path), 3, [0, 2, 6], sliced_layers)
+    loaded = run(2, load_frozen, replace(case, stages=1), str(tmp_path), sliced_layers)
     assert loaded[0]["losses"] == saved[0]["losses"]
     assert whole(loaded) == whole(saved)
 
 
+class SlicedChanging(SlicedBlock):
+    """Can be narrowed, and given one parameter more that is split as well; keeps a word of its slice."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.word = ""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        return hidden * self.gain.mean() if "gain" in self._parameters else hidden
+
+
+def changing_layers(case: Case) -> list[Any]:
+    first, *blocks, last = sliced_layers(case)
+    return [first, *(LayerSpec(SlicedChanging, index) for index in range(len(blocks))), last]
+
+
+def change(engine: Any) -> None:
+    """Slices lose different numbers of columns; slice 1 alone is given one more parameter that is split."""
+    groups, mine = engine.basic_optimizer.param_groups, SLICES["index"]
+    for index, layer in engine._layers.modules().items():
+        if not isinstance(layer, SlicedChanging) or index % 2 == 0:
+            continue
+        layer.word = f"slice {mine}"
+        kept = 2 + mine
+        for name, values in (("up", layer.up[:kept]), ("down", layer.down[:, :kept])):
+            old, new = getattr(layer, name), nn.Parameter(values.detach().clone())
+            new.model_parallel = True  # type: ignore[attr-defined]
+            setattr(layer, name, new)
+            engine.basic_optimizer.state.pop(old, None)
+            for group in groups:
+                group["params"] = [new if member is old else member for member in group["params"]]
+        layer.gain = nn.Parameter(torch.full((WIDTH,), 0.9))
+        layer.gain.model_parallel = True  # type: ignore[attr-defined]
+        groups[0]["params"].append(layer.gain)
+    engine.model_changed("pruned")
+    engine._controller.decided(moved=False)
+
+
+def words(engine: Any) -> dict[tuple[int, int], str]:
+    """Per slice and layer."""
+    modules = engine._layers.modules().items()
+    return {(SLICES["index"], i): layer.word for i, layer in modules if isinstance(layer, SlicedChanging)}
+
+
+def save_changed(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case, changing_layers)
+    train_on(engine, 0)
+    change(engine)
+    train_on(engine, STEPS, 1)
+    engine.save_checkpoint(folder)
+    return {**outcome(engine, train_on(engine, STEPS + 1)), "words": words(engine)}
+
+
+def load_changed(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case, changing_layers)
+    engine.load_checkpoint(folder)
+    return {**outcome(engine, train_on(engine, STEPS + 1)), "words": words(engine)}
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_slices_load_as_what_they_had_become(tmp_path: Path, stages: int) -> None:
-    saved = run(4, work.save_changed, SLICED, str(tmp_path))
+    saved = run(4, save_changed, SLICED, str(tmp_path))
     case = replace(SLICED, stages=stages)
-    loaded = run(case.ranks, work.load_changed, case, str(tmp_path))
+    loaded = run(case.ranks, load_changed, case, str(tmp_path))
     check_same(saved, loaded)
     kept = [{place: word for found in results for place, word in found["words"].items()} for results in (saved, loaded)]
     assert kept[0] == kept[1] and set(kept[0].values()) == {"", "slice 0", "slice 1"}

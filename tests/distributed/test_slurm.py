@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import run
-from tests.distributed.workloads import Case, train
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import train
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
 
 SCRIPT = Path(__file__).with_name("repack_script.py")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.profiling import trace
 from ds_dynmo.engine.profiling.trace_events import CATEGORIES
-from tests.distributed import trace_workloads, workloads
+from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run, run_each
-from tests.distributed.test_bitwise import whole
-from tests.distributed.workloads import Case
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, build, freeze, sleeping_engine, train, whole
 
 Found = dict[tuple[Any, ...], dict[str, Any]]
 
@@ -57,9 +63,21 @@ def check_batch(found: Found, pipelines: int, stages: int, micro_batches: int, e
                     assert returned["ts"] - 2 * error < found[pipeline, stage - 1, "backward", micro_batch]["ts"]
 
 
+def train_with_shifted_clocks(path: str, seconds: float) -> list[int]:
+    """Sleeping layers, of which the last are slow, until some moved; no two ranks' clocks agree."""
+    perf_counter, rank = time.perf_counter, torch.distributed.get_rank()
+    time.perf_counter = lambda: perf_counter() + seconds * rank
+    block = {"interval": 3, "min_improvement": 0.0, "trace": {"path": path, "steps": [2, 4]}}
+    engine, data = sleeping_engine(block, [0.003] * 6 + [0.02] * 2, torch.distributed.get_world_size())
+    for _ in range(5):
+        engine.train_batch(data)
+        assert not vars(engine).keys() & {"_exec_schedule", "_go_to"}
+    return engine.partition
+
+
 def test_the_timeline_of_sleeping_layers_on_ranks_whose_clocks_differ(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "trace.json"
-    partitions = run(3, trace_workloads.train_with_shifted_clocks, str(path), 1000.0)
+    partitions = run(3, train_with_shifted_clocks, str(path), 1000.0)
     events = read(path)
     names = {(e["name"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}
     assert names == {("process_name", "pipeline 0"), *(("thread_name", f"stage {stage}") for stage in range(3))}
@@ -89,7 +107,7 @@ def test_a_trace_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     traced = replace(case, dynmo={**(case.dynmo or {}), "trace": {"path": str(path), "steps": [2, 5]}})
     moves = [[0, 2, 8], [0, 7, 8], [0, 4, 8]]
-    plain, with_trace = run_each(4, workloads.train, (case, moves, 6, 2), (traced, moves, 6, 2))
+    plain, with_trace = run_each(4, train, (case, moves, 6, 2), (traced, moves, 6, 2))
     assert plain[0]["moved"] > 0
     assert [r["losses"] for r in plain] == [r["losses"] for r in with_trace]
     assert [r["evaluations"] for r in plain] == [r["evaluations"] for r in with_trace]
@@ -106,28 +124,90 @@ def test_a_trace_changes_nothing(tmp_path: Path) -> None:
         check_batch(named(events, step), pipelines=2, stages=2, micro_batches=3, error=error)
 
 
+def train_half_frozen(path: str) -> None:
+    """On ranks that were put aside for 0.02 s when they began to record."""
+    begin = trace.begin
+    trace.begin = lambda clock: (*begin(clock)[:2], 0.01)
+    engine, data = sleeping_engine({"interval": 0, "trace": {"path": path, "steps": [2, 2]}}, [0.002] * 4, 2)
+    engine.train_batch(data)
+    freeze(engine, 2)
+    engine.model_changed("half is frozen")
+    engine.train_batch(data)
+
+
 def test_a_stage_that_is_frozen_does_no_backward_work(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    run(2, trace_workloads.train_half_frozen, str(path))
+    run(2, train_half_frozen, str(path))
     assert all(e["args"]["clock_error_microseconds"] >= 10_000 for e in read(path) if e["ph"] == "i")
     found = named(read(path), 2)
     assert all(found[0, 0, "backward", micro_batch]["dur"] < 4000 for micro_batch in range(4))
     assert all(found[0, 1, "backward", micro_batch]["dur"] > 8000 for micro_batch in range(4))
 
 
+def offsets_of_shifted_clocks(seconds: float) -> tuple[float, float]:
+    """Each rank's clock is so far ahead of the one before it; rank 0 is slow now and then to tell its time."""
+    rank, calls = torch.distributed.get_rank(), count()
+    comm = Communicator(None, torch.device("cpu"), timeout_seconds=30)
+
+    def now() -> float:
+        if rank == 0 and next(calls) % 3 == 0:
+            time.sleep(0.2)
+        return time.perf_counter() + seconds * rank
+
+    return comm.clock_offset(now)
+
+
 def test_clocks_are_told_apart_within_the_error_that_is_named() -> None:
-    found = run(3, trace_workloads.offsets_of_shifted_clocks, 1000.0)
+    found = run(3, offsets_of_shifted_clocks, 1000.0)
     assert found[0] == (0.0, 0.0)
     for rank, (offset, error) in enumerate(found):
         assert abs(offset - 1000.0 * rank) <= error < 0.05
 
 
+def cannot_write(folder: str) -> tuple[str, int]:
+    """What a path says that cannot be written to; steps after a file went away in the middle."""
+    trace = {"path": f"{folder}/file/trace.json", "steps": [1, 3]}
+    Path(folder, "file").write_text("no folder")
+    try:
+        build(Case(dynmo={"trace": trace}))
+    except ConfigError as error:
+        message = str(error)
+    path = Path(folder, "lost.json")
+    engine = build(Case(dynmo={"interval": 0, "trace": {"path": str(path), "steps": [1, 3]}}))
+    data = batches(engine)
+    engine.train_batch(data)
+    if engine.global_rank == 0:
+        path.unlink()
+    for _ in range(2):
+        engine.train_batch(data)
+    return message, engine.global_steps
+
+
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    for message, steps in run(2, trace_workloads.cannot_write, str(tmp_path)):
+    for message, steps in run(2, cannot_write, str(tmp_path)):
         assert message.startswith(f'dynmo.trace.path = "{tmp_path}/file/trace.json": cannot be written: ')
         assert steps == 3
 
 
+def instructions_when_not_traced(path: str) -> list[Any]:
+    """For each batch, of which the second is profiled and the fourth traced: is it carried out as DeepSpeed does?"""
+    maps: list[dict[type, Any]] = []
+    engine = build(Case(dynmo={"interval": 0, "trace": {"path": path, "steps": [4, 4]}}))
+    data, run = batches(engine), PipelineEngine._exec_schedule
+
+    def watch(self: Any, pipe_schedule: Any) -> None:
+        maps.append(dict(self._INSTRUCTION_MAP))
+        run(self, pipe_schedule)
+
+    PipelineEngine._exec_schedule = watch
+    try:
+        for _ in range(5):
+            engine.train_batch(data)
+    finally:
+        PipelineEngine._exec_schedule = run
+    return [found == maps[0] for found in maps]
+
+
 def test_a_batch_that_is_not_traced_runs_what_it_ran_before(tmp_path: Path) -> None:
-    for found in run(2, trace_workloads.instructions_when_not_traced, str(tmp_path / "trace.json")):
+    for found in run(2, instructions_when_not_traced, str(tmp_path / "trace.json")):
         assert found == [True, False, True, False, True]

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.pipe import PipelineModule
 
-from scripts.training.options import RESUME_FILE
-from tests.distributed.case_workloads import CASES, SIZES
+import ds_dynmo
+from ds_dynmo.errors import CheckpointError
+from ds_dynmo.models import language_model_loss, model_layers
+from scripts.train import batches, build_cases, build_engine, train
+from scripts.training.options import RESUME_FILE, prepare
+from scripts.training.report import begin_report, record_nothing
 from tests.distributed.harness import run
-from tests.distributed.test_bitwise import whole
-from tests.distributed.train_script_workloads import failure_to_save, losses_apart, reported, run_script
+from tests.distributed.support.script import flags, run_script
+from tests.distributed.support.training import state, whole
 
 STEPS = 8
-
-
-def flags(folder: Path, name: str, steps: int | None = None) -> list[str]:
-    """Of a run of case ``name``; its JSON is written to ``folder``."""
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-        "dynmo": {"interval": 2, "min_improvement": 0.0, "profile": {"batches": 1}},
-        "model": {**SIZES, **CASES[name]},
-    }
-    (folder / "config.json").write_text(json.dumps(settings))
-    given = ["--deepspeed_config", str(folder / "config.json"), "--data", __file__]
-    return given if steps is None else [*given, "--steps", str(steps)]
 
 
 @pytest.mark.parametrize(("name", "killed_in"), [("freezing and pruning", None), ("egeria", 7)])
@@ -72,6 +65,16 @@ def test_a_run_that_stopped_to_be_launched_anew_is_resumed(tmp_path: Path) -> No
     assert whole(resumed) == whole(in_one_go)
 
 
+def reported(arguments: list[str]) -> tuple[list[float], str]:
+    """The losses of a run that writes its report from rank 0, and what rank 0 had to say of it."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        run = prepare(arguments)
+        engine = build_engine(run)
+        record = begin_report(run.report) if engine.global_rank == 0 else record_nothing
+        return train(run, engine, build_cases(run, engine), record).losses, said.getvalue()
+
+
 def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     arguments = flags(tmp_path, "dense", 3)
     plain = run(2, run_script, arguments)[0]["losses"]
@@ -83,11 +86,43 @@ def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     assert [record["train_loss"] for record in records if record["kind"] == "step"] == first and said == ""
 
 
+def failure_to_save(arguments: list[str]) -> str:
+    try:
+        run_script(arguments)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def test_a_resume_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     (folder / f"{RESUME_FILE}.new").mkdir(parents=True)
     for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), "--save", str(folder)]):
         assert message.startswith(f"{folder / RESUME_FILE}: cannot be written: [Errno 21] Is a directory")
+
+
+def losses_apart(arguments: list[str]) -> dict[str, Any]:
+    """What scripts/train.py reports, and beside it a plain pipeline and an evaluation of the first batch."""
+    run = prepare(arguments)
+    module = PipelineModule(
+        layers=model_layers(run.model), num_stages=run.stages, loss_fn=language_model_loss, partition_method="uniform"
+    )
+    parameters = list(module.parameters())
+    plain = ds_dynmo.initialize(model=module, model_parameters=parameters, config=run.settings)[0]
+    data = batches(run, plain, "train")
+    totals = [plain.train_batch(data.iterate(step * plain.micro_batches)).item() for step in range(run.steps)]
+    engine = build_engine(run)
+    evaluated = engine.eval_batch(data.iterate(0)).item()
+    history = train(run, engine, build_cases(run, engine))
+    return {
+        "totals": totals,
+        "plain": state(plain),
+        "evaluated": evaluated,
+        "losses": history.losses,
+        "auxiliary": history.auxiliary_losses,
+        "state": state(engine),
+        "replica": engine.grid.get_data_parallel_id(),
+    }
 
 
 @pytest.mark.parametrize("name", ["moe auxiliary loss", "dense"])

@@ -9,7 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.engine.optimizer.clipping import Place, gradient_magnitudes
+from ds_dynmo.engine.optimizer.clipping import RankCoordinates, gradient_magnitudes
 from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import (
     FreezingConfig,
@@ -60,7 +60,8 @@ def controller(block: dict[str, Any], *, blocks: range = range(1, 4), total_step
 
 
 def magnitudes(stage: Stage) -> torch.Tensor:
-    return gradient_magnitudes(dict(local_layers(stage)), len(stage._layer_specs), Place(0, 1), lambda p: p.grad)
+    alone = RankCoordinates(0, 1)
+    return gradient_magnitudes(dict(local_layers(stage)), len(stage._layer_specs), alone, lambda p: p.grad)
 
 
 def alone(numbers: torch.Tensor) -> torch.Tensor:

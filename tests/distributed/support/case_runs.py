@@ -1,10 +1,11 @@
-"""Runs for test_cases.py: small models of every dynamic case, trained in pipelines; every function runs on a rank."""
+"""Small models of every dynamic case, trained in pipelines; every function runs on a rank."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,15 +13,22 @@ from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import ModelConfig, dynamic_cases, language_model_loss, model_layers
+from ds_dynmo.models import (
+    MixtureOfExperts,
+    ModelConfig,
+    dynamic_cases,
+    language_model_loss,
+    local_layers,
+    model_layers,
+)
 from ds_dynmo.models.early_exit.exits import ExitHead
-from tests.distributed import workloads
+from tests.distributed.harness import run, run_each
+from tests.distributed.support.configs import Case, config
+from tests.distributed.support.training import state, whole
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
-
 # Evaluates before every step, freezes the first block as soon as there is a slope: before the fourth of six steps.
 EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold": 100.0}
-
 # The "model" block of each dynamic case, as small as it can be.
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -90,9 +98,9 @@ class CaseRun:
     Attributes:
         model: the "model" block but for :data:`SIZES`, which a Hugging Face model does not take.
         moves: by step, where to go before it.
-        precision: see ``workloads.PRECISIONS``.
+        precision: see ``configs.PRECISIONS``.
         dynmo: the "dynmo" block but for "enabled"; by default nothing moves by itself.
-        optimizer, clip: see ``workloads.Case``.
+        optimizer, clip: see ``configs.Case``.
         epoch: after so many micro-batches the same ones come again; None: never.
     """
 
@@ -136,9 +144,9 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     for part in module.modules():
         if isinstance(part, ExitHead):
             part.weight.data.mul_(40.0)  # or an untrained model would be sure of nothing
-    case = workloads.Case(precision=run.precision, optimizer=run.optimizer, clip=run.clip, dynmo=None)
+    case = Case(precision=run.precision, optimizer=run.optimizer, clip=run.clip, dynmo=None)
     settings = {
-        **workloads.config(case),
+        **config(case),
         "dynmo": {**run.dynmo, "enabled": run.enabled},
     }
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
@@ -155,25 +163,6 @@ def batches(
         tokens = torch.randint(0, 256, (2, model.sequence_length + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
         number = (number + 1) % epoch if epoch else number + 1
-
-
-def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
-    """By step, the whole model's gradient magnitudes by layer, and how many layers are frozen after it."""
-    engine, model = build(run)
-    data, found = batches(engine, model), []
-    engine.before_step(lambda: found.append(engine.gradient_magnitudes()))
-    (case,) = dynamic_cases(model, engine, total_steps=run.steps)
-    sums, frozen = [], []
-    for step in range(run.steps):
-        case.before_batch(step)
-        if step in run.moves:
-            engine.rebalance(run.moves[step])
-        engine._controller.decided(moved=False)
-        engine.train_batch(data)
-        sums.append(engine.sum_over_world(found[step]).tolist())
-        case.after_batch(step + 1)
-        frozen.append(case._controller.frozen_prefix(step + 1))
-    return {"sums": sums, "frozen": frozen}
 
 
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
@@ -193,8 +182,8 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
             engine, model = build(run)
             engine.load_checkpoint(folder)
             cases = dynamic_cases(model, engine, total_steps=run.steps)
-            for case, state in zip(cases, json.loads(states), strict=True):
-                case.load_state_dict(state)
+            for case, saved in zip(cases, json.loads(states), strict=True):
+                case.load_state_dict(saved)
         for case in cases:
             case.before_batch(step)
         if step in run.moves:
@@ -212,9 +201,73 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
     return {
         "losses": losses,
         "evaluated": engine.eval_batch(batches(engine, model, seed=1)).item(),
-        "state": workloads.state(engine),
+        "state": state(engine),
         "replica": engine.grid.get_data_parallel_id(),
         "signals": signals,
         "partition": engine.partition,
         "summaries": {case.name: case.summary() for case in cases},
     }
+
+
+# A "dynmo" block with a decision after every batch; the first finds all blocks on the second of two stages.
+EVERY: dict[str, Any] = {
+    "interval": 1,
+    "min_improvement": 0.0,
+    "profile": {"batches": 1, "warmup_batches": 0},
+    "initial_partition": [0, 1, 7],
+}
+
+
+def experts(engine: Any) -> dict[int, MixtureOfExperts]:
+    """This rank's, by layer."""
+    parts = {number: getattr(layer, "mlp", None) for number, layer in local_layers(engine.module)}
+    return {number: part for number, part in parts.items() if isinstance(part, MixtureOfExperts)}
+
+
+def train_and_decide(run: CaseRun) -> dict[str, Any]:
+    """Trains as the "dynmo" block of ``run`` says."""
+    engine, model = build(run)
+    data = batches(engine, model)
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    losses = []
+    for step in range(run.steps):
+        for case in cases:
+            case.before_batch(step)
+        losses.append(engine.train_batch(data).item())
+        for case in cases:
+            case.after_batch(step + 1)
+    signals = [layer.load_signal for layer in engine.profile.layers]
+    decisions = [report for report in engine.reports if report.reason != "initial"]
+    steps, moved = [report.step for report in decisions], sum(report.moved for report in decisions)
+    return {"losses": losses, "steps": steps, "signals": signals, "moved": moved}
+
+
+def moved(case: CaseRun) -> CaseRun:
+    """The same run with layers on the move before almost every batch."""
+    last = num_layers(case)
+    there, back = [0, 2, last], [0, last - 2, last]
+    if case.stages == 3:
+        there, back = [0, 1, 4, last], [0, last - 3, last - 1, last]
+    return replace(case, moves={1: there, 2: back, 4: there, 5: back})
+
+
+def signals(results: list[dict[str, Any]]) -> dict[int, float]:
+    """By layer."""
+    return {layer: signal for result in results for layer, signal in result["signals"].items()}
+
+
+def check_moves_change_nothing(
+    case: CaseRun, still: list[dict[str, Any]] | None = None, elsewhere: list[dict[str, Any]] | None = None
+) -> None:
+    """``still``: what the case comes to without moves, and ``elsewhere`` with them, if that is known."""
+    if still is None:
+        still, elsewhere = run_each(case.ranks, train, (case,), (moved(case),))
+    elif elsewhere is None:
+        elsewhere = run(case.ranks, train, moved(case))
+    assert still[0]["losses"] == elsewhere[0]["losses"] and still[0]["evaluated"] == elsewhere[0]["evaluated"]
+    assert whole(still) == whole(elsewhere)
+    assert signals(still) == signals(elsewhere)
+    if "early_exit" in case.model:
+        assert min(signals(still).values()) < 1.0  # tokens leave, or there is nothing to compare
+    assert still[0]["partition"] != elsewhere[0]["partition"]
+    assert all(math.isfinite(loss) for loss in still[0]["losses"])

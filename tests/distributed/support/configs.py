@@ -1,0 +1,111 @@
+"""One training run as a value, and what DeepSpeed is given for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 buffers": {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
+    "bf16 immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
+    "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "bf16 zero1 fp32sums": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "fp32 zero1": {"zero_optimization": {"stage": 1}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    stages: int = 2
+    blocks: int = 5
+    tied: bool = False
+    clip: float = 1.0
+    optimizer: str = "AdamW"
+    checkpoint_interval: int = 0
+    reentrant: bool = True
+    micro_batches: int = 3
+    replicas: int = 1
+    slices: int | None = None  # tensor-parallel; None: a topology without that axis
+    scheduler: bool = False
+    groups: str = "one"  # one, two, or sparse: a rank without members leaves a group out
+    precision: str = "fp32"  # see PRECISIONS
+    dropout: bool = False
+    start: tuple[int, ...] | None = None
+    dynmo: dict[str, Any] | None = field(default_factory=lambda: {"interval": 0})
+
+    @property
+    def num_layers(self) -> int:
+        return self.blocks + 3
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas * (self.slices or 1)
+
+    @property
+    def topology(self) -> Any:
+        """None: DeepSpeed's own for so many stages."""
+        if self.slices is None:
+            return None
+        return PipeModelDataParallelTopology(num_pp=self.stages, num_mp=self.slices, num_dp=self.replicas)
+
+
+def parameter_groups(module: nn.Module, how: str) -> list[Any]:
+    decayed = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+    if how == "one":
+        return list(module.parameters())
+    return groups if how == "two" else [group for group in groups if group["params"]]
+
+
+def config(case: Case) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.micro_batches,
+        "gradient_clipping": case.clip,
+        "steps_per_print": 10**6,
+        "pipeline": {"use_reentrant": case.reentrant},
+        **PRECISIONS[case.precision],
+    }
+    if "zero1" in case.precision and case.optimizer not in ("AdamW", "Adam"):
+        settings["zero_allow_untested_optimizer"] = True
+    if case.optimizer in ("AdamW", "Adam"):
+        settings["optimizer"] = {"type": case.optimizer, "params": {"lr": 0.03, "torch_adam": True}}
+    elif case.optimizer == "FusedAdam":
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.03}}
+    elif case.optimizer == "SGD":
+        settings["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    if case.scheduler:
+        settings["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 8},
+        }
+    if case.dynmo is not None:
+        settings["dynmo"] = case.dynmo
+    return settings
+
+
+def client_optimizer(case: Case, parameters: list[Any]) -> Any:
+    """An optimizer, or a way to make one where this stage has nothing to train; None: the JSON's."""
+    if case.optimizer == "Adafactor" and not parameters:
+        return lambda groups: torch.optim.Adafactor(groups, lr=0.05)
+    if case.optimizer == "Adafactor":
+        return torch.optim.Adafactor(parameters, lr=0.05)
+    if case.optimizer == "CPUAdam":
+        return DeepSpeedCPUAdam(parameters or [{"params": []}], lr=0.03)
+    if case.optimizer == "client AdamW":
+        return torch.optim.AdamW(parameters, lr=0.03)
+    return None

@@ -1,0 +1,180 @@
+"""Runs that re-pack, and launches that join them; every function runs on a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_dynmo.engine.elastic.secret import VARIABLE
+from ds_dynmo.errors import ReleasedError
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import batches, build, state
+
+SECRET = "known to the job and to those that join it"
+
+
+def know(secret: str = SECRET) -> None:
+    """This rank's environment has the secret."""
+    os.environ[VARIABLE] = secret
+
+
+def _train(
+    engine: Any, data: Any, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int]], steps: int
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"losses": {}, "state": {}, "called": True}
+    while engine.global_steps < steps:
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        engine._repacker.world.store.wait([f"ready/{rank}" for rank in awaited.get(engine.global_steps, ())])
+        if engine.global_steps in sizes:
+            engine.repack(sizes[engine.global_steps])
+        if engine.released and not engine.wait_for_recall():
+            return found
+    found["state"] = state(engine)
+    found["reports"] = engine.repacks
+    found["most"] = engine.most_stages()
+    found["gone"] = [place.rank for place in engine._repacker.gone_and_staying()[0]]
+    engine.dismiss_parked()
+    return found
+
+
+def job(case: Case, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int]], steps: int) -> dict[str, Any]:
+    """Train, re-packing after the steps of ``sizes``, once the ranks of ``awaited`` have said that they joined."""
+    know()
+    engine = build(case)
+    return _train(engine, batches(engine), sizes, awaited, steps)
+
+
+def newcomer(case: Case, address: str, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
+    """Join the job at ``address``, wait to be called, and take part."""
+    know()
+    engine = build(case)
+    engine.join(address)
+    assert engine.released
+    assert not engine._repacker._launch_store.check(["ds_dynmo/job"])  # nobody can join this launch any more
+    if not engine.wait_for_recall():
+        return {"losses": {}, "state": {}, "called": False}
+    data = batches(engine)
+    for _ in range(engine.global_steps * engine.micro_batches):
+        next(data)
+    return _train(engine, data, sizes, {}, steps)
+
+
+Sizes = Mapping[int, int | list[int]]  # after which step, to how many stages, or to which partition
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_plain, value))
+    return isinstance(value, int | str | bool | None)
+
+
+def attributes(engine: Any) -> dict[str, Any]:
+    """All plain attributes of the engine, its module, grid and optimizer: whatever was built once from the world."""
+    optimizer = engine._wrapper._wrapper if engine._wrapper is not None else None
+    holders = {"engine": engine, "module": engine.module, "grid": engine.grid, "optimizer": optimizer}
+    return {
+        f"{place}.{name}": value
+        for place, holder in holders.items()
+        if holder is not None
+        for name, value in vars(holder).items()
+        if isinstance(value, int | str | tuple | list | bool | None) and _plain(value)
+    }
+
+
+def train_and_repack(case: Case, sizes: Sizes, steps: int, halve_rates_at: int | None = None) -> dict[str, Any]:
+    """Train ``steps`` batches, re-packing on the way; a rank that is released waits to be taken back.
+
+    After ``halve_rates_at`` batches the ranks at work halve all learning rates by hand.
+    """
+    engine = build(case)
+    data = batches(engine)
+    found: dict[str, Any] = {"home": dist.get_rank(), "losses": {}, "released": []}
+    while engine.global_steps < steps:
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        if engine.global_steps == halve_rates_at:
+            for group in engine.optimizer.param_groups:
+                group["lr"] /= 2
+        wanted = sizes.get(engine.global_steps)
+        if wanted is not None:
+            engine.repack(partition=wanted) if isinstance(wanted, list) else engine.repack(wanted)
+        if engine.released:
+            found["released"].append(engine.global_steps)
+            try:
+                engine.train_batch(data)
+            except ReleasedError as error:
+                found["refused"] = str(error)
+            if not engine.wait_for_recall():
+                return {**found, "state": {}, "attributes": {}}
+    found["state"] = state(engine)
+    found["rates"] = engine.get_lr()
+    found["evaluation"] = engine.eval_batch(batches(engine, seed=7)).item()
+    found["attributes"] = attributes(engine)
+    found["reports"] = engine.repacks
+    found["partition"] = engine.partition
+    engine.dismiss_parked()
+    return found
+
+
+def train_alone(case: Case, steps: int) -> dict[str, Any]:
+    """As :func:`train`, without re-packing, from the start."""
+    return train_and_repack(case, {}, steps)
+
+
+def train_through_checkpoint(case: Case, folder: str, first: int, last: int) -> dict[str, Any]:
+    """Train batches ``first + 1`` to ``last``, from the checkpoint at ``first`` (0: none), and save one at the end."""
+    engine = build(case)
+    data = batches(engine)
+    if first:
+        engine.load_checkpoint(folder)
+        for _ in range(first * case.micro_batches):
+            next(data)
+    losses = {step + 1: engine.train_batch(data).item() for step in range(first, last)}
+    engine.save_checkpoint(folder)
+    return {"losses": losses, "state": state(engine), "attributes": attributes(engine), "partition": engine.partition}
+
+
+ACCEPTS_JOINS: dict[str, Any] = {"interval": 0, "timeout_seconds": 60.0, "repack": {"accept_joins": True}}
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """All at the same time; the first error counts, the others may follow from it."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        for done in as_completed(futures):
+            done.result()
+        return [future.result() for future in futures]
+
+
+PARK = {"interval": 0, "repack": {"release": "park"}}
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole model's state; shards put together."""
+    whole: dict[str, Any] = {}
+    shards: dict[str, list[tuple[int, bytes]]] = {}
+    for result in results:
+        own = dict(result["state"])
+        for key, part in own.pop("shards", {}).items():
+            shards.setdefault(key, []).append(part)
+        whole.update(own)
+    whole.update({key: b"".join(data for _, data in sorted(set(parts))) for key, parts in shards.items()})
+    return whole
+
+
+def losses(results: list[dict[str, Any]]) -> dict[int, float]:
+    """By step; every rank that trained a step has to say the same."""
+    found: dict[int, float] = {}
+    for result in results:
+        for step, loss in result["losses"].items():
+            assert found.setdefault(step, loss) == loss
+    return found
+
+
+DIFFER = {"engine.local_rank", "module.local_rank"}  # devices stay
+DIFFER |= {"engine._last_move_step", "engine._profile", "engine._tidies_up", "engine.loss", "module.curr_layer"}

@@ -1,0 +1,73 @@
+"""The training script, run by a rank as a launcher would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.train import build_cases, build_engine, train
+from scripts.training.options import prepare
+from tests.distributed.support.case_runs import CASES, SIZES
+from tests.distributed.support.training import state
+
+
+def flags(folder: Path, name: str, steps: int | None = None) -> list[str]:
+    """Of a run of case ``name``; its JSON is written to ``folder``."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "dynmo": {"interval": 2, "min_improvement": 0.0, "profile": {"batches": 1}},
+        "model": {**SIZES, **CASES[name]},
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    given = ["--deepspeed_config", str(folder / "config.json"), "--data", __file__]
+    return given if steps is None else [*given, "--steps", str(steps)]
+
+
+class Killed(Exception):
+    """Stands in for what ends a job in the middle."""
+
+
+def run_script(
+    arguments: list[str], killed_in: int | None = None, joined_in: int | None = None, packed_in: int | None = None
+) -> dict[str, Any]:
+    """What scripts/train.py trains once its ranks have met.
+
+    Args:
+        killed_in: the step, counted from 1, in the middle of which everything ends.
+        joined_in: the step before which another rank has joined.
+        packed_in: the step at whose end the engine goes on with one stage.
+    """
+    run = prepare(arguments)
+    engine = build_engine(run)
+    cases = build_cases(run, engine)
+    if run.join is not None:
+        engine.join(run.join)
+    train_batch = engine.train_batch
+
+    def until_killed(data: Any) -> Any:
+        if engine.global_steps + 1 == killed_in:
+            raise Killed
+        if engine.global_steps + 1 == joined_in:
+            engine._repacker.world.store.wait(["ready/1"])
+        loss = train_batch(data)
+        if engine.global_steps == packed_in:
+            engine.repack(1)
+        return loss
+
+    engine.train_batch = until_killed
+    try:
+        history = train(run, engine, cases)
+    except Killed:
+        return {}
+    if engine.released:
+        return {"losses": history.losses}
+    return {
+        "losses": history.losses,
+        "ranks": history.ranks,
+        "validation": history.validation_losses,
+        "state": state(engine),
+        "replica": engine.grid.get_data_parallel_id(),
+    }

@@ -1,0 +1,165 @@
+"""Where the engine does what DeepSpeed's does, and where it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+
+import ds_dynmo
+from tests.distributed.harness import run
+from tests.distributed.support.configs import Case, config, parameter_groups
+from tests.distributed.support.models import layers, layers_of_many_widths, loss, scale
+from tests.distributed.support.training import batches, build, raw
+
+
+def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]] = layers) -> tuple[Any, ...]:
+    """Losses and weights under DeepSpeed's engine or ours; without the key where ``case.clip`` is NaN."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    module = PipelineModule(layers=make_layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+    initialize = deepspeed.initialize if which == "deepspeed" else ds_dynmo.initialize
+    settings = config(case)
+    if math.isnan(case.clip):
+        del settings["gradient_clipping"]
+    engine = initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+    data = batches(engine)
+    losses = [engine.train_batch(data).item() for _ in range(5)]
+    return losses, {name: raw(parameter) for name, parameter in module.named_parameters()}
+
+
+def test_without_a_block_the_engine_is_deepspeeds() -> None:
+    stock, ours = (run(2, train_stock, Case(dynmo=None), which) for which in ("deepspeed", "ds_dynmo"))
+    assert stock == ours
+
+
+DRAWS_AS_DEEPSPEED = {"interval": 0, "randomness": {"per_layer": False}}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(clip=0.0, tied=True),
+        Case(clip=0.0, tied=True, replicas=2, dropout=True, dynmo=DRAWS_AS_DEEPSPEED),
+        Case(clip=0.0, tied=True, precision="bf16"),
+        Case(clip=0.0, tied=True, precision="bf16 zero1", replicas=2),
+    ],
+)
+def test_an_unclipped_run_is_bitwise_deepspeeds(case: Case) -> None:
+    stock, ours = (run(case.ranks, train_stock, case, which) for which in ("deepspeed", "ds_dynmo"))
+    assert stock == ours
+
+
+@pytest.mark.parametrize(
+    ("case", "make_layers"),
+    [
+        (Case(clip=0.0, dropout=True), layers),
+        (Case(clip=0.0, tied=True, stages=1), layers),
+        (Case(clip=0.0, stages=3), layers_of_many_widths),
+    ],
+    ids=["draws", "tied on one stage", "several tensors"],
+)
+def test_where_the_readme_says_that_an_unclipped_run_differs_it_does(case: Case, make_layers: Any) -> None:
+    stock, ours = (run(case.ranks, train_stock, case, which, make_layers) for which in ("deepspeed", "ds_dynmo"))
+    assert stock != ours
+
+
+def test_deepspeed_clips_by_its_first_stage_unless_told_not_to() -> None:
+    """So that runs without the key differ, and are those with 1.0."""
+    told_nothing = replace(Case(), clip=math.nan)
+    (stock, _), (ours, _), (at_one, _) = (
+        run(2, train_stock, case, which)[0]
+        for case, which in ((told_nothing, "deepspeed"), (told_nothing, "ds_dynmo"), (Case(clip=1.0), "ds_dynmo"))
+    )
+    assert stock[0] == ours[0] and stock[1] != ours[1]
+    assert ours == at_one
+
+
+def code_that_runs(case: Case) -> dict[str, Any]:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    engine = build(case)
+    data = batches(engine)
+    found: dict[str, Any] = {"changed instructions": set(), "bare layers": True, "profiled": []}
+    train_batch, exec_schedule = PipelineEngine.train_batch, PipelineEngine._exec_schedule
+    profiled = False
+
+    def watch_profile(self: Any, data_iter: Any = None) -> Any:
+        nonlocal profiled
+        profiled = any(getattr(f, "__name__", "") == "marked" for f in self.module.forward_funcs)
+        return train_batch(self, data_iter)
+
+    def watch(self: Any, pipe_schedule: Any) -> None:
+        layers_here = [*self.module._modules.values(), scale]
+        bare = all(f in layers_here for f in self.module.forward_funcs)
+        if profiled:
+            found["profiled"].append(self.global_steps + 1)
+        else:
+            found["bare layers"] &= bare
+            stock = PipelineEngine._INSTRUCTION_MAP
+            changed = {kind.__name__ for kind, function in self._INSTRUCTION_MAP.items() if function is not stock[kind]}
+            found["changed instructions"] |= changed
+        exec_schedule(self, pipe_schedule)
+
+    PipelineEngine.train_batch, PipelineEngine._exec_schedule = watch_profile, watch
+    for _ in range(5):
+        engine.train_batch(data)
+    return found
+
+
+def test_a_batch_that_is_not_profiled_runs_deepspeeds_code() -> None:
+    case = Case(dynmo={"interval": 0, "randomness": {"per_layer": False}})
+    for result in run(2, code_that_runs, case):
+        assert result == {"changed instructions": {"BackwardPass"}, "bare layers": True, "profiled": [2]}
+    for result in run(2, code_that_runs, Case()):
+        changed = {"ForwardPass", "BackwardPass"}
+        assert result == {"changed instructions": changed, "bare layers": False, "profiled": [2]}
+
+
+def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Two groups on every rank, one of them empty where a stage has no such parameter, and a scheduler of lambdas."""
+    case = Case(stages=4)
+    torch.manual_seed(0)
+    module = PipelineModule(layers=layers(case), num_stages=4, loss_fn=loss, partition_method="uniform")
+    groups = [{"params": [], "name": "nobody's"}, *parameter_groups(module, "two")]
+    optimizer = torch.optim.AdamW([{"name": "", **group} for group in groups], lr=0.03)
+    factors = [lambda step: 0.1**step, lambda step: 0.9**step, lambda step: 0.5**step]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+    engine = ds_dynmo.initialize(
+        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config(Case(optimizer="client"))
+    )[0]
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(6):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return {"losses": losses, "lr": [group["lr"] for group in optimizer.param_groups]}
+
+
+def test_a_clients_scheduler_of_lambdas_and_an_empty_group() -> None:
+    still = run(4, train_with_client_scheduler, [])
+    moved = run(4, train_with_client_scheduler, [[0, 1, 2, 3, 8], [0, 5, 6, 7, 8], [0, 3, 5, 7, 8]])
+    assert still == moved
+    for result in still:
+        assert result["lr"] == pytest.approx([0.03 * 0.1**6, 0.03 * 0.9**6, 0.02 * 0.5**6])
+
+
+def gradient_norms(case: Case) -> list[float]:
+    engine = build(case)
+    data, found = batches(engine), []
+    for _ in range(3):
+        engine.train_batch(data)
+        found.append(engine.get_global_grad_norm())
+    return found
+
+
+def test_clip_norm_is_that_of_the_whole_model() -> None:
+    norms = {tuple(result) for result in run(2, gradient_norms, Case(clip=1.0, stages=2))}
+    alone = {tuple(result) for result in run(1, gradient_norms, Case(clip=1.0, stages=1))}
+    assert norms == alone and len(norms) == 1

@@ -1,0 +1,258 @@
+"""Damaged checkpoints, and ranks that die or fail while they write one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_dynmo
+from ds_dynmo.engine.checkpoint import folder as folders
+from tests.distributed.harness import RankError, run
+from tests.distributed.support.checkpoints import (
+    STEPS,
+    Evil,
+    check_same,
+    load_and_go_on,
+    outcome,
+    refuse,
+    save_and_go_on,
+    save_as,
+    train_on,
+    train_undisturbed,
+)
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import build, state
+
+# -- files that are not what they should be -----------------------------------------------------------
+
+
+def test_damage_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    for name, seed in (("good", 0), ("other", 1)):
+        run(2, save_and_go_on, replace(case, blocks=5 + seed), str(tmp_path / name), None)
+    run(2, save_and_go_on, replace(case, clip=0.01), str(tmp_path / "same"), None)
+    good, other, same = (str(tmp_path / name / f"global_step{STEPS}") for name in ("good", "other", "same"))
+    files = ["layer_03-model_states.pt", "mp_rank_01_model_states.pt", "dynmo/layer_05-data_00-model_00.pt"]
+    files += ["dynmo/rank-pipe_01-data_00-model_00.pt", "dynmo/manifest.json"]
+    hurts = [(file, how) for file in files for how in ("missing", "truncated", "garbage")]
+    hurts += [("mp_rank_00_model_states.pt", "evil")]
+    hurts += [(file, f"{where}/{file}") for file in files[:2] for where in (other, same)]
+    hurts += [("dynmo/manifest.json", f"{other}/dynmo/manifest.json")]
+    (tmp_path / "copies").mkdir()
+    start = replace(case, start=(0, 3, 8))  # it would go elsewhere
+    results = run(2, refuse, start, good, str(tmp_path / "copies"), hurts)
+    for found in results:
+        for (message, unchanged), (file, how) in zip(found, hurts):
+            assert file in message and unchanged, (file, how, message)
+    assert [found[-1][0] for found in results] == run(2, train_undisturbed, start)
+
+
+def test_a_malicious_pickle_is_refused(tmp_path: Path) -> None:
+    case = Case(stages=1)
+    run(1, save_as, "stock", case, str(tmp_path))
+    (tmp_path / "copies").mkdir()
+    hurts = [("mp_rank_00_model_states.pt", "evil"), ("layer_00-model_states.pt", "evil")]
+    found = run(1, refuse, case, str(tmp_path / f"global_step{STEPS}"), str(tmp_path / "copies"), hurts)[0]
+    for (message, unchanged), (file, _) in zip(found, hurts):
+        assert file in message and "could run code" in message and unchanged
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    run(2, save_and_go_on, case, str(tmp_path), None)
+    for other, message in (
+        (replace(case, blocks=6), "a model of 8 layers, expected 9"),
+        (replace(case, tied=True), "layer 7 has parameters .* there, expected none"),
+        (replace(case, optimizer="SGD"), "AdamW.*expected SGD"),
+        (replace(case, groups="two"), "has 1 parameter groups, expected 2"),
+    ):
+        with pytest.raises(RankError, match=f"CheckpointError.*{message}"):
+            run(2, load_and_go_on, other, str(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+def test_flat_buffers_of_other_groups_are_refused(tmp_path: Path, precision: str) -> None:
+    """Before anything changes."""
+    cases = [Case(stages=2, precision=precision, groups=groups) for groups in ("one", "two")]
+    for case, folder in zip(cases, ("one", "two")):
+        run(2, save_as, "ours", case, str(tmp_path / folder))
+    for case, folder, counts in ((cases[1], "one", (1, 2)), (cases[0], "two", (2, 1))):
+        with pytest.raises(RankError, match="flat-pipe_0.*has {} parameter groups, expected {}".format(*counts)):
+            run(2, load_and_go_on, case, str(tmp_path / folder))
+
+
+class Killed(BaseException):
+    """As a kill: nothing is tidied up."""
+
+
+STEPS_OF_WRITING = [
+    (os, "rename"), (os, "replace"), (os, "makedirs"), (os, "rmdir"), (os, "unlink"), (os, "link"), (os, "fsync"),
+    (torch, "save"), (shutil, "copytree"), (shutil, "rmtree"),
+]  # fmt: skip
+
+
+class Countdown:
+    """Kills at the n-th step of writing, counted over all of them."""
+
+    def __init__(self, step: int, die: Callable[[], None]) -> None:
+        self.left, self.die = step, die
+        self._originals: list[Any] = []
+
+    def __enter__(self) -> Countdown:
+        for module, name in STEPS_OF_WRITING:
+            self._originals.append(getattr(module, name))
+            setattr(module, name, self._counting(self._originals[-1]))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for (module, name), original in zip(STEPS_OF_WRITING, self._originals):
+            setattr(module, name, original)
+
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                self.die()
+            self.left -= 1
+            return original(*args, **kwargs)
+
+        return count
+
+
+def killed() -> None:
+    raise Killed
+
+
+def whole(engine: Any, folder: str, saved: dict[str, Any], tag: str, new: Any) -> str:
+    """What is wrong with the checkpoints after a kill while ``tag`` was written over those of ``saved``."""
+    last = list(saved)[-1]
+    latest = folders.read_latest(folder)
+    if latest is None or not os.path.isdir(os.path.join(folder, latest)):
+        return f"latest names {latest}, which is not there"
+    engine.load_checkpoint(folder)
+    if (engine.global_steps, state(engine)) not in (saved[last], new):
+        return "latest is neither the previous nor the new one"
+    for name, expected in saved.items():
+        engine.load_checkpoint(folder, tag=name)
+        allowed = (expected, new) if name == tag else (expected,)
+        if (engine.global_steps, state(engine)) not in allowed:
+            return f"{name} is not what was saved"
+    return ""
+
+
+def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int, str]]:
+    """Kill the writing of the last of ``tags`` at ``every`` so many of its steps; what is wrong afterwards, by step."""
+    engine = build(Case(stages=1, blocks=1))
+    wrong, step, survived = [], 0, False
+    while not survived:
+        target = os.path.join(folder, str(step))
+        saved = {}
+        for tag in tags[:-1]:
+            train_on(engine, 0, 1)
+            engine.save_checkpoint(target, tag=tag)
+            saved[tag] = (engine.global_steps, state(engine))
+        train_on(engine, 0, 1)
+        new = (engine.global_steps, state(engine))
+        with Countdown(step, killed):
+            try:
+                engine.save_checkpoint(target, tag=tags[-1])
+                survived = True
+            except Killed:
+                pass
+        if problem := whole(engine, target, saved, tags[-1], new):
+            wrong.append((step, problem))
+        train_on(engine, 0, 1)
+        newest = (engine.global_steps, state(engine))
+        engine.save_checkpoint(target, tag=tags[-1])  # and the next one tidies up
+        engine.load_checkpoint(target)
+        if (engine.global_steps, state(engine)) != newest:
+            wrong.append((step, "the next checkpoint was lost"))
+        names = {name for name in os.listdir(target)}
+        if folders.read_latest(target) != tags[-1] or names != {*tags, "latest"}:
+            wrong.append((step, f"left {names}"))
+        step += every
+        shutil.rmtree(target)
+    return [*wrong, (step, "steps")]
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("tags", [["one", "two"], ["one", "one"], ["one", "two", "one"]], ids="-".join)
+def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list[str], every: int) -> None:
+    *wrong, (steps, _) = run(1, kill_everywhere, str(tmp_path), tags, every)[0]
+    assert not wrong
+    assert steps > 20
+
+
+def save_twice_and_die(case: Case, folder: str, rank: int, step: int) -> None:
+    engine = build(case)
+    train_on(engine, 0)
+    engine.save_checkpoint(folder, tag="t")
+    train_on(engine, STEPS)
+    with Countdown(step if engine.global_rank == rank else 10**6, lambda: os._exit(1)):
+        engine.save_checkpoint(folder, tag="t")
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 2), (0, 12)])
+def test_a_rank_that_dies_while_writing(tmp_path: Path, rank: int, step: int) -> None:
+    case = Case(stages=2)
+    with pytest.raises(RankError, match="died"):
+        run(2, save_twice_and_die, case, str(tmp_path), rank, step)
+    saved = run(2, save_and_go_on, case, str(tmp_path / "reference"))
+    check_same(saved, run(2, load_and_go_on, case, str(tmp_path)))
+
+
+def failure_at_the_end(engine: Any, folder: str) -> str:
+    """The message where one rank fails after everything that ranks do together."""
+    from ds_dynmo.engine.checkpoint import applying
+
+    if engine.global_rank == 1:
+        applying.restore_random_states = lambda states: [][0]
+    try:
+        engine.load_checkpoint(folder, tag="good")
+    except ds_dynmo.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_fails(case: Case, folder: str) -> tuple[str, dict[str, Any]]:
+    """One rank's disk is full; then a client state that could not be loaded again."""
+    engine = build(case)
+    train_on(engine, 0)
+    engine.save_checkpoint(folder, tag="good")
+    messages = ""
+    original = torch.save
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("No space left on device")
+
+    if engine.global_rank == 1:
+        torch.save = full
+    for client in ({}, {"evil": Evil(folder)}):
+        try:
+            engine.save_checkpoint(folder, tag="bad", client_state=client)
+        except ds_dynmo.CheckpointError as error:
+            messages += str(error)
+        torch.save = original
+    assert sorted(os.listdir(folder)) == ["good", "latest"], os.listdir(folder)
+    found = outcome(engine, train_on(engine, STEPS))
+    return messages + failure_at_the_end(engine, folder), found
+
+
+def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    results = run(2, save_fails, case, str(tmp_path))
+    for message, _ in results:
+        assert "rank 1: OSError: No space left" in message and "could run code" in message and "mp_rank_00" in message
+        assert "neither what it was nor what was saved: rank 1: IndexError" in message
+    saved = run(2, save_and_go_on, case, str(tmp_path / "reference"))
+    check_same(saved, [found for _, found in results])

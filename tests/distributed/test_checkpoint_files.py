@@ -1,0 +1,154 @@
+"""What files a checkpoint has, and who reads and writes them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_dynmo
+from tests.distributed.harness import run
+from tests.distributed.support.checkpoints import (
+    STEPS,
+    check_same,
+    load_and_go_on,
+    outcome,
+    save_and_go_on,
+    train_on,
+    what_is_read,
+)
+from tests.distributed.support.configs import Case
+from tests.distributed.support.training import build, state
+
+
+def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
+    """Train where stages lack groups, and look for traces in what DeepSpeed wrote."""
+    engine = build(case)
+    train_on(engine, 0)
+    engine.save_checkpoint(folder, tag="now")
+    if engine.global_rank:
+        return []
+    found = []
+    for path in sorted(Path(folder, "now").glob("*.pt")):
+        content = torch.load(path, weights_only=False)
+        groups = content.get("optimizer_state_dict", {}).get("single_partition_of_fp32_groups", [])
+        sizes = [group.numel() for group in groups]
+        if "placeholder" in str(content) or 1 in sizes or 2 in sizes:
+            found.append(path.name)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
+def test_placeholders_reach_no_file(tmp_path: Path, precision: str) -> None:
+    case = Case(stages=4, precision=precision, groups="two", start=(0, 1, 6, 7, 8))  # embedding, blocks, function, head
+    assert run(4, files_hold_no_placeholder, case, str(tmp_path))[0] == []
+
+
+# -- the rest -----------------------------------------------------------------------------------------
+
+
+def test_each_rank_reads_what_it_needs(tmp_path: Path) -> None:
+    case = Case(stages=4)
+    run(4, save_and_go_on, case, str(tmp_path))
+    read = run(2, what_is_read, replace(case, stages=2), str(tmp_path))
+    stages = [[name for name in names if "mp_rank" in name] for names in read]
+    assert stages == [
+        ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"],
+        ["mp_rank_00_model_states.pt", "mp_rank_02_model_states.pt", "mp_rank_03_model_states.pt"],
+    ]
+    layers = [{int(name.partition("layer_")[2][:2]) for name in names if "layer_" in name} for names in read]
+    assert layers == [{0, 1, 2, 3}, {4, 5, 7}]
+
+
+def parts(case: Case, folder: str, **flags: Any) -> dict[str, Any]:
+    """Which parts of the engine are the saved ones."""
+    engine = build(case)
+    saved = build(case)
+    saved.load_checkpoint(folder)
+    engine.load_checkpoint(folder, **flags)
+    weights = lambda e: {n: v for n, v in state(e).items() if "/" not in n}  # noqa: E731
+    moments = lambda e: {n: v for n, v in state(e).items() if "/exp" in n}  # noqa: E731
+    return {
+        "weights": weights(engine) == weights(saved),
+        "moments": moments(engine) == moments(saved),
+        "steps": engine.global_steps,
+        "scheduler": engine.lr_scheduler.last_batch_iteration,
+    }
+
+
+def _parts(case: Case, folder: str, flags: dict[str, Any]) -> dict[str, Any]:
+    return parts(case, folder, **flags)
+
+
+def test_parts(tmp_path: Path) -> None:
+    case = Case(stages=2, scheduler=True)
+    run(2, save_and_go_on, case, str(tmp_path))
+    expected = {"weights": True, "moments": True, "steps": STEPS, "scheduler": STEPS - 1}
+    for flags, changed in (
+        ({}, {}),
+        ({"load_optimizer_states": False}, {"moments": False}),
+        ({"load_lr_scheduler_states": False}, {"scheduler": -1}),
+        ({"load_module_only": True}, {"moments": False, "steps": 0, "scheduler": -1}),
+    ):
+        found = run(2, _parts, case, str(tmp_path), flags)
+        assert found == [{**expected, **changed}] * 2, flags
+
+
+def misuse(case: Case, folder: str) -> list[str]:
+    engine = build(case)
+    found = []
+    for call in (
+        lambda: engine.save_checkpoint(folder, tag="a/b"),
+        lambda: engine.save_checkpoint(folder, tag=f"rank{engine.global_rank}"),
+        lambda: engine.load_checkpoint(folder, tag="nowhere"),
+        lambda: engine.load_checkpoint(folder, tag=f"rank{engine.global_rank}"),
+        lambda: engine.load_checkpoint(folder, custom_load_fn=print),
+        lambda: engine.load_checkpoint(folder) == (None, None),
+    ):
+        try:
+            found.append(str(call()))
+        except (ds_dynmo.ConfigError, ds_dynmo.CheckpointError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_misuse(tmp_path: Path) -> None:
+    found = run(2, misuse, Case(stages=2), str(tmp_path))[1]
+    assert "'a/b': has to be the name of one folder" in found[0]
+    assert "name different checkpoints" in found[1]
+    assert "nowhere: there is no such folder" in found[2]
+    assert "different tags" in found[3]
+    assert "custom_load_fn" in found[4]
+    assert found[5] == "True"
+    assert not os.listdir(tmp_path)
+
+
+def save_in_parallel(case: Case, folder: str) -> dict[str, Any]:
+    """Replicas share the writing of layers."""
+    engine = build(case)
+    engine.module.checkpoint_parallel_write_pipeline = True
+    train_on(engine, 0)
+    engine.save_checkpoint(folder)
+    return outcome(engine, train_on(engine, STEPS))
+
+
+def test_replicas_that_share_the_writing(tmp_path: Path) -> None:
+    case = Case(stages=2, replicas=2)
+    saved = run(4, save_in_parallel, case, str(tmp_path))
+    check_same(saved, run(4, load_and_go_on, case, str(tmp_path)))
+
+
+def _load_tag(case: Case, folder: str, tag: str) -> dict[str, Any]:
+    return load_and_go_on(case, folder, tag=tag)
+
+
+def test_a_checkpoint_can_be_copied_elsewhere(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    saved = run(2, save_and_go_on, case, str(tmp_path / "a"))
+    shutil.move(tmp_path / "a" / f"global_step{STEPS}", tmp_path / "renamed")
+    check_same(saved, run(2, _load_tag, case, str(tmp_path), "renamed"))
