@@ -14,10 +14,6 @@ from ds_dynmo.shm_operator import skip_shm_operator
 
 MODULES = [
     "torch._dynamo",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what ZeRO imports in its constructor: torch's compiler, seconds
-    "deepspeed.module_inject.auto_ep_config",  # what DeepSpeed's engine imports in its own: 0.05 s of each rank
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.moe.ep_repack",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
     "ds_dynmo.engine",
@@ -29,7 +25,13 @@ MODULES = [
     "tests.distributed.support.script",
     "tests.distributed.support.told_clock",
 ]
-OPTIONAL = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "mixtral", "qwen3")]
+OPTIONAL = [  # not every version of DeepSpeed has all of these
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # what ZeRO imports in its constructor: torch's compiler, seconds
+    "deepspeed.module_inject.auto_ep_config",  # what DeepSpeed's engine imports in its own: 0.05 s of each rank
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_repack",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "mixtral", "qwen3")),
+]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
