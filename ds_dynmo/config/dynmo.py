@@ -66,7 +66,7 @@ class DynMoConfig(Block):
         default=None, ge=0, description="last such step, at least start_step; null: no last one"
     )
     balancer: str = Field(
-        default="partition", description="partition, diffusion, schedule, or the name of a registered balancer"
+        default="partition", description="partition, diffusion, makespan, or the name of a registered balancer"
     )
     balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
     decentralized: bool = Field(
@@ -80,7 +80,7 @@ class DynMoConfig(Block):
         ge=0,
         lt=1,
         description="least predicted fall of the bottleneck, as a fraction, that is worth a move; "
-        'with balancer "schedule" of an iteration\'s seconds',
+        'with balancer "makespan" of an iteration\'s seconds',
     )
     memory_limit: int | float | None = Field(
         default=None,
@@ -130,18 +130,18 @@ class DynMoConfig(Block):
     @field_validator("balancer")
     @classmethod
     def _registered(cls, balancer: str) -> str:
-        from ds_dynmo.partitioners.registry import names  # here, so that reading a block needs no numpy
+        from ds_dynmo.partitioners.registry import current_name, names  # here: reading a block needs no numpy
 
-        known = sorted(names())
+        balancer, known = current_name(balancer), names()
         if balancer not in known:
             raise ValueError(f"is no registered balancer; {suggest(balancer, known)}")
         return balancer
 
     @field_validator("balance_by")
     @classmethod
-    def _time_for_a_schedule(cls, balance_by: str, info: ValidationInfo) -> str:
-        if balance_by != "time" and info.data.get("balancer") == "schedule":
-            raise ValueError('should be "time": balancer "schedule" minimises the time of an iteration')
+    def _time_for_makespan(cls, balance_by: str, info: ValidationInfo) -> str:
+        if balance_by != "time" and info.data.get("balancer") == "makespan":
+            raise ValueError('should be "time": balancer "makespan" minimises the time of an iteration')
         return balance_by
 
     @field_validator("decentralized")

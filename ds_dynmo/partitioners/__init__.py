@@ -1,15 +1,19 @@
 """DECIDE: which contiguous layers each stage should own, as pure functions over plain sequences.
 
 A *balancer* takes per-layer costs, a number of stages, the partition in force and a memory model, and gives
-boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"schedule"``
-(:func:`shortest`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
+boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"makespan"``
+(:func:`makespan`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
 """
+
+import warnings
+from typing import Any
 
 from ds_dynmo.partitioners.balanced import balanced, balanced_groups
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode, message_capacity
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.history import CostHistory
+from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
 from ds_dynmo.partitioners.move_costs import MoveCosts
@@ -17,7 +21,6 @@ from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto, with_empty
-from ds_dynmo.partitioners.shortest import shortest
 from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.partitioners.uniform import uniform
@@ -53,6 +56,7 @@ __all__ = [
     "iteration_seconds",
     "lemma2_bound",
     "loads",
+    "makespan",
     "message_capacity",
     "migration_peaks",
     "names",
@@ -63,9 +67,17 @@ __all__ = [
     "register",
     "relative_speeds",
     "rounds",
-    "shortest",
     "simulate",
     "takes",
     "uniform",
     "with_empty",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Give :func:`makespan` by its old name, with a DeprecationWarning."""
+    if name == "shortest":
+        message = "ds_dynmo.partitioners.shortest is called makespan now: write ds_dynmo.partitioners.makespan"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return makespan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

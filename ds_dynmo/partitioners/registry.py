@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.plan import check_partition
 
-__all__ = ["Balancer", "get", "names", "propose", "register", "takes"]
+__all__ = ["Balancer", "current_name", "get", "names", "propose", "register", "takes"]
 
 OFFERED = ("pipeline", "speeds")  # what a balancer gets too, if it has a parameter of that name
 
@@ -50,6 +51,7 @@ class _Registered(NamedTuple):
 
 
 _BALANCERS: dict[str, _Registered] = {}
+_RENAMED = {"schedule": "makespan"}  # old name: present one
 
 AnyBalancer = TypeVar("AnyBalancer", bound=Callable[..., Any])
 
@@ -62,7 +64,7 @@ def register(name: str) -> Callable[[AnyBalancer], AnyBalancer]:
     """
 
     def add(balancer: AnyBalancer) -> AnyBalancer:
-        if name in _BALANCERS:
+        if name in _BALANCERS or name in _RENAMED:
             raise ConfigError(f'a balancer named "{name}" is registered already')
         _BALANCERS[name] = _Registered(balancer, _offered_to(balancer))
         return balancer
@@ -149,7 +151,17 @@ def get(name: str) -> Any:
     return _registered(name).balancer
 
 
+def current_name(name: str) -> str:
+    """Give ``name``, or, with a DeprecationWarning, the name that it was changed to."""
+    if name not in _RENAMED:
+        return name
+    new = _RENAMED[name]
+    warnings.warn(f'balancer "{name}" is called "{new}" now: write "{new}"', DeprecationWarning, stacklevel=3)
+    return new
+
+
 def _registered(name: str) -> _Registered:
+    name = current_name(name)
     if name in _BALANCERS:
         return _BALANCERS[name]
     near = difflib.get_close_matches(name, _BALANCERS, n=1)

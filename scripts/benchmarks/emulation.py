@@ -29,7 +29,7 @@ BALANCERS = {
     "partition_parameters": ("partition", "parameters"),
     "diffusion_time": ("diffusion", "time"),
     "diffusion_parameters": ("diffusion", "parameters"),
-    "schedule": ("schedule", "time"),
+    "makespan": ("makespan", "time"),
 }
 
 

@@ -32,7 +32,7 @@ from ds_dynmo.partitioners import (
     diffusion_step,
     diffusion_trace,
     lemma2_bound,
-    shortest,
+    makespan,
     uniform,
 )
 
@@ -186,7 +186,7 @@ def print_schedule(instances: int, seed: int) -> None:
                 costs = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
                 start = random_start(rng, num_layers, num_stages)
                 began = time.perf_counter()
-                found = shortest(costs, num_stages, start=start, pipeline=pipeline)
+                found = makespan(costs, num_stages, start=start, pipeline=pipeline)
                 seconds.append(time.perf_counter() - began)
                 least = pipeline.iteration_seconds(balanced(costs, num_stages))
                 gains.append(least / pipeline.iteration_seconds(found) - 1)

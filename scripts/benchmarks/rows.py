@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_dynmo.partitioners import PipelineModel, imbalance, loads, shortest, uniform
+from ds_dynmo.partitioners import PipelineModel, imbalance, loads, makespan, uniform
 from scripts.simulation.runs import ARMS, DYNAMIC, STATICS
 from scripts.simulation.statics import Statics, label
 
@@ -101,7 +101,7 @@ def bound_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
     """Of the shortest 1F1B iteration that is found, with messages that take no time."""
     pipeline = PipelineModel(*passes, micro_batches, (1.0,) * stages)
     start = uniform(len(passes[0]), stages)
-    return pipeline.iteration_seconds(shortest(_costs(passes), stages, start=start, pipeline=pipeline))
+    return pipeline.iteration_seconds(makespan(_costs(passes), stages, start=start, pipeline=pipeline))
 
 
 def rows(

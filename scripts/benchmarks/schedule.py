@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Balancer "schedule" against "partition", measured where they differ: random layer costs, few micro-batches.
+"""Balancer "makespan" against "partition", measured where they differ: random layer costs, few micro-batches.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmarks/schedule.py --micro-batches 4
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher run
 import numpy as np
 import torch
 
-from ds_dynmo.partitioners import PipelineModel, balanced, shortest
+from ds_dynmo.partitioners import PipelineModel, balanced, makespan
 from scripts.benchmarks.arms import quietly, say, timed
 from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 from scripts.simulation.loads import Phase
@@ -33,7 +33,7 @@ MOST_TRIES = 1000  # at costs for which the two differ
 
 @dataclass(frozen=True)
 class Difference:
-    """One draw of costs: what "schedule" brings over "partition", as a ratio of iterations per second."""
+    """One draw of costs: what "makespan" brings over "partition", as a ratio of iterations per second."""
 
     predicted: float
     measured: float
@@ -55,12 +55,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def both(phase: Phase, arguments: argparse.Namespace, stages: int) -> tuple[list[list[int]], float]:
-    """The partitions of "partition" and "schedule", and the predicted ratio."""
+    """The partitions of "partition" and "makespan", and the predicted ratio."""
     forward, backward = told_seconds(phase, arguments.forward_ms / 1e3)
     pipeline = PipelineModel(forward, backward, arguments.micro_batches, (1.0,) * stages)
     costs = [f + b for f, b in zip(forward, backward)]
     least = balanced(costs, stages)
-    partitions = [least, shortest(costs, stages, start=least, pipeline=pipeline)]
+    partitions = [least, makespan(costs, stages, start=least, pipeline=pipeline)]
     seconds = [pipeline.iteration_seconds(tuple(partition)) for partition in partitions]
     return partitions, seconds[0] / seconds[1]
 

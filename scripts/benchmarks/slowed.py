@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher run
 
 import torch
 
-from ds_dynmo.partitioners import PipelineModel, shortest, uniform
+from ds_dynmo.partitioners import PipelineModel, makespan, uniform
 from scripts.benchmarks.arms import Arm, quietly, say, timed, turns
 from scripts.benchmarks.emulation import data, make_engine, set_loads, slow_down, told_seconds
 from scripts.simulation.loads import Phase
@@ -33,7 +33,7 @@ ARMS = {
     "static": "static_uniform",
     "partition": "partition_time",
     "diffusion": "diffusion_time",
-    "schedule": "schedule",
+    "makespan": "makespan",
     "oracle": "oracle",
 }
 MOST_INTERVALS = 12  # that an engine trains on until it has settled
@@ -105,7 +105,7 @@ class Slowed:
         pipeline = PipelineModel(forward, backward, self.arguments.micro_batches, speeds)
         costs = [f + b for f, b in zip(forward, backward)]
         start = uniform(self.arguments.layers, self.stages)
-        return shortest(costs, self.stages, start=start, pipeline=pipeline)
+        return makespan(costs, self.stages, start=start, pipeline=pipeline)
 
     def measure(self) -> dict[str, object]:
         """Before, then slowed down. Collective."""

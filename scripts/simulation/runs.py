@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynmo.partitioners import PipelineModel, balanced, diffusion, iteration_seconds, shortest, uniform
+from ds_dynmo.partitioners import PipelineModel, balanced, diffusion, iteration_seconds, makespan, uniform
 from scripts.simulation.loads import Case, Phase
 from scripts.simulation.statics import STATIC, STATICS, Statics
 
@@ -29,7 +29,7 @@ DYNAMIC = (
     "partition_parameters",
     "diffusion_time",
     "diffusion_parameters",
-    "schedule",
+    "makespan",
 )
 ARMS = (*STATICS, *DYNAMIC, "oracle", "dense")
 MIN_IMPROVEMENT = 0.03  # the engine's default
@@ -176,12 +176,12 @@ def proposer(arm: str, setting: Setting) -> Propose:
         return lambda step, start: diffusion(step.costs(), stages, start=list(start))
     if arm == "diffusion_parameters":
         return lambda step, start: diffusion(step.trainable, stages, start=list(start))
-    assert arm == "schedule"
+    assert arm == "makespan"
 
-    def by_schedule(step: Step, start: Partition) -> Partition:
-        return shortest(step.costs(), stages, start=list(start), pipeline=pipeline_of(step, setting))
+    def by_makespan(step: Step, start: Partition) -> Partition:
+        return makespan(step.costs(), stages, start=list(start), pipeline=pipeline_of(step, setting))
 
-    return by_schedule
+    return by_makespan
 
 
 def pipeline_of(step: Step, setting: Setting) -> PipelineModel:
@@ -209,7 +209,7 @@ def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Sett
         return True
     forward, backward = step.slowest()
     known = Step(1, forward[None], backward[None], step.trainable)
-    objective = 1 if arm == "schedule" else 0
+    objective = 1 if arm == "makespan" else 0
     expected = replace(setting, message_bytes=0)
     before, after = iteration(known, old, expected), iteration(known, new, expected)
     if arm.endswith("parameters"):

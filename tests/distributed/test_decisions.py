@@ -53,7 +53,7 @@ def train_unsteady(
 def test_the_schedule_moves_layers_and_training_is_untouched() -> None:
     # No partition has a smaller bottleneck than [0, 2, 4, 6], but stages that are busy forward and back in turn wait.
     milliseconds = [(4.0, 0.0), (4.0, 2.0), (8.0, 0.0), (2.0, 16.0), (16.0, 0.0), (16.0, 2.0)]
-    block = {"interval": 3, "balancer": "schedule"}
+    block = {"interval": 3, "balancer": "makespan"}
     moved = run(3, train_unsteady, block, milliseconds, 5, [1.0] * 3)
     still = run(3, train_unsteady, {"enabled": False}, milliseconds, 5, [1.0] * 3)
     report = moved[0]["reports"][0]
@@ -68,7 +68,7 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
     results = run(
         3,
         train_unsteady,
-        {"interval": 3, "balancer": "schedule"},
+        {"interval": 3, "balancer": "makespan"},
         [(2.0, 4.0)] * 15,
         10,
         [1.0, 2.5, 1.0],

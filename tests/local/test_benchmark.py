@@ -44,8 +44,8 @@ def test_sizes_that_make_no_pipeline_are_refused(
 def test_real_engines_are_what_is_asked_for_and_what_it_is_compared_with() -> None:
     lopsided = PipelineModel((1.0, 1.0, 1.0, 3.0), (2.0, 2.0, 2.0, 6.0), 8, (1.0, 1.0))
     known = Statics.known(lopsided, [1.0] * 4)  # by parameters it is uniform
-    assert chosen(known, parse(["--balancer", "schedule"])) == [
-        *("static_uniform", "static_profiled", "partition_time", "schedule", "dense")
+    assert chosen(known, parse(["--balancer", "makespan"])) == [
+        *("static_uniform", "static_profiled", "partition_time", "makespan", "dense")
     ]
     assert set(ARMS) - set(chosen(known, parse([]))) == {"static_parameters", "oracle"}
 

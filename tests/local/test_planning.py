@@ -16,7 +16,7 @@ from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import uniform
 from ds_dynmo.plan import LayerCost, Profile
 
-BALANCERS = ["partition", "diffusion", "schedule"]
+BALANCERS = ["partition", "diffusion", "makespan"]
 LAYERS, STAGES = 16, 8
 
 

@@ -69,11 +69,11 @@ def test_the_schedule_decides_by_the_iteration() -> None:
         micro_batches=2,
     )
     assert decide(costs, config(), None).partition == (0, 1, 2, 5)
-    chosen = decide(costs, config(balancer="schedule"), None)
+    chosen = decide(costs, config(balancer="makespan"), None)
     assert chosen.partition == (0, 2, 3, 5)
     assert chosen.iteration_seconds_after < 0.97 * chosen.iteration_seconds_before
     assert chosen.bottleneck_seconds_after > chosen.bottleneck_seconds_before
-    assert decide(costs, config(balancer="schedule", min_improvement=0.5), None).partition == (0, 1, 2, 5)
+    assert decide(costs, config(balancer="makespan", min_improvement=0.5), None).partition == (0, 1, 2, 5)
 
 
 def tradeoff(batches: int, costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:
@@ -137,7 +137,7 @@ def test_a_move_has_to_save_more_than_noise_explains() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [8, 9, 16, 32])
-@pytest.mark.parametrize("balancer", ["partition", "schedule", "diffusion"])
+@pytest.mark.parametrize("balancer", ["partition", "makespan", "diffusion"])
 def test_one_stalled_micro_batch_changes_no_decision(micro_batches: int, balancer: str) -> None:
     rng = random.Random(micro_batches)
     work = [1.0] * 6 + [0.4] * 6
@@ -196,7 +196,7 @@ class Run:
 SHAPES = [(12, 2), (24, 4), (48, 8), (48, 24)]
 
 
-@pytest.mark.parametrize("balancer", ["partition", "schedule"])
+@pytest.mark.parametrize("balancer", ["partition", "makespan"])
 @pytest.mark.parametrize(("num_layers", "num_stages"), SHAPES)
 def test_jitter_moves_nothing(num_layers: int, num_stages: int, balancer: str) -> None:
     for seed in range(4):
@@ -211,7 +211,7 @@ def test_jitter_moves_nothing(num_layers: int, num_stages: int, balancer: str) -
         assert run.moves == [], (seed, work)
 
 
-@pytest.mark.parametrize("balancer", ["partition", "schedule"])
+@pytest.mark.parametrize("balancer", ["partition", "makespan"])
 def test_jitter_that_decides_which_stage_is_the_slowest_moves_nothing(balancer: str) -> None:
     """The small layer may as well be on either side: its own cost is sure, which side takes longer is not."""
     work, moved = [9.0, 9.0, 9.0, 1.5, 9.0, 9.0, 9.0], 0
@@ -223,7 +223,7 @@ def test_jitter_that_decides_which_stage_is_the_slowest_moves_nothing(balancer: 
     assert moved <= 1
 
 
-@pytest.mark.parametrize("balancer", ["partition", "schedule"])
+@pytest.mark.parametrize("balancer", ["partition", "makespan"])
 @pytest.mark.parametrize(("num_layers", "num_stages"), SHAPES[:3])
 @pytest.mark.parametrize("told", [True, False])
 def test_a_change_is_followed_at_the_first_interval(
@@ -261,7 +261,7 @@ def test_a_small_lasting_gain_is_taken_when_it_is_certain() -> None:
 
 
 def test_a_slow_stage_is_recognised_and_gets_less() -> None:
-    for balancer in ("partition", "diffusion", "schedule"):
+    for balancer in ("partition", "diffusion", "makespan"):
         for seed in range(3):
             work = [1.0] * 24
             run = Run((0, 6, 12, 18, 24), seed, 0.03, balancer=balancer)

@@ -154,9 +154,14 @@ def test_stop_step_may_equal_start_step_but_not_come_before() -> None:
         read(start_step=5, stop_step=4)
 
 
-@pytest.mark.parametrize("balancer", ["partition", "diffusion", "schedule"])
+@pytest.mark.parametrize("balancer", ["partition", "diffusion", "makespan"])
 def test_balancers_that_come_with_the_package(balancer: str) -> None:
     assert read(balancer=balancer).balancer == balancer
+
+
+def test_the_old_name_of_makespan_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match='balancer "schedule" is called "makespan" now: write "makespan"'):
+        assert read(balancer="schedule").balancer == "makespan"
 
 
 def test_an_unknown_balancer_gets_the_nearest_name() -> None:
@@ -166,9 +171,9 @@ def test_an_unknown_balancer_gets_the_nearest_name() -> None:
         read(balancer="zzz")
 
 
-def test_a_schedule_is_balanced_by_time() -> None:
-    with pytest.raises(ConfigError, match=r'^dynmo\.balance_by = "parameters": should be "time": balancer "schedule"'):
-        read(balancer="schedule", balance_by="parameters")
+def test_makespan_balances_by_time() -> None:
+    with pytest.raises(ConfigError, match=r'^dynmo\.balance_by = "parameters": should be "time": balancer "makespan"'):
+        read(balancer="makespan", balance_by="parameters")
 
 
 def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:

@@ -94,8 +94,8 @@ def test_only_the_schedule_gains_where_the_bottleneck_stays() -> None:
     even, few = steps(Phase.of((1,) * 6, 1000))[0], setting(layers=6, stages=3, micro_batches=2)
     late, middle = (0, 1, 2, 6), (0, 1, 5, 6)  # four layers on one stage either way, 30 s or 27 s an iteration
     assert [iteration(even, partition, few)[1] for partition in (late, middle)] == [30, 27]
-    assert worth_it(even, late, middle, "schedule", few)
-    assert not any(worth_it(even, late, middle, arm, few) for arm in DYNAMIC if arm != "schedule")
+    assert worth_it(even, late, middle, "makespan", few)
+    assert not any(worth_it(even, late, middle, arm, few) for arm in DYNAMIC if arm != "makespan")
 
 
 def test_bubbles_are_what_the_iteration_has_beside_work() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ds_dynmo import partitioners
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.partitioners import (
     PipelineModel,
@@ -13,11 +14,11 @@ from ds_dynmo.partitioners import (
     bottleneck,
     diffusion,
     get,
+    makespan,
     names,
     propose,
     register,
     registry,
-    shortest,
 )
 from ds_dynmo.plan import check_partition
 from tests.pure.partitioners.instances import KINDS, overshoot, random_costs, random_memory, random_start
@@ -80,15 +81,29 @@ def test_a_start_of_another_model_is_refused(balancer: Any) -> None:
 
 
 def test_the_balancers_have_their_names() -> None:
-    assert get("schedule") is shortest
+    assert get("makespan") is makespan
     assert get("partition") is balanced
     assert get("diffusion") is diffusion
+
+
+def test_old_names_still_work() -> None:
+    with pytest.warns(DeprecationWarning, match='balancer "schedule" is called "makespan" now: write "makespan"'):
+        assert get("schedule") is makespan
+    with pytest.warns(DeprecationWarning, match=r"partitioners\.shortest is called makespan now: write"):
+        assert partitioners.shortest is makespan
+    with pytest.raises(AttributeError, match="no attribute 'longest'"):
+        partitioners.longest  # noqa: B018
+
+
+def test_no_balancer_takes_an_old_name() -> None:
+    with pytest.raises(ConfigError, match='"schedule" is registered already'):
+        register("schedule")(makespan)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r'no balancer is named "partitoin", did you mean "partition"\?.*diffusion'):
         get("partitoin")
-    with pytest.raises(ConfigError, match=r'"zzz"; registered: diffusion, partition, schedule'):
+    with pytest.raises(ConfigError, match=r'"zzz"; registered: diffusion, makespan, partition'):
         get("zzz")
 
 
@@ -100,7 +115,7 @@ def test_a_user_adds_one_and_no_name_is_taken_twice(monkeypatch: pytest.MonkeyPa
         return list(start)
 
     assert get("as it was") is keep
-    assert names() == ["as it was", "diffusion", "partition", "schedule"]
+    assert names() == ["as it was", "diffusion", "makespan", "partition"]
     with pytest.raises(ConfigError, match='"partition" is registered already'):
         register("partition")(keep)
 

@@ -23,7 +23,7 @@ from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.plan import check_partition
 
-__all__ = ["shortest"]
+__all__ = ["makespan"]
 
 Floats = npt.NDArray[np.float64]
 Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
@@ -33,8 +33,8 @@ _NEIGHBOURS = 1200  # that are looked at in a round
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 
 
-@register("schedule")
-def shortest(
+@register("makespan")
+def makespan(
     costs: Sequence[float],
     num_stages: int,
     *,
@@ -50,7 +50,7 @@ def shortest(
         pipeline: how long an iteration takes.
 
     >>> model = PipelineModel((1.0,) * 4, (2.0,) * 4, micro_batches=1, speeds=(1.0, 1.0))
-    >>> shortest([3.0] * 4, 2, start=[0, 1, 4], pipeline=model)  # one micro-batch passes all layers in turn
+    >>> makespan([3.0] * 4, 2, start=[0, 1, 4], pipeline=model)  # one micro-batch passes all layers in turn
     [0, 1, 4]
 
     Raises:

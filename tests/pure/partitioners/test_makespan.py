@@ -1,4 +1,4 @@
-"""The balancer "schedule" against simulating every partition."""
+"""The balancer "makespan" against simulating every partition."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ds_dynmo.errors import PartitionError
-from ds_dynmo.partitioners import MemoryModel, PipelineModel, balanced, shortest, simulate
+from ds_dynmo.partitioners import MemoryModel, PipelineModel, balanced, makespan, simulate
 from tests.pure.partitioners.instances import every_partition, overshoot, random_memory, random_start
 
-MODULE = importlib.import_module("ds_dynmo.partitioners.shortest")  # the name is the function, too
+MODULE = importlib.import_module("ds_dynmo.partitioners.makespan")  # the name is the function, too
 Instance = tuple[PipelineModel, list[int], MemoryModel | None]
 
 
@@ -82,9 +82,9 @@ def test_within_half_a_percent_of_the_best(everything: bool, monkeypatch: pytest
         optimum = best_by_trying(instance)
         if optimum is None:
             with pytest.raises(PartitionError, match="no partition fits"):
-                shortest(costs_of(pipeline), num_stages, start=start, memory=memory, pipeline=pipeline)
+                makespan(costs_of(pipeline), num_stages, start=start, memory=memory, pipeline=pipeline)
             continue
-        found = shortest(costs_of(pipeline), num_stages, start=start, memory=memory, pipeline=pipeline)
+        found = makespan(costs_of(pipeline), num_stages, start=start, memory=memory, pipeline=pipeline)
         assert memory is None or overshoot(memory, found) <= 0
         gaps.append(plain_seconds(pipeline, found) / optimum - 1)
     assert min(gaps) > -1e-9
@@ -102,7 +102,7 @@ def test_larger_instances_are_never_worse_than_the_least_bottleneck() -> None:
         pipeline, start, _memory = random_instance(rng, 40, 12)
         pipeline = replace(pipeline, speeds=(1.0,) * 12)
         costs = costs_of(pipeline)
-        found = plain_seconds(pipeline, shortest(costs, 12, start=start, pipeline=pipeline))
+        found = plain_seconds(pipeline, makespan(costs, 12, start=start, pipeline=pipeline))
         least = plain_seconds(pipeline, balanced(costs, 12))
         assert found <= least * (1 + 1e-9)
         better += found < least * 0.99
@@ -115,11 +115,11 @@ def test_of_equals_the_one_that_moves_fewest_bytes(everything: bool, monkeypatch
         monkeypatch.setattr(MODULE, "_ALL", 0)
     # One micro-batch passes all layers in turn: no partition is better than another.
     pipeline = PipelineModel((1.0,) * 6, (2.0,) * 6, 1, (1.0,) * 3, layer_bytes=(1,) * 6)
-    assert shortest([3.0] * 6, 3, start=[0, 1, 2, 6], pipeline=pipeline) == [0, 1, 2, 6]
+    assert makespan([3.0] * 6, 3, start=[0, 1, 2, 6], pipeline=pipeline) == [0, 1, 2, 6]
     # Layers 2 and 3 cost nothing, so stage 0 ends anywhere from 2 to 4: 4 is where it is.
     pipeline = PipelineModel((1.0, 1.0, 0.0, 0.0, 2.0), (0.0,) * 5, 8, (1.0, 1.0), layer_bytes=(1, 1, 9, 1, 1))
-    assert shortest([1.0, 1.0, 0.0, 0.0, 2.0], 2, start=[0, 4, 5], pipeline=pipeline) == [0, 4, 5]
-    assert shortest([1.0, 1.0, 0.0, 0.0, 2.0], 2, start=[0, 1, 5], pipeline=pipeline) == [0, 2, 5]
+    assert makespan([1.0, 1.0, 0.0, 0.0, 2.0], 2, start=[0, 4, 5], pipeline=pipeline) == [0, 4, 5]
+    assert makespan([1.0, 1.0, 0.0, 0.0, 2.0], 2, start=[0, 1, 5], pipeline=pipeline) == [0, 2, 5]
 
 
 def test_of_all_shortest_ones_fewest_bytes_move() -> None:
@@ -128,7 +128,7 @@ def test_of_all_shortest_ones_fewest_bytes_move() -> None:
         pipeline, start, _memory = random_instance(rng, 7, 3)
         pipeline = replace(pipeline, forward_seconds=tuple(round(s) for s in pipeline.forward_seconds))
         pipeline = replace(pipeline, backward_seconds=tuple(2 * s for s in pipeline.forward_seconds))
-        found = shortest(costs_of(pipeline), 3, start=start, pipeline=pipeline)
+        found = makespan(costs_of(pipeline), 3, start=start, pipeline=pipeline)
         seconds = plain_seconds(pipeline, found) * (1 + 1e-9)
         ties = [p for p in every_partition(7, 3) if plain_seconds(pipeline, p) <= seconds]
         assert moved_bytes(pipeline, start, found) == min(moved_bytes(pipeline, start, p) for p in ties)
@@ -145,7 +145,7 @@ def test_few_micro_batches_call_for_another_partition_than_many() -> None:
     results = {}
     for micro_batches in (2, 64):
         pipeline = PipelineModel(forward, backward, micro_batches, (1.0,) * 3)
-        results[micro_batches] = shortest(
+        results[micro_batches] = makespan(
             [f + b for f, b in zip(forward, backward)], 3, start=[0, 1, 2, 5], pipeline=pipeline
         )
     assert results[2] != results[64]
@@ -153,23 +153,23 @@ def test_few_micro_batches_call_for_another_partition_than_many() -> None:
 
 def test_a_slow_stage_gets_less() -> None:
     pipeline = PipelineModel((1.0,) * 9, (2.0,) * 9, 16, (1.0, 0.5, 1.0))
-    assert shortest([3.0] * 9, 3, start=[0, 3, 6, 9], pipeline=pipeline) == [0, 4, 6, 9]
+    assert makespan([3.0] * 9, 3, start=[0, 3, 6, 9], pipeline=pipeline) == [0, 4, 6, 9]
 
 
 def test_one_stage_and_one_layer_each() -> None:
     pipeline = PipelineModel((1.0, 2.0, 3.0), (1.0,) * 3, 4, (1.0,))
-    assert shortest([2.0, 3.0, 4.0], 1, start=[0, 3], pipeline=pipeline) == [0, 3]
-    assert shortest([2.0, 3.0, 4.0], 3, pipeline=replace(pipeline, speeds=(1.0,) * 3)) == [0, 1, 2, 3]
+    assert makespan([2.0, 3.0, 4.0], 1, start=[0, 3], pipeline=pipeline) == [0, 3]
+    assert makespan([2.0, 3.0, 4.0], 3, pipeline=replace(pipeline, speeds=(1.0,) * 3)) == [0, 1, 2, 3]
 
 
 def test_without_a_pipeline_it_is_balanced() -> None:
-    assert shortest([4, 9, 7, 5], 3) == balanced([4, 9, 7, 5], 3)
+    assert makespan([4, 9, 7, 5], 3) == balanced([4, 9, 7, 5], 3)
 
 
 def test_a_model_of_another_pipeline_is_refused() -> None:
     pipeline = PipelineModel((1.0,) * 4, (1.0,) * 4, 2, (1.0, 1.0))
     with pytest.raises(PartitionError, match="for 4 layers and 2 stages, not for 5 and 2"):
-        shortest([1.0] * 5, 2, pipeline=pipeline)
+        makespan([1.0] * 5, 2, pipeline=pipeline)
     with pytest.raises(PartitionError, match="stage 1 has speed 0"):
         replace(pipeline, speeds=(1.0, 0.0))
     with pytest.raises(PartitionError, match="4 forward and 3 backward seconds"):
