@@ -86,7 +86,9 @@ class DynMoPipelineEngine(ElasticEngine):
         self._tracer = Tracer(dynmo.trace, self, clock, self._reporter.warn) if dynmo.trace is not None else None
         self.stage.optimizer.changed.subscribe("checkpoints, joins and instructions name it", self._optimizer_changed)
         self._agree_on_trainable("initialize")
-        self._announce()
+        self._comm.enter("initialize")
+        self.repacker = self._build_repacker()
+        self.repacker.accept_joins()
 
     # -- public ---------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class DynMoPipelineEngine(ElasticEngine):
         if self.dynmo is None:
             return train()
         self._require_block("train_batch")
-        self._catch_up(data_iter)
+        self.repacker.data.before_batch(data_iter)
         if self._tracer is not None and self._tracer.wants(self.global_steps + 1):
             with self._tracer.batch(self):
                 return self._train_batch(train)
@@ -218,7 +220,7 @@ class DynMoPipelineEngine(ElasticEngine):
         evaluate = partial(super().eval_batch, *args, **kwargs)
         if self.dynmo is None or len(args) > 5 or kwargs.get("num_micro_batches") is not None:
             return evaluate()
-        return self._evaluate_part(args[0] if args else kwargs.get("data_iter"), evaluate)
+        return self.repacker.data.evaluate_part(args[0] if args else kwargs.get("data_iter"), evaluate)
 
     def save_checkpoint(
         self,
@@ -297,7 +299,7 @@ class DynMoPipelineEngine(ElasticEngine):
         training = torch.is_grad_enabled()
         with ExitStack() as around:
             if self._streams is not None:
-                first = self._first_micro_batch if training else 0
+                first = self.repacker.data.first_of_batch if training else 0
                 numbers = self._layers.random_streams()
                 batch = self._streams.batch(
                     self.module, numbers, step=self.global_steps, training=training, first_micro_batch=first
@@ -370,7 +372,7 @@ class DynMoPipelineEngine(ElasticEngine):
     def _repacked(self, reason: str) -> bool:
         """An automatic re-packing, where the planner finds that fewer ranks will do, or that more are needed."""
         try:
-            return self._repack_if_better(reason)
+            return self.repacker.repack_if_better(reason)
         except (PartitionError, MigrationError) as error:
             if isinstance(error, MigrationError) and not error.harmless:
                 raise
@@ -407,7 +409,7 @@ class DynMoPipelineEngine(ElasticEngine):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
         partition, uses = tuple(self.partition), self._layers.first_uses()
         self._profile = layer_sizes.profile_from(table, partition, self.global_steps, self.micro_batches, uses)
-        whole = self._of_whole_batch(self._profile)
+        whole = self.repacker.of_whole_batch(self._profile)
         self._cost_model.profiled(whole, layer_sizes.move_seconds(table), self._layer_groups)
         self._move_seconds = 0.0
         self._profiler.forget()
@@ -601,8 +603,7 @@ class DynMoPipelineEngine(ElasticEngine):
 
     def _optimizer_changed(self, _: None) -> None:
         self._origin = self._origin.with_optimizer(self)
-        assert self._repacker is not None
-        self._repacker.optimizer_changed()
+        self.repacker.optimizer_changed()
         self._set_instructions()
 
     def _check_trainable(self) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from ds_dynmo.engine.elastic import joining, repacking
-from ds_dynmo.engine.elastic.world import part_of, store_at
+from ds_dynmo.engine.elastic import job_spec, secret
+from ds_dynmo.engine.elastic.world import store_at, store_part
 from ds_dynmo.errors import ConfigError, MigrationError
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
@@ -28,7 +28,7 @@ from tests.distributed.support.elastic import (
     know,
     losses,
     merged,
-    newcomer,
+    joining_launch,
     together,
     train_alone,
 )
@@ -55,7 +55,7 @@ def store() -> Iterator[TCPStore]:
         pytest.param("bf16", 1, marks=pytest.mark.fuzz),
     ],
 )
-def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int) -> None:
+def test_launches_that_join_become_stages(store: TCPStore, precision: str, replicas: int) -> None:
     """1 -> 2 -> 4 stages by two launches, whichever joins first, then 2: bitwise as one stage alone."""
     case = Case(
         stages=1,
@@ -73,14 +73,14 @@ def test_newcomers_become_stages(store: TCPStore, precision: str, replicas: int)
 
     def launch(stages: int) -> list[Any]:
         own = replace(case, stages=stages)
-        return run(own.ranks, newcomer, own, address, sizes, STEPS, seconds=SECONDS)
+        return run(own.ranks, joining_launch, own, address, sizes, STEPS, seconds=SECONDS)
 
-    of_job, *of_newcomers = together(
+    of_job, *of_joining = together(
         lambda: run(case.ranks, job, case, sizes, awaited, STEPS, port=store.port, seconds=SECONDS),
         lambda: launch(1),
         lambda: launch(2),
     )
-    everyone = [*of_job, *of_newcomers[0], *of_newcomers[1]]
+    everyone = [*of_job, *of_joining[0], *of_joining[1]]
     alone = run(case.ranks, train_alone, replace(case, dynmo={"interval": 0}), STEPS)
     assert losses(everyone) == losses(alone)
     assert merged(everyone) == merged(alone)
@@ -108,7 +108,7 @@ def quiet_job(case: Case) -> int:
     """A job that stays at a step until all that want to join have looked at it; how many stages it can go on with."""
     know()
     engine = build(case)
-    engine._repacker.world.store.wait(["looked"])
+    engine.repacker.world.store.wait(["looked"])
     return int(engine.most_stages())
 
 
@@ -139,17 +139,17 @@ def job_with_a_late_optimizer(case: Case) -> int:
     know()
     engine = without_optimizer(case)
     give_optimizer(engine)
-    store = engine._repacker.world.store
+    store = engine.repacker.world.store
     store.set("optimizer", "")
     store.wait(["looked"])
     return int(engine.most_stages())
 
 
-def newcomer_with_a_late_optimizer(case: Case, address: str) -> bool:
+def joining_launch_with_a_late_optimizer(case: Case, address: str) -> bool:
     """It joins once it has the optimizer, which the job was given too; without it there is no such job."""
     know()
     engine = without_optimizer(case)
-    job = part_of(store_at(address, 60.0), joining.find(store_at(address, 60.0), 60.0))
+    job = store_part(store_at(address, 60.0), job_spec.find_job(store_at(address, 60.0), 60.0))
     job.wait(["optimizer"])
     with suppress(ConfigError):
         engine.join(address)
@@ -164,7 +164,7 @@ def test_the_job_has_the_optimizer_that_it_was_given_last(store: TCPStore) -> No
     case = Case(stages=1, dynmo=ACCEPTS_JOINS)
     most, joined = together(
         lambda: run(1, job_with_a_late_optimizer, case, port=store.port, seconds=SECONDS),
-        lambda: run(1, newcomer_with_a_late_optimizer, case, f"localhost:{store.port}"),
+        lambda: run(1, joining_launch_with_a_late_optimizer, case, f"localhost:{store.port}"),
     )
     assert (most, joined) == ([2], [True])
 
@@ -193,7 +193,7 @@ def job_beside_a_stranger(case: Case) -> int:
     """How many stages the job can go on with, once a stranger wrote what ranks that joined used to write."""
     know()
     engine = build(case)
-    store = engine._repacker.world.store
+    store = engine.repacker.world.store
     store.add("joined", 10**15)
     store.set("place/1", pickle.dumps(Bomb()))
     return int(engine.most_stages())
@@ -228,7 +228,7 @@ def deceived_job(case: Case) -> str:
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
-    engine._repacker.world.store.wait(["ready/1"])
+    engine.repacker.world.store.wait(["ready/1"])
     try:
         engine.repack(2)
     except MigrationError as error:
@@ -248,7 +248,7 @@ def impostor(case: Case, address: str) -> None:
         with suppress(RuntimeError):  # the others leave
             engine._comm.gather_objects(Bomb())
 
-    repacking.check_members = pretend
+    secret.check_members = pretend
     with suppress(MigrationError):
         engine.wait_for_recall()
 
@@ -268,7 +268,7 @@ def test_a_job_that_ends_lets_them_go(store: TCPStore) -> None:
     own = replace(case, stages=2)
     _, waiting = together(
         lambda: run(1, job, case, {}, {1: [1, 2]}, 2, port=store.port, seconds=SECONDS),
-        lambda: run(2, newcomer, own, f"localhost:{store.port}", {}, 2),
+        lambda: run(2, joining_launch, own, f"localhost:{store.port}", {}, 2),
     )
     assert [result["called"] for result in waiting] == [False, False]
 
@@ -312,13 +312,13 @@ def sleeping_job(block: dict[str, Any], steps: int) -> list[int]:
     sizes: list[int] = []
     while engine.global_steps < steps:
         if engine.global_steps == 3:
-            engine._repacker.world.store.wait(["ready/1"])
+            engine.repacker.world.store.wait(["ready/1"])
         engine.train_batch(data)
         sizes.append(engine.num_stages)
     return sizes
 
 
-def sleeping_newcomer(block: dict[str, Any], address: str, steps: int) -> None:
+def sleeping_joining_launch(block: dict[str, Any], address: str, steps: int) -> None:
     know()
     engine, data = sleeping_engine(block, SLEEPS, 1)
     engine.join(address)
@@ -328,7 +328,7 @@ def sleeping_newcomer(block: dict[str, Any], address: str, steps: int) -> None:
         engine.train_batch(data)
 
 
-def test_a_run_that_repacks_by_itself_takes_newcomers_and_keeps_them(store: TCPStore) -> None:
+def test_a_run_that_repacks_by_itself_takes_ranks_that_join_and_keeps_them(store: TCPStore) -> None:
     """What is fast enough is measured with them from then on: one stage was fast enough before."""
     block = {
         **ACCEPTS_JOINS,
@@ -338,6 +338,6 @@ def test_a_run_that_repacks_by_itself_takes_newcomers_and_keeps_them(store: TCPS
     }
     sizes, _ = together(
         lambda: run(1, sleeping_job, block, 8, port=store.port, seconds=SECONDS)[0],
-        lambda: run(1, sleeping_newcomer, block, f"localhost:{store.port}", 8, seconds=SECONDS),
+        lambda: run(1, sleeping_joining_launch, block, f"localhost:{store.port}", 8, seconds=SECONDS),
     )
     assert set(sizes[:3]) <= {1, 2} and sizes[3:] == [2] * 5

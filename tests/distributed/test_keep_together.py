@@ -25,7 +25,7 @@ from ds_dynmo.partitioners import MemoryModel, balanced, propose, uniform
 from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support.checkpoints import STEPS, load_and_go_on, save_and_go_on, train_on
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.elastic import ACCEPTS_JOINS, job, newcomer, together
+from tests.distributed.support.elastic import ACCEPTS_JOINS, job, joining_launch, together
 from tests.distributed.support.models import VOCABULARY, WIDTH, Embedding, loss, seeded
 from tests.distributed.support.training import batches, build, state, whole
 
@@ -386,7 +386,7 @@ def test_a_job_does_not_take_more_joiners_than_it_has_groups(store: TCPStore) ->
     address = f"localhost:{store.port}"
     at_work, joined = together(
         lambda: run(1, job, case, {2: 2}, {2: [1, 2]}, 5, port=store.port, seconds=60.0),
-        lambda: run(2, newcomer, replace(case, stages=2), address, {}, 5, seconds=60.0),
+        lambda: run(2, joining_launch, replace(case, stages=2), address, {}, 5, seconds=60.0),
     )
     assert at_work[0]["most"] == 2
     assert [list(report.new_partition) for report in at_work[0]["reports"]] == [[0, 4, 8]]

@@ -65,7 +65,7 @@ def _while_layers_move(engine: Any, data: Any, pull: Callable[[], None]) -> None
 
 
 def _as_the_new_world_begins(engine: Any, data: Any, pull: Callable[[], None]) -> None:
-    _first(pull, engine._repacker.world, "_topology")
+    _first(pull, engine.repacker.world, "_topology")
     engine.repack(2)
     assert engine.released
     raise RuntimeError(f"called: {engine.wait_for_recall()}")

@@ -111,7 +111,7 @@ def killed(case: Case, who: str) -> str:
         try:
             engine.repack(3)
         except MigrationError as error:
-            losses, parked = [engine.train_batch(data).item()], engine._repacker.parked
+            losses, parked = [engine.train_batch(data).item()], engine.repacker.ranks.parked
             engine.dismiss_parked()
             return f"{error} {len(losses)} {parked}"
         return "went on"
@@ -120,7 +120,7 @@ def killed(case: Case, who: str) -> str:
     elif home == 2 and who == "failing":
         migrate._rebuild = _fail
     elif home == 2:
-        engine._repacker.world.begin = _leave
+        engine.repacker.world.begin = _leave
     try:
         engine.repack(2, partition=[0, 1, 8])
     except MigrationError as error:

@@ -17,16 +17,16 @@ from torch.distributed import FileStore
 
 from ds_dynmo.config import RepackConfig
 from ds_dynmo.engine.comm.bounded import BoundedStore
-from ds_dynmo.engine.elastic.admission import SLOTS, Admissions, message_key, ready_key, slot_key
-from ds_dynmo.engine.elastic.joining import Job
-from ds_dynmo.engine.elastic.newcomer import Newcomer
-from ds_dynmo.engine.elastic.release import Place
+from ds_dynmo.engine.elastic.job_spec import JobSpec
+from ds_dynmo.engine.elastic.join_client import JoinClient
+from ds_dynmo.engine.elastic.join_server import REQUEST_SLOTS, JoinServer, message_key, ready_key, slot_key
+from ds_dynmo.engine.elastic.release import RankLocation
 from ds_dynmo.engine.elastic.secret import VARIABLE, JoinSecret, secret_for
 from ds_dynmo.errors import ConfigError
 
 NAME = "0" * 32
 SECRET = "correct horse battery staple, and more"
-JOB = Job({"pipe": 2, "data": 2}, {"the layers": "alike"})
+JOB = JobSpec({"pipe": 2, "data": 2}, {"the layers": "alike"})
 LAYERS = 4
 
 
@@ -36,68 +36,68 @@ def store(tmp_path: Path) -> FileStore:
 
 
 class Gate:
-    """A job's admissions, which look when told to, and what they warned of."""
+    """A job's server, which polls when told to, and what they warned of."""
 
     def __init__(self, store: FileStore, secret: str = SECRET, seconds: float = 60.0) -> None:
         self.warnings: list[str] = []
-        self.admissions = Admissions(
+        self.server = JoinServer(
             BoundedStore(store, 30.0),
             NAME,
             JoinSecret(secret),
             JOB,
-            ranks_of_stage=2,
+            ranks_per_stage=2,
             most_stages=LAYERS,
             timeout_seconds=seconds,
             warn=self.warnings.append,
         )
 
-    def while_it_looks(self, action: Callable[[], Any]) -> Any:
+    def while_it_polls(self, action: Callable[[], Any]) -> Any:
         done = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(action)
             future.add_done_callback(lambda _: done.set())
             while not done.wait(0.001):
-                self.admissions.look()
+                self.server.poll()
         return future.result()
 
 
-def places(count: int) -> list[Place]:
-    return [Place(rank, f"host-{rank}", "cpu") for rank in range(count)]
+def locations(count: int) -> list[RankLocation]:
+    return [RankLocation(rank, f"host-{rank}", "cpu") for rank in range(count)]
 
 
-def newcomer(store: FileStore, secret: str = SECRET) -> Newcomer:
-    return Newcomer(BoundedStore(store, 30.0), NAME, JoinSecret(secret), 30.0)
+def client(store: FileStore, secret: str = SECRET) -> JoinClient:
+    return JoinClient(BoundedStore(store, 30.0), NAME, JoinSecret(secret), 30.0)
 
 
 def join(store: FileStore, stages: int = 1, **other: Any) -> int:
-    asking = newcomer(store)
-    assert asking.ask() == JOB
-    return asking.apply(replace(JOB, axes={"pipe": stages, "data": 2}, **other), places(2 * stages))
+    asking = client(store)
+    assert asking.request_job_spec() == JOB
+    return asking.apply(replace(JOB, axes={"pipe": stages, "data": 2}, **other), locations(2 * stages))
 
 
 def test_those_that_know_the_secret_are_let_in_and_arrive_when_all_their_ranks_are_ready(store: FileStore) -> None:
     gate = Gate(store)
-    assert gate.while_it_looks(lambda: join(store, 1)) == 2
-    assert gate.while_it_looks(lambda: join(store, 2)) == 3
+    assert gate.while_it_polls(lambda: join(store, 1)) == 2
+    assert gate.while_it_polls(lambda: join(store, 2)) == 3
     for rank in (4, 6, 7, 8, 9):
         store.set(ready_key(rank), "")
-    (second,) = gate.admissions.arrived(0)
+    (second,) = gate.server.ready_launches(0)
     assert second.stages == (3, 4)
-    assert [(place.rank, place.host) for place in second.places] == [(6 + n, f"host-{n}") for n in range(4)]
+    assert [(location.rank, location.host) for location in second.locations] == [(6 + n, f"host-{n}") for n in range(4)]
     store.set(ready_key(5), "")
-    assert [arrival.stages for arrival in gate.admissions.arrived(2)] == [(2,)]
-    assert gate.admissions.arrived(3) == [] and not gate.warnings
+    assert [arrival.stages for arrival in gate.server.ready_launches(2)] == [(2,)]
+    assert gate.server.ready_launches(3) == [] and not gate.warnings
 
 
 def test_the_secret_stays_in_the_environment(store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, SECRET)
     secret = secret_for(RepackConfig(accept_joins=True))
-    assert secret is not None and SECRET not in repr(secret) + repr(vars(Newcomer(store, NAME, secret, 1.0)))
+    assert secret is not None and SECRET not in repr(secret) + repr(vars(JoinClient(store, NAME, secret, 1.0)))
     for copies in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="a secret is not pickled"):
             copies(secret)
     gate = Gate(store)
-    gate.while_it_looks(lambda: join(store))
+    gate.while_it_polls(lambda: join(store))
     assert SECRET.encode() not in (tmp_path / "store").read_bytes()
 
 
@@ -114,23 +114,23 @@ def test_no_joins_without_a_secret(value: str | None, said: str, monkeypatch: py
     assert "seven77" not in str(error.value)
 
 
-def test_a_newcomer_believes_no_job_that_does_not_know_the_secret(store: FileStore) -> None:
+def test_a_client_believes_no_job_that_does_not_know_the_secret(store: FileStore) -> None:
     stranger = Gate(store, "another secret that is as long as the right one")
     with pytest.raises(ConfigError, match=f"does not know the secret that this launch has in {VARIABLE}"):
-        stranger.while_it_looks(newcomer(store).ask)
+        stranger.while_it_polls(client(store).request_job_spec)
 
 
 @pytest.mark.parametrize("answer", [b"\x80\x04N.", b"[]", b"{}", b'{"nonce": 1}', b"[" * 100_000])
-def test_a_newcomer_is_told_of_an_answer_that_makes_no_sense(store: FileStore, answer: bytes) -> None:
-    asking = newcomer(store)
+def test_a_client_is_told_of_an_answer_that_makes_no_sense(store: FileStore, answer: bytes) -> None:
+    asking = client(store)
     store.set(message_key("job", asking._own), answer)
     with pytest.raises(ConfigError, match="the job does not answer, or not as it should"):
-        asking.ask()
+        asking.request_job_spec()
 
 
 def unproved(store: FileStore, change: Callable[[dict[str, str]], None]) -> None:
     """Ask, and apply with a message that ``change`` has changed."""
-    asking, bounded = newcomer(store), BoundedStore(store, 30.0)
+    asking, bounded = client(store), BoundedStore(store, 30.0)
 
     class Changing:
         def __getattr__(self, name: str) -> Any:
@@ -141,54 +141,54 @@ def unproved(store: FileStore, change: Callable[[dict[str, str]], None]) -> None
             change(message)
             bounded.set(key, json.dumps(message))
 
-    asking.ask()
+    asking.request_job_spec()
     asking._store, asking._timeout_seconds = Changing(), 0.1
     with pytest.raises(ConfigError, match="does not answer"):
-        asking.apply(JOB, places(4))
+        asking.apply(JOB, locations(4))
 
 
 def test_who_does_not_know_the_secret_is_not_let_in(store: FileStore) -> None:
     gate = Gate(store)
-    forged = JoinSecret("another secret that is as long as the right one").proof("newcomer")
-    gate.while_it_looks(lambda: unproved(store, lambda message: message.update(proof=forged)))
-    gate.while_it_looks(lambda: unproved(store, lambda message: message.update(application="{}")))
-    gate.while_it_looks(lambda: unproved(store, lambda message: message.pop("proof")))
-    assert gate.admissions.close() == []
+    forged = JoinSecret("another secret that is as long as the right one").proof("client")
+    gate.while_it_polls(lambda: unproved(store, lambda message: message.update(proof=forged)))
+    gate.while_it_polls(lambda: unproved(store, lambda message: message.update(application="{}")))
+    gate.while_it_polls(lambda: unproved(store, lambda message: message.pop("proof")))
+    assert gate.server.close() == []
     assert len(gate.warnings) == 1 and "no proof that it knows the secret" in gate.warnings[0]
 
 
 def test_what_was_said_in_one_meeting_proves_nothing_in_another(store: FileStore) -> None:
     gate, heard = Gate(store), dict[str, str]()
-    gate.while_it_looks(lambda: unproved(store, lambda message: heard.update(message) or message.clear()))  # type: ignore[func-returns-value]
-    gate.while_it_looks(lambda: unproved(store, lambda message: message.update(heard)))
-    assert set(heard) == {"application", "proof"} and gate.admissions.close() == []
+    gate.while_it_polls(lambda: unproved(store, lambda message: heard.update(message) or message.clear()))  # type: ignore[func-returns-value]
+    gate.while_it_polls(lambda: unproved(store, lambda message: message.update(heard)))
+    assert set(heard) == {"application", "proof"} and gate.server.close() == []
 
 
 def test_the_job_checks_too_whether_it_fits(store: FileStore) -> None:
     gate = Gate(store)
     with pytest.raises(ConfigError, match=r"the job does something else\. What differs: the layers"):
-        gate.while_it_looks(lambda: join(store, traits={"the layers": "others"}))
+        gate.while_it_polls(lambda: join(store, traits={"the layers": "others"}))
     with pytest.raises(ConfigError, match="4 ranks are not 1 stages of 2"):
-        asking = newcomer(store)
-        gate.while_it_looks(asking.ask)
-        gate.while_it_looks(lambda: asking.apply(replace(JOB, axes={"pipe": 1, "data": 2}), places(4)))
-    assert gate.admissions.close() == []
+        asking = client(store)
+        gate.while_it_polls(asking.request_job_spec)
+        gate.while_it_polls(lambda: asking.apply(replace(JOB, axes={"pipe": 1, "data": 2}), locations(4)))
+    assert gate.server.close() == []
 
 
 def test_no_more_stages_are_taken_in_than_the_model_has_layers(store: FileStore) -> None:
     gate = Gate(store)
-    gate.while_it_looks(lambda: join(store, 3))
+    gate.while_it_polls(lambda: join(store, 3))
     with pytest.raises(
         ConfigError, match=r"takes in 4 stages of other launches at most, .* has 3: 2 more are too many"
     ):
-        gate.while_it_looks(lambda: join(store, 2))
+        gate.while_it_polls(lambda: join(store, 2))
     for rank in range(4, 10):
         store.set(ready_key(rank), "")
-    assert len(gate.admissions.arrived(0)) == 1
+    assert len(gate.server.ready_launches(0)) == 1
     with pytest.raises(ConfigError, match="has 3: 2 more are too many"):
-        gate.while_it_looks(lambda: join(store, 2))
-    gate.admissions.arrived(0)  # those have left
-    assert gate.while_it_looks(lambda: join(store, 2)) == 5
+        gate.while_it_polls(lambda: join(store, 2))
+    gate.server.ready_launches(0)  # those have left
+    assert gate.while_it_polls(lambda: join(store, 2)) == 5
 
 
 GARBAGE = [
@@ -205,31 +205,31 @@ GARBAGE = [
 
 def test_garbage_is_thrown_away_and_reported_once(store: FileStore) -> None:
     gate = Gate(store)
-    assert len(GARBAGE) == SLOTS
+    assert len(GARBAGE) == REQUEST_SLOTS
     for slot, garbage in enumerate(GARBAGE):
         store.set(slot_key(slot), garbage)
-    gate.admissions.look()
-    assert not any(store.check([slot_key(slot)]) for slot in range(SLOTS))
+    gate.server.poll()
+    assert not any(store.check([slot_key(slot)]) for slot in range(REQUEST_SLOTS))
     assert len(gate.warnings) == 1 and "makes no sense" in gate.warnings[0]
-    assert gate.while_it_looks(lambda: join(store)) == 2
+    assert gate.while_it_polls(lambda: join(store)) == 2
 
 
-def test_meetings_are_bounded_and_given_up(store: FileStore) -> None:
+def test_handshakes_are_bounded_and_given_up(store: FileStore) -> None:
     gate = Gate(store, seconds=0.0)
     for number in range(200):
-        store.set(slot_key(number % SLOTS), json.dumps({"nonce": f"{number:064x}"}))
-        if number % SLOTS == SLOTS - 1:
-            gate.admissions.look()
-            assert len(gate.admissions._meetings) <= SLOTS
+        store.set(slot_key(number % REQUEST_SLOTS), json.dumps({"nonce": f"{number:064x}"}))
+        if number % REQUEST_SLOTS == REQUEST_SLOTS - 1:
+            gate.server.poll()
+            assert len(gate.server._handshakes) <= REQUEST_SLOTS
     with pytest.raises(ConfigError, match="8 launches want to join at the moment"):
-        for slot in range(SLOTS):
+        for slot in range(REQUEST_SLOTS):
             store.set(slot_key(slot), "taken")
-        newcomer(store).ask()
+        client(store).request_job_spec()
 
 
-def test_admissions_that_nobody_holds_end_their_thread(store: FileStore) -> None:
+def test_a_server_that_nobody_holds_end_their_thread(store: FileStore) -> None:
     gate = Gate(store)
-    gate.admissions.start()
+    gate.server.start()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "ds_dynmo joins"]
     assert join(store) == 2
     del gate

@@ -17,14 +17,14 @@ import torch
 
 from ds_dynmo.config import RepackConfig, parse_block
 from ds_dynmo.engine.elastic import parking
-from ds_dynmo.engine.elastic.release import Place, ReleasePolicy, ReleaseRefused, check_policy, policy_for
-from ds_dynmo.engine.elastic.release.messenger import Messenger
+from ds_dynmo.engine.elastic.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
+from ds_dynmo.engine.elastic.release.runner import PolicyRunner
 from ds_dynmo.errors import ConfigError
 from tests.local.kubernetes_server import TOKEN, Server
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
 
-GONE = [Place(1, "host-a", "cuda:1"), Place(2, "host-b", "cuda:0")]
-STAYING = [Place(0, "host-a", "cuda:0")]
+GONE = [RankLocation(1, "host-a", "cuda:1"), RankLocation(2, "host-b", "cuda:0")]
+STAYING = [RankLocation(0, "host-a", "cuda:0")]
 PODS_GONE = [replace(place, pod=place.host.replace("host", "pod")) for place in GONE]
 PODS_STAYING = [replace(place, pod="pod-a") for place in STAYING]
 RECORDER = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
@@ -147,17 +147,17 @@ class Stubborn:
         self.refusals = refusals
         self.calls: list[list[int]] = []
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
+    def release(self, gone: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
         self.calls.append([place.rank for place in gone])
         if len(self.calls) <= self.refusals:
             raise ReleaseRefused("not now")
         return "done"
 
 
-def messenger_of(policy: ReleasePolicy, said: list[str], **options: Any) -> Messenger:
+def messenger_of(policy: ReleasePolicy, said: list[str], **options: Any) -> PolicyRunner:
     """Of processes that have ended."""
-    usual = {"ended": lambda _: True, "patience_seconds": 2.0, "delay_seconds": 0.0}
-    return Messenger(policy, said.append, said.append, **{**usual, **options})
+    usual = {"have_exited": lambda _: True, "patience_seconds": 2.0, "delay_seconds": 0.0}
+    return PolicyRunner(policy, said.append, said.append, **{**usual, **options})
 
 
 def deliver(stubborn: Stubborn, attempts: int, **options: Any) -> tuple[list[str], list[float]]:
@@ -187,29 +187,29 @@ def test_a_refusal_is_reported_once_and_tried_again() -> None:
 def test_nobody_is_told_before_the_processes_end() -> None:
     stubborn, looks = Stubborn(0), []
 
-    def ended(places: Sequence[Place]) -> bool:
+    def ended(places: Sequence[RankLocation]) -> bool:
         assert not stubborn.calls
         looks.append([place.rank for place in places])
         return len(looks) == 3
 
-    _, pauses = deliver(stubborn, 5, ended=ended, delay_seconds=7.0)
+    _, pauses = deliver(stubborn, 5, have_exited=ended, delay_seconds=7.0)
     assert looks == [[1, 2]] * 3 and pauses == [0.5, 0.5, 7.0] and len(stubborn.calls) == 1
 
 
 def test_what_a_process_that_hangs_holds_is_not_given_back() -> None:
     stubborn = Stubborn(0)
-    said, pauses = deliver(stubborn, 5, ended=lambda _: False, patience_seconds=2.0)
+    said, pauses = deliver(stubborn, 5, have_exited=lambda _: False, patience_seconds=2.0)
     assert pauses == [0.5] * 4 and not stubborn.calls
     assert "ranks [1, 2] were released, but not all of their processes have ended within 2 s" in said[0]
 
 
 def test_released_processes_say_that_they_end() -> None:
     store = torch.distributed.HashStore()
-    assert not parking.all_end(store, [1, 2])
-    parking.say_that_it_ends(store, 2)
-    assert not parking.all_end(store, [1, 2]) and parking.all_end(store, [2])
-    parking.say_that_it_ends(store, 1)
-    assert parking.all_end(store, [1, 2])
+    assert not parking.have_exited(store, [1, 2])
+    parking.announce_exit(store, 2)
+    assert not parking.have_exited(store, [1, 2]) and parking.have_exited(store, [2])
+    parking.announce_exit(store, 1)
+    assert parking.have_exited(store, [1, 2])
 
 
 def test_it_gives_up_in_the_end() -> None:
@@ -304,7 +304,7 @@ def test_a_pod_that_is_not_there_is_not_said_to_be_deleted(server: Server) -> No
     """404: the name may be wrong, and the pod live on; one that was deleted here before is known to be gone."""
     asked = kubernetes(server)
     asked.release(PODS_GONE, PODS_STAYING)
-    elsewhere = Place(3, "host-c", "cuda:0", "pod-of-another-name")
+    elsewhere = RankLocation(3, "host-c", "cuda:0", "pod-of-another-name")
     assert asked.release([PODS_GONE[1], elsewhere], []) == (
         "pods ['pod-b'] of namespace training were deleted; pods ['pod-of-another-name'] are not in namespace "
         "training: somebody else deleted them, or POD_NAME or the namespace is another"
@@ -318,12 +318,12 @@ def test_the_pod_is_named_by_the_downward_api_and_not_by_the_host(
     monkeypatch.setenv("POD_NAME", "pod-c")
     config = parse_block(RepackConfig, {"release": "kubernetes"}, "repack")
     check_policy(config)
-    here = Place.here(1, "cpu")
+    here = RankLocation.here(1, "cpu")
     assert here.pod == here.as_record()["pod"] == "pod-c" != here.host
     kubernetes(server).release([here], [])
     assert set(server.pods) == {"pod-a", "pod-b"}
     monkeypatch.delenv("POD_NAME")
-    assert Place.here(1, "cpu").pod is None
+    assert RankLocation.here(1, "cpu").pod is None
     with pytest.raises(ConfigError, match=r"POD_NAME .*fieldPath: metadata\.name"):
         check_policy(config)
     with pytest.raises(ReleaseRefused, match=r"ranks \[1, 2\]: the environment variable POD_NAME"):

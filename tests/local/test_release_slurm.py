@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo.config import RepackConfig, parse_block
-from ds_dynmo.engine.elastic.release import Place, ReleasePolicy, ReleaseRefused, check_policy, policy_for
+from ds_dynmo.engine.elastic.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
 from ds_dynmo.errors import ConfigError
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
 
@@ -45,9 +45,9 @@ def policy(config: RepackConfig = SLURM) -> ReleasePolicy:
     return policy_for(config)
 
 
-def places(*nodes: int) -> list[Place]:
+def places(*nodes: int) -> list[RankLocation]:
     """A rank on each of these nodes."""
-    return [Place(node - 1, f"node{node}", "cuda:0") for node in nodes]
+    return [RankLocation(node - 1, f"node{node}", "cuda:0") for node in nodes]
 
 
 def test_nodes_leave_the_job_and_the_rest_stay(cluster: Cluster, job: str) -> None:
@@ -75,7 +75,7 @@ def test_the_node_of_the_batch_script_stays(cluster: Cluster, tmp_path: Path, mo
 
 
 def test_hosts_that_are_no_nodes_of_the_job(cluster: Cluster, job: str) -> None:
-    elsewhere = [Place(1, "node2.example.org", "cuda:0")]
+    elsewhere = [RankLocation(1, "node2.example.org", "cuda:0")]
     with pytest.raises(ReleaseRefused, match=r"\['node2.example.org'\] are no nodes of job .* started by srun"):
         policy().release(elsewhere, places(1, 3))
     assert cluster.job(job)["NodeList"] == "node[1-3]"

@@ -131,7 +131,7 @@ def _open(engine: Any, load_dir: str, tag: str, options: LoadOptions) -> SavedCh
     slices = join(comm.gather_objects((slice_index, engine.stage_id, own_layout(engine, engine._origin.layout))))
 
     def parse() -> Manifest:
-        if text is None and engine._repacker.world.generation:
+        if text is None and engine.repacker.world.generation:
             raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
         if text is None:
             return stock_manifest(engine, folder, slices, options)

@@ -1,6 +1,6 @@
 """The secret by which a job and the ranks that join it know each other: it stays in the environment of both.
 
-What travels are proofs, each over numbers that were drawn for one meeting, so that none can be used again.
+What is sent are proofs, each over nonces that were drawn for one handshake, so that none can be used again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JoinSecret:
 
     @classmethod
     def from_environment(cls) -> JoinSecret:
-        """The secret of this process.
+        """Read the secret of this process.
 
         Raises:
             ConfigError: there is none, or it is too short.
@@ -44,7 +44,7 @@ class JoinSecret:
         return cls(text)
 
     def proof(self, *facts: str) -> str:
-        """That this process knows the secret and says ``facts``; in hexadecimal digits."""
+        """Prove that this process knows the secret and says ``facts``; in hexadecimal digits."""
         return hmac.new(self._key, json.dumps(facts).encode(), hashlib.sha256).hexdigest()
 
     def proves(self, proof: str, *facts: str) -> bool:
@@ -56,7 +56,7 @@ class JoinSecret:
 
 
 def secret_for(config: RepackConfig) -> JoinSecret | None:
-    """The secret, where ranks can join; None elsewhere.
+    """Read the secret where ranks can join; None elsewhere.
 
     Raises:
         ConfigError: ranks can join, and there is none, or it is too short.
@@ -65,12 +65,12 @@ def secret_for(config: RepackConfig) -> JoinSecret | None:
 
 
 def new_nonce() -> str:
-    """A number that nobody has seen before, in hexadecimal digits."""
+    """Draw a nonce, in hexadecimal digits."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def find_strangers(secret: JoinSecret, gather: Callable[[bytes], list[bytes]], rank: int, world: str) -> list[int]:
-    """The ranks of a world that cannot prove over its connections that they know the secret. Collective.
+    """Find the ranks of a world that cannot prove over its connections that they know the secret. Collective.
 
     Args:
         gather: one byte string of every rank, all of one length, in rank order.

@@ -73,7 +73,7 @@ class World:
         return self.launch_rank // self._ranks_per_stage
 
     @property
-    def place_in_stage(self) -> int:
+    def rank_in_stage(self) -> int:
         """Which of its stage's ranks this process is."""
         return self._ranks(self.launch_stage).index(self.launch_rank)
 
@@ -125,7 +125,7 @@ class World:
         return self.axes.get("data", 1)
 
     @property
-    def copy(self) -> int:
+    def copy_index(self) -> int:
         """Which of the copies of the launch's replicas this process is in."""
         return self.stages.index(self.launch_stage) // (len(self.stages) // self.replica_multiplier)
 
@@ -138,7 +138,7 @@ class World:
 
     def join(self, axes: Mapping[str, int], stage: int, store: BoundedStore) -> None:
         """This process is a rank of another job from now on: of its ``stage``, with which nothing was launched."""
-        place = self.place_in_stage
+        place = self.rank_in_stage
         self._launch = ProcessTopology(list(axes), list(axes.values()))
         self.launch_rank = self._ranks(stage)[place]
         self.stages, self.store, self._generation = (), store, 0
@@ -162,16 +162,16 @@ class World:
         Raises:
             MigrationError: names the ranks that did not come.
         """
-        self._meet(self.launch_ranks(stages), generation, timeout_seconds)
+        self._wait_for_ranks(self.launch_ranks(stages), generation, timeout_seconds)
         self.stages, self.replica_multiplier, self._generation = tuple(stages), replica_multiplier, generation
         topology = self._topology()
-        alike = self._launch.get_coord(self._ranks(0)[self.place_in_stage])
+        alike = self._launch.get_coord(self._ranks(0)[self.rank_in_stage])
         place = alike._replace(pipe=self.stages.index(self.launch_stage) % topology.get_dim("pipe"))
         if replica_multiplier > 1:
-            place = place._replace(data=self.copy * self.launch_replicas + alike.data)
+            place = place._replace(data=self.copy_index * self.launch_replicas + alike.data)
         dist.init_process_group(
             self.backend,
-            store=part_of(self.store, f"world/{generation}").raw,
+            store=store_part(self.store, f"world/{generation}").raw,
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
             timeout=self._timeout,
@@ -179,9 +179,9 @@ class World:
         )
         return topology
 
-    def silent(self, timeout_seconds: float) -> list[int]:
+    def unresponsive_ranks(self, timeout_seconds: float) -> list[int]:
         """Ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
-        alive = part_of(self.store, f"alive/{self._generation}")
+        alive = store_part(self.store, f"alive/{self._generation}")
         launch_ranks = self.launch_ranks(self.stages)
         try:
             alive.set(str(self.launch_rank), "")
@@ -189,9 +189,9 @@ class World:
         except STORE_LOST:
             return [0]
 
-    def _meet(self, launch_ranks: Sequence[int], generation: int, timeout_seconds: float) -> None:
+    def _wait_for_ranks(self, launch_ranks: Sequence[int], generation: int, timeout_seconds: float) -> None:
         """Wait until every one of ``launch_ranks`` is here: torch would wait for half an hour and not say for whom."""
-        here = part_of(self.store, f"here/{generation}")
+        here = store_part(self.store, f"here/{generation}")
         try:
             here.set(str(self.launch_rank), "")
             missing = _absent(here, launch_ranks, timeout_seconds)
@@ -264,7 +264,7 @@ def forget_batch(engine: Any) -> None:
         buffers.clear()
 
 
-def part_of(store: BoundedStore, name: str) -> BoundedStore:
+def store_part(store: BoundedStore, name: str) -> BoundedStore:
     """A part of a store with keys of its own."""
     return store.view(dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store.raw))
 

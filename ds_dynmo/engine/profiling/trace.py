@@ -97,7 +97,7 @@ class Tracer:
             "replica": engine.grid.get_data_parallel_id(),
             "slice": engine.grid.get_slice_parallel_rank(),
         }
-        generation = engine._repacker.world.generation
+        generation = engine.repacker.world.generation
         get_accelerator().synchronize()
         beginning, base_seconds, self._base_error_seconds = begin(self._clock)
         self._marks, self._times, self._counts = [], [beginning], Counter()
@@ -107,7 +107,7 @@ class Tracer:
             self.records = True
             recording.callback(setattr, self, "records", False)
             yield
-        parted = engine.released or engine._repacker.world.generation != generation
+        parted = engine.released or engine.repacker.world.generation != generation
         if parted:  # those who recorded it are not together any more
             self._warn(f"DynMo step {step}: was re-packed, its trace is not written")
             return

@@ -29,7 +29,7 @@ def _train(
     while engine.global_steps < steps:
         loss = engine.train_batch(data).item()
         found["losses"][engine.global_steps] = loss
-        engine._repacker.world.store.wait([f"ready/{rank}" for rank in awaited.get(engine.global_steps, ())])
+        engine.repacker.world.store.wait([f"ready/{rank}" for rank in awaited.get(engine.global_steps, ())])
         if engine.global_steps in sizes:
             engine.repack(sizes[engine.global_steps])
         if engine.released and not engine.wait_for_recall():
@@ -37,7 +37,7 @@ def _train(
     found["state"] = state(engine)
     found["reports"] = engine.repacks
     found["most"] = engine.most_stages()
-    found["gone"] = [place.rank for place in engine._repacker.gone_and_staying()[0]]
+    found["gone"] = [place.rank for place in engine.repacker.ranks.released_and_staying()[0]]
     engine.dismiss_parked()
     return found
 
@@ -49,13 +49,13 @@ def job(case: Case, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int
     return _train(engine, batches(engine), sizes, awaited, steps)
 
 
-def newcomer(case: Case, address: str, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
+def joining_launch(case: Case, address: str, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
     """Join the job at ``address``, wait to be called, and take part."""
     know()
     engine = build(case)
     engine.join(address)
     assert engine.released
-    assert not engine._repacker._launch_store.check(["ds_dynmo/job"])  # nobody can join this launch any more
+    assert not engine.repacker.ranks.launch_store.check(["ds_dynmo/job"])  # nobody can join this launch any more
     if not engine.wait_for_recall():
         return {"losses": {}, "state": {}, "called": False}
     data = batches(engine)

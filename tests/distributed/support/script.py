@@ -51,7 +51,7 @@ def run_script(
         if engine.global_steps + 1 == killed_in:
             raise Killed
         if engine.global_steps + 1 == joined_in:
-            engine._repacker.world.store.wait(["ready/1"])
+            engine.repacker.world.store.wait(["ready/1"])
         loss = train_batch(data)
         if engine.global_steps == packed_in:
             engine.repack(1)

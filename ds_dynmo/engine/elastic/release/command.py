@@ -6,7 +6,7 @@ import json
 import subprocess
 from collections.abc import Sequence
 
-from ds_dynmo.engine.elastic.release.policy import Place, ReleaseRefused
+from ds_dynmo.engine.elastic.release.policy import RankLocation, ReleaseRefused
 
 _SHOWN = 500  # characters of what a program that failed had to say
 
@@ -27,10 +27,10 @@ class Command:
         self._program = list(program)
         self._timeout_seconds = timeout_seconds
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
+    def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
         """Run it; an exit code other than 0 is a refusal."""
-        places = {"released": gone, "staying": staying}
-        message = json.dumps({name: [place.as_record() for place in found] for name, found in places.items()})
+        locations = {"released": released, "staying": staying}
+        message = json.dumps({name: [location.as_record() for location in found] for name, found in locations.items()})
         try:
             done = subprocess.run(
                 self._program,

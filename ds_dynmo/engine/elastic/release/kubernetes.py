@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.config import KubernetesConfig
-from ds_dynmo.engine.elastic.release.policy import POD, Place, ReleaseRefused
+from ds_dynmo.engine.elastic.release.policy import POD, RankLocation, ReleaseRefused
 from ds_dynmo.errors import ConfigError
 
 _NAMELESS = (  # a pod's host name is another one in Indexed Jobs, and on hostNetwork
@@ -56,11 +56,11 @@ class Kubernetes:
         self._config, self._timeout_seconds, self._secrets = config, timeout_seconds, secrets
         self._done: set[str] = set()  # pods; those that were deleted are not known any more when they are named again
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
+    def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
         """One request per pod. A pod that the API server does not know is reported as such, and counts as done."""
-        if nameless := [place.rank for place in gone if place.pod is None]:
+        if nameless := [at.rank for at in released if at.pod is None]:
             raise ReleaseRefused(f"ranks {nameless}: {_NAMELESS}")
-        left, needed = ({place.pod for place in places if place.pod is not None} for places in (gone, staying))
+        left, needed = ({at.pod for at in locations if at.pod is not None} for locations in (released, staying))
         api, namespace = self._connect()
         act = self._delete if self._config.action == "delete_pod" else self._resize
         done: list[str] = []

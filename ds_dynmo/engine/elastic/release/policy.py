@@ -12,7 +12,7 @@ POD = "POD_NAME"  # what the pod's specification has to set from the downward AP
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where a rank runs.
 
     Attributes:
@@ -28,13 +28,13 @@ class Place:
     pod: str | None = None
 
     @classmethod
-    def here(cls, rank: int, device: str) -> Place:
-        """Of this process. Slurm names the node in the environment, the pod's own specification the pod."""
+    def here(cls, rank: int, device: str) -> RankLocation:
+        """Locate this process. Slurm names the node in the environment, the pod's own specification the pod."""
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         return cls(rank, host, device, os.environ.get(POD) or None)
 
     def as_record(self) -> dict[str, Any]:
-        """Plain values for JSON, those that are known."""
+        """Give what is known as plain values for JSON."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -64,8 +64,8 @@ class ReleasePolicy(Protocol):
         """Do released ranks wait to be taken back?"""
         ...
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
-        """Give back the accelerators of ``gone``, all that are free by now; ``staying`` are at work.
+    def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
+        """Give back the accelerators of ``released``, all that are free by now; ``staying`` are at work.
 
         Returns:
             What was done, for the log; empty if there was nothing to do.

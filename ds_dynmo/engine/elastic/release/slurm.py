@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from ds_dynmo.engine.elastic.release.policy import Place, ReleaseRefused
+from ds_dynmo.engine.elastic.release.policy import RankLocation, ReleaseRefused
 from ds_dynmo.errors import ConfigError
 
 JOB, NODES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"  # where Slurm tells a process its job, and with which nodes it began
@@ -42,18 +42,18 @@ class Slurm:
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
 
-    def release(self, gone: Sequence[Place], staying: Sequence[Place]) -> str:
+    def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
         """One update for all nodes; those that have left the job already count as done."""
         job, began_with = os.environ.get(JOB), os.environ.get(NODES)
         if not job or not began_with:
             raise ReleaseRefused(f"this process does not run in a job of Slurm: {JOB} or {NODES} is not set")
-        hosts = {place.host for place in gone}
+        hosts = {at.host for at in released}
         if unknown := sorted(hosts - set(self._hostnames(began_with))):
             raise ReleaseRefused(f"{unknown} are no nodes of job {job}, {began_with}: ranks should be started by srun")
         described = self._scontrol("show", "job", "--oneliner", job)
-        needed = {place.host for place in staying} | {_field("BatchHost", described)}
-        left = sorted({place.host for place in gone} - needed)
-        shared = sorted({place.host for place in gone} & needed)
+        needed = {at.host for at in staying} | {_field("BatchHost", described)}
+        left = sorted({at.host for at in released} - needed)
+        shared = sorted({at.host for at in released} & needed)
         nodes = self._hostnames(_field("NodeList", described))
         kept = [node for node in nodes if node not in left]
         if len(kept) < len(nodes):

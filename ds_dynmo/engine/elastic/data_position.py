@@ -8,6 +8,8 @@ from typing import Any
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from ds_dynmo.engine.elastic.interfaces import Engine
+
 
 class DataPosition:
     """Moves the iterator that a rank reads from past what the job took of it while the rank did not read.
@@ -21,9 +23,9 @@ class DataPosition:
         replicas: of the launch; ``replica``: this rank's among them. The rank reads that one's data for life.
     """
 
-    replica_multiplier, copy = 1, 0  # of the launch's replicas, and in which this rank is
+    replica_multiplier, copy_index = 1, 0  # of the launch's replicas, and in which copy of them this rank is
 
-    def __init__(self, engine: Any, *, replica: int, replicas: int) -> None:
+    def __init__(self, engine: Engine, *, replica: int, replicas: int) -> None:
         self._engine = engine
         self._replica, self._replicas = replica, replicas
         self._iterator = engine.data_iterator
@@ -84,7 +86,7 @@ class DataPosition:
     def _parts(self) -> tuple[int, int, int]:
         """Micro-batches of a batch that other copies take, before and after this rank's own."""
         own = self._engine.micro_batches
-        return self.copy * own, own, (self.replica_multiplier - 1 - self.copy) * own
+        return self.copy_index * own, own, (self.replica_multiplier - 1 - self.copy_index) * own
 
     def _make_own(self) -> None:
         """DeepSpeed gives stages in the middle none of ``training_data``: as it does for the others at the start."""

@@ -1,15 +1,41 @@
-"""From the configuration to a policy."""
+"""The policies by name; here those that concern the released processes alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ds_dynmo.config import RepackConfig
 from ds_dynmo.engine.elastic.release.command import Command
 from ds_dynmo.engine.elastic.release.kubernetes import SECRETS, Kubernetes, check_pod
-from ds_dynmo.engine.elastic.release.policy import ReleasePolicy
-from ds_dynmo.engine.elastic.release.processes import Checkpoint, Exit, Park
+from ds_dynmo.engine.elastic.release.policy import RankLocation, ReleasePolicy
 from ds_dynmo.engine.elastic.release.slurm import Slurm, check_scontrol
+
+
+class _Silent:
+    silent = True
+
+    def release(self, gone: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
+        """No-op: nobody else has to be told."""
+        return ""
+
+
+class Exit(_Silent):
+    """A released rank's process ends: its script leaves the training loop where ``engine.released`` is True."""
+
+    parks, restarts = False, False
+
+
+class Park(_Silent):
+    """A released rank's process stays, with nothing on its accelerator, and can be taken back."""
+
+    parks, restarts = True, False
+
+
+class Checkpoint(_Silent):
+    """All ranks stop after a checkpoint, and the job is launched anew at the smaller size (the paper's alternative)."""
+
+    parks, restarts = False, True
 
 
 def check_policy(config: RepackConfig) -> None:
@@ -25,7 +51,7 @@ def check_policy(config: RepackConfig) -> None:
 
 
 def policy_for(config: RepackConfig, secrets: Path = SECRETS) -> ReleasePolicy:
-    """What ``dynmo.repack.release`` names; ``secrets``: where the platform puts credentials."""
+    """Build the policy that ``dynmo.repack.release`` names; ``secrets``: where the platform puts credentials."""
     if config.release == "park":
         return Park()
     if config.release == "checkpoint":

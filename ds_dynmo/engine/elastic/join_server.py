@@ -2,13 +2,14 @@
 
 All of it travels as JSON over the store of the job's launch, in which anybody who reaches its port can write:
 
-    the newcomer    writes a nonce into a free slot
-    the job         writes a nonce of its own and what the job is, proved over both nonces
-    the newcomer    checks the proof, and whether it fits; writes what it is, proved over both nonces
-    the job         checks the proof, and whether it fits; writes its number, or why not, proved over both nonces
+    client    writes a nonce into a free slot
+    server    writes a nonce of its own and the spec of the job, proved over both nonces
+    client    checks the proof, and whether it fits; writes its own spec, proved over both nonces
+    server    checks the proof, and whether it fits; writes the client's number, or why not, proved over both nonces
 
-The job answers within fractions of a second, whatever it is doing, in a thread of rank 0. What this thread looks at is
-bounded: some slots, some meetings that have begun, and of a message as much as an honest one needs.
+The server answers within fractions of a second, whatever the job is doing, in a thread of rank 0. The slots and the
+handshakes that it serves at a time are bounded, and a message that is longer than any honest one is dropped. A store
+has no operation that reads a part of a value, so that one such message is read whole before it is measured.
 """
 
 from __future__ import annotations
@@ -23,49 +24,55 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_dynmo.engine.elastic.joining import Job, refusal
-from ds_dynmo.engine.elastic.release import Place
+from ds_dynmo.engine.elastic.job_spec import JobSpec, refusal
+from ds_dynmo.engine.elastic.release import RankLocation
 from ds_dynmo.engine.elastic.secret import VARIABLE, JoinSecret, new_nonce
 from ds_dynmo.engine.elastic.world import STORE_LOST
 
-SLOTS = 8  # joining ranks that can ask at the same time
-_MEETINGS = 64  # that have begun and are not over; a newcomer waits in its slot while there are so many
-_LONGEST = 1 << 20  # bytes of a message
-_LOOK_SECONDS = 0.2  # between looks of the job
+REQUEST_SLOTS = 8  # launches that can ask at the same time
+_MOST_HANDSHAKES = 64  # at a time; a client waits in its slot while there are so many
+_LONGEST_MESSAGE = 1 << 20  # bytes
+_POLL_SECONDS = 0.2
 _NONCE = re.compile(r"[0-9a-f]{64}")
-GARBAGE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)  # what a message may raise that is none
+INVALID_MESSAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+)  # what reading one raises
 
 
 @dataclass(frozen=True)
-class Arrival:
+class AdmittedLaunch:
     """A launch that was let in.
 
     Attributes:
         stages: of the job, that its ranks are.
-        places: where these run.
+        locations: where these run.
     """
 
     stages: tuple[int, ...]
-    places: tuple[Place, ...]
+    locations: tuple[RankLocation, ...]
 
 
 @dataclass
-class _Meeting:
-    """One that has begun: the job's nonce, and when it is given up."""
+class _Handshake:
+    """One that has begun: the server's nonce, and when it is given up."""
 
     nonce: str
     until: float
 
 
-class Admissions:
-    """The job's side, on rank 0.
+class JoinServer:
+    """Lets other launches into the job, on rank 0.
 
     Args:
         store: the job's part of the launch's store, by a connection of its own.
         name: of the job.
-        ranks_of_stage: how many ranks a stage has.
+        ranks_per_stage: how many ranks a stage has.
         most_stages: how many stages of other launches there can be at a time.
-        timeout_seconds: after which a newcomer that does not go on is given up.
+        timeout_seconds: after which a client that does not go on is given up.
         warn: reports a line; called in the thread.
     """
 
@@ -74,20 +81,20 @@ class Admissions:
         store: Any,
         name: str,
         secret: JoinSecret,
-        job: Job,
+        job: JobSpec,
         *,
-        ranks_of_stage: int,
+        ranks_per_stage: int,
         most_stages: int,
         timeout_seconds: float,
         warn: Callable[[str], None],
     ) -> None:
         self._store, self._name, self._secret, self._job = store, name, secret, job
-        self._ranks_of_stage, self._most_stages = ranks_of_stage, most_stages
+        self._ranks_per_stage, self._most_stages = ranks_per_stage, most_stages
         self._timeout_seconds, self._warn = timeout_seconds, warn
         self._next_stage = job.axes["pipe"]
-        self._meetings: dict[str, _Meeting] = {}
+        self._handshakes: dict[str, _Handshake] = {}
         self._lock = threading.Lock()
-        self._admitted: list[tuple[Arrival, float]] = []  # and until when its ranks have to be ready
+        self._admitted: list[tuple[AdmittedLaunch, float]] = []  # and until when its ranks have to be ready
         self._stages_here = 0
         self._has_warned = False
         self._stop = threading.Event()
@@ -100,48 +107,50 @@ class Admissions:
         weakref.finalize(self, _end, thread, self._stop)  # also when the interpreter ends
         thread.start()
 
-    def describe(self, job: Job) -> None:
-        """The job is another one than it was: whoever asks from now on is told so."""
+    def update_job(self, job: JobSpec) -> None:
+        """Replace the spec of the job for whoever asks from now on."""
         self._job = job
 
-    def close(self) -> list[Arrival]:
-        """Let nobody in any more; those that were let in and have not arrived."""
+    def close(self) -> list[AdmittedLaunch]:
+        """Let nobody in any more; give those that were let in and are not ready yet."""
         self._stop.set()
         with self._lock:
             admitted, self._admitted = self._admitted, []
-        return [arrival for arrival, _ in admitted]
+        return [launch for launch, _ in admitted]
 
-    def arrived(self, stages_here: int) -> list[Arrival]:
-        """Those that were let in, all of whose ranks can be called by now; each once.
+    def ready_launches(self, stages_here: int) -> list[AdmittedLaunch]:
+        """Give the launches that were let in and all of whose ranks can be called by now, each once.
 
         Args:
             stages_here: stages of other launches that the job has already, at work or waiting.
         """
         now = time.monotonic()
         with self._lock:
-            ready = [arrival for arrival, _ in self._admitted if self._is_ready(arrival)]
-            self._admitted = [(a, until) for a, until in self._admitted if a not in ready and now < until]
-            self._stages_here = stages_here + sum(len(arrival.stages) for arrival in ready)
+            ready = [launch for launch, _ in self._admitted if self._is_ready(launch)]
+            self._admitted = [
+                (launch, until) for launch, until in self._admitted if launch not in ready and now < until
+            ]
+            self._stages_here = stages_here + sum(len(launch.stages) for launch in ready)
         return ready
 
-    def _is_ready(self, arrival: Arrival) -> bool:
-        return bool(self._store.check([ready_key(place.rank) for place in arrival.places]))
+    def _is_ready(self, launch: AdmittedLaunch) -> bool:
+        return bool(self._store.check([ready_key(location.rank) for location in launch.locations]))
 
-    # -- one look -------------------------------------------------------------------------------------
+    # -- one poll -------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Go on with every newcomer that has written something."""
-        for slot in range(SLOTS):
-            if len(self._meetings) < _MEETINGS:
+    def poll(self) -> None:
+        """Go on with every client that has written something."""
+        for slot in range(REQUEST_SLOTS):
+            if len(self._handshakes) < _MOST_HANDSHAKES:
                 self._receive(slot_key(slot), self._begin)
-        for nonce, meeting in list(self._meetings.items()):
+        for nonce, handshake in list(self._handshakes.items()):
             self._receive(message_key("application", nonce), lambda message, nonce=nonce: self._decide(nonce, message))  # type: ignore[misc]
-            if time.monotonic() > meeting.until:
-                self._meetings.pop(nonce, None)
+            if time.monotonic() > handshake.until:
+                self._handshakes.pop(nonce, None)
                 self._store.delete_key(message_key("job", nonce))
 
     def _receive(self, key: str, use: Callable[[dict[str, str]], None]) -> None:
-        """What was written there, once; nothing comes of what makes no sense."""
+        """Handle what was written there, once; an invalid message is dropped."""
         if not self._store.check([key]):
             return
         try:
@@ -150,21 +159,21 @@ class Admissions:
             use(read_message(raw))
         except STORE_LOST:
             raise
-        except GARBAGE:
+        except INVALID_MESSAGE:
             self._warn_once("what makes no sense")
 
     def _begin(self, message: dict[str, str]) -> None:
         theirs, own, job = message["nonce"], new_nonce(), json.dumps(asdict(self._job))
-        if not _NONCE.fullmatch(theirs) or theirs in self._meetings:
+        if not _NONCE.fullmatch(theirs) or theirs in self._handshakes:
             raise ValueError("no nonce, or one that was used")
-        self._meetings[theirs] = _Meeting(own, time.monotonic() + self._timeout_seconds)
+        self._handshakes[theirs] = _Handshake(own, time.monotonic() + self._timeout_seconds)
         proof = self._secret.proof("job", self._name, theirs, own, job)
         self._store.set(message_key("job", theirs), json.dumps({"nonce": own, "job": job, "proof": proof}))
 
     def _decide(self, theirs: str, message: dict[str, str]) -> None:
-        own = self._meetings.pop(theirs).nonce
+        own = self._handshakes.pop(theirs).nonce
         application = message["application"]
-        if not self._secret.proves(message["proof"], "newcomer", self._name, theirs, own, application):
+        if not self._secret.proves(message["proof"], "client", self._name, theirs, own, application):
             self._warn_once(f"no proof that it knows the secret in {VARIABLE}")
             return
         verdict = json.dumps(self._admit(json.loads(application)))
@@ -172,16 +181,17 @@ class Admissions:
         self._store.set(message_key("verdict", theirs), json.dumps({"verdict": verdict, "proof": proof}))
 
     def _admit(self, application: dict[str, Any]) -> dict[str, Any]:
-        """Give numbers to one that knows the secret; or say why not."""
-        applicant, places = Job(**application["job"]), [Place(**record) for record in application["places"]]
+        """Number the stages of a launch that knows the secret; or say why not."""
+        applicant = JobSpec(**application["job"])
+        locations = [RankLocation(**record) for record in application["locations"]]
         differ = self._job.differences(applicant)
         if differ:
             return {"refused": refusal(differ)}
         stages = applicant.axes["pipe"]
-        if len(places) != stages * self._ranks_of_stage:
-            return {"refused": f"{len(places)} ranks are not {stages} stages of {self._ranks_of_stage}"}
+        if len(locations) != stages * self._ranks_per_stage:
+            return {"refused": f"{len(locations)} ranks are not {stages} stages of {self._ranks_per_stage}"}
         with self._lock:
-            here = self._stages_here + sum(len(arrival.stages) for arrival, _ in self._admitted)
+            here = self._stages_here + sum(len(launch.stages) for launch, _ in self._admitted)
             if here + stages > self._most_stages:
                 return {
                     "refused": f"the job takes in {self._most_stages} stages of other launches at most, as many as it "
@@ -189,16 +199,16 @@ class Admissions:
                 }
             first = self._next_stage
             self._next_stage += stages
-            ranks = range(first * self._ranks_of_stage, self._next_stage * self._ranks_of_stage)
-            arrival = Arrival(
+            ranks = range(first * self._ranks_per_stage, self._next_stage * self._ranks_per_stage)
+            launch = AdmittedLaunch(
                 tuple(range(first, self._next_stage)),
-                tuple(replace(place, rank=rank) for rank, place in zip(ranks, places, strict=True)),
+                tuple(replace(location, rank=rank) for rank, location in zip(ranks, locations, strict=True)),
             )
-            self._admitted.append((arrival, time.monotonic() + self._timeout_seconds))
+            self._admitted.append((launch, time.monotonic() + self._timeout_seconds))
         return {"first_stage": first}
 
     def _warn_once(self, what: str) -> None:
-        """Nobody can fill the log."""
+        """Warn, but let nobody fill the log."""
         if not self._has_warned:
             self._has_warned = True
             self._warn(
@@ -207,13 +217,13 @@ class Admissions:
             )
 
 
-def _serve(admissions: weakref.ref[Admissions], stop: threading.Event) -> None:
-    while not stop.wait(_LOOK_SECONDS):
-        serving = admissions()
+def _serve(server: weakref.ref[JoinServer], stop: threading.Event) -> None:
+    while not stop.wait(_POLL_SECONDS):
+        serving = server()
         if serving is None:
             return
         with suppress(*STORE_LOST):  # rank 0's process ends
-            serving.look()
+            serving.poll()
             del serving
             continue
         return
@@ -222,7 +232,7 @@ def _serve(admissions: weakref.ref[Admissions], stop: threading.Event) -> None:
 def _end(thread: threading.Thread, stop: threading.Event) -> None:
     stop.set()
     if thread.is_alive() and thread is not threading.current_thread():
-        thread.join(timeout=10 * _LOOK_SECONDS)
+        thread.join(timeout=10 * _POLL_SECONDS)
 
 
 # -- what is written where ----------------------------------------------------------------------------
@@ -234,12 +244,12 @@ def ready_key(rank: int) -> str:
 
 
 def slot_key(number: int) -> str:
-    """Where a newcomer asks."""
+    """Where a client asks."""
     return f"join/slot/{number}"
 
 
 def message_key(what: str, nonce: str) -> str:
-    """Where the messages of the meeting are in which the newcomer drew ``nonce``."""
+    """Where the messages of the handshake are in which the client drew ``nonce``."""
     return f"join/{what}/{nonce}"
 
 
@@ -249,7 +259,7 @@ def read_message(raw: bytes) -> dict[str, str]:
     Raises:
         ValueError: it is none, or longer than any honest one.
     """
-    if len(raw) > _LONGEST:
+    if len(raw) > _LONGEST_MESSAGE:
         raise ValueError(f"{len(raw)} bytes")
     message = json.loads(raw)
     if not isinstance(message, dict) or not all(isinstance(text, str) for text in message.values()):

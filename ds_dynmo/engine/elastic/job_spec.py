@@ -1,6 +1,7 @@
-"""What a job is that ranks of another launch can join, as stages of it that wait to be called, like parked ones.
+"""What a job does, in short: ranks of another launch can join it where theirs does the same.
 
-How they come in is in ``admission``; the name of the job is all that its launch's store says of it to everybody.
+They are stages of it from then on that wait to be called, like parked ones; ``join_server`` lets them in. The name of
+the job is all that its launch's store says of it to everybody.
 """
 
 from __future__ import annotations
@@ -19,29 +20,32 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
+from ds_dynmo.engine.comm.bounded import BoundedStore
+from ds_dynmo.engine.elastic.interfaces import Engine
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.errors import ConfigError
 
 _JOB = "ds_dynmo/job"  # in the store of a launch: the name of the job that it runs now
-_FORMAT = 2  # of what ranks tell each other here
-_EACH_LAUNCHS_OWN = {"dynmo", "steps_per_print"}  # of DeepSpeed's configuration
-_OF_BLOCK_TOO = {"initial_partition", "report", "log", "monitor"}  # likewise of the "dynmo" block
+_FORMAT = 3  # of what ranks of several launches send each other
+_OWN_KEYS = {"dynmo", "steps_per_print"}  # of DeepSpeed's configuration: each launch has its own
+_OWN_BLOCK_KEYS = {"initial_partition", "report", "log", "monitor"}  # likewise of the "dynmo" block
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a job is.
+class JobSpec:
+    """What ranks compare before they join.
 
     Attributes:
         axes: the size of each axis of its launch, by name, in order.
-        traits: by name, what every rank of it has to have in common, in short.
+        traits: by name, what all of its ranks have in common, in short.
     """
 
     axes: dict[str, int]
     traits: dict[str, str]
 
-    def differences(self, other: Job) -> list[str]:
-        """Where ``other`` could not take part, in words."""
+    def differences(self, other: JobSpec) -> list[str]:
+        """Name what keeps the ranks of ``other`` from taking part."""
         across = {axis: size for axis, size in self.axes.items() if axis != "pipe"}
         there = {axis: size for axis, size in other.axes.items() if axis != "pipe"}
         found = [f"its axes beside the stages are {across}, here they are {there}"] if across != there else []
@@ -49,12 +53,12 @@ class Job:
         return found + [name for name in names if self.traits.get(name) != other.traits.get(name)]
 
 
-def job_of(engine: Any, world: World) -> Job:
-    """The job that this engine is a part of."""
-    settings = {key: value for key, value in _settings(engine).items() if key not in _EACH_LAUNCHS_OWN}
-    settings["dynmo"] = engine.dynmo.model_dump(mode="json", exclude=_OF_BLOCK_TOO)
-    origins = {index: asdict(origin) for index, origin in engine._origin.layers.items()}
-    return Job(
+def job_spec_of(engine: Engine, world: World, initial_model: InitialModelSpec) -> JobSpec:
+    """Describe the job that this engine is a part of."""
+    settings = {key: value for key, value in _settings(engine).items() if key not in _OWN_KEYS}
+    settings["dynmo"] = engine.dynmo.model_dump(mode="json", exclude=_OWN_BLOCK_KEYS)
+    origins = {index: asdict(origin) for index, origin in initial_model.layers.items()}
+    return JobSpec(
         world.axes,
         {
             "ds_dynmo": str(_FORMAT),
@@ -63,7 +67,7 @@ def job_of(engine: Any, world: World) -> Job:
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
             "the optimizer": type(engine.basic_optimizer).__name__,
-            "the layers": _digest([engine._layers.num_layers, sorted((i, repr(of)) for i, of in origins.items())]),
+            "the layers": _digest([initial_model.partition[-1], sorted((i, repr(of)) for i, of in origins.items())]),
             **{f'"{key}" in the configuration': _digest(value) for key, value in settings.items()},
         },
     )
@@ -76,35 +80,35 @@ def _settings(engine: Any) -> dict[str, Any]:
 
 
 def _digest(value: Any) -> str:
-    """Nothing of a configuration itself goes into the store."""
+    """Hash a value: nothing of a configuration itself goes into the store."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
 
-def new_name() -> str:
-    """Of a job, as no other has it: a launcher may start a job again on the same store."""
+def new_job_name() -> str:
+    """Draw a name that no other job has: a launcher may start a job again on the same store."""
     return uuid.uuid4().hex
 
 
-def announce(launch_store: Any, name: str) -> None:
-    """Say in the store of the launch that it runs this job, which can be joined. Rank 0 does this."""
+def publish_job(launch_store: BoundedStore, name: str) -> None:
+    """Write into the store of the launch that it runs this job, which can be joined. Rank 0 does this."""
     launch_store.set(_JOB, name)
 
 
-def withdraw(launch_store: Any) -> None:
-    """The job cannot be joined any more."""
+def withdraw_job(launch_store: BoundedStore) -> None:
+    """Delete what :func:`publish_job` wrote."""
     with suppress(RuntimeError):  # the store went with the job
         launch_store.delete_key(_JOB)
 
 
-def find(launch_store: Any, timeout_seconds: float) -> str:
-    """The name of the job that a launch runs. Anybody may have written it: nothing is believed of it.
+def find_job(launch_store: BoundedStore, timeout_seconds: float) -> str:
+    """Read the name of the job that a launch runs. Anybody may have written it: it is used as a name alone.
 
     Raises:
         ConfigError: it runs none that can be joined.
     """
     try:
         launch_store.wait([_JOB], timedelta(seconds=timeout_seconds))
-        name: str = launch_store.get(_JOB).decode()
+        name = launch_store.get(_JOB).decode()
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the launch runs no job that can be joined (dynmo.repack.accept_joins = true), or had not begun it within "
@@ -115,7 +119,7 @@ def find(launch_store: Any, timeout_seconds: float) -> str:
     return name
 
 
-def check_fits(job: Job, own: Job) -> None:
+def check_fits(job: JobSpec, own: JobSpec) -> None:
     """Refuse to join what does something else.
 
     Raises:
@@ -127,5 +131,5 @@ def check_fits(job: Job, own: Job) -> None:
 
 
 def refusal(differences: Sequence[str]) -> str:
-    """Why a launch does not fit."""
+    """Say why a launch does not fit."""
     return f"the job does something else. What differs: {', '.join(differences)}"

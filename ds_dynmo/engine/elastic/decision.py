@@ -1,0 +1,177 @@
+"""Decide how many stages to go on with, and at which partition: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ds_dynmo import partitioners
+from ds_dynmo.engine.balancing.trigger import memory_model
+from ds_dynmo.engine.elastic.interfaces import Balancer, Engine
+from ds_dynmo.engine.elastic.job_ranks import JobRanks
+from ds_dynmo.engine.elastic.planning import Planner
+from ds_dynmo.engine.migration.migrate import MigrationContext
+from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.errors import MigrationError, PartitionError
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.partitioners import Packing
+from ds_dynmo.plan import Profile, check_partition
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What ranks tell each other for a decision.
+
+    Attributes:
+        memory_limit: bytes, the least of all ranks'.
+        parameters: trainable ones of each layer, where there is no profile yet.
+    """
+
+    memory_limit: int | None
+    parameters: Sequence[float]
+
+
+class StageDecision:
+    """Chooses a number of stages among those that the job has ranks for.
+
+    Args:
+        context: this rank's stage as it is now.
+        groups: layers that stay together.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        balancer: Balancer,
+        context: Callable[[], MigrationContext],
+        ranks: JobRanks,
+        groups: LayerGroups,
+    ) -> None:
+        self._engine, self._balancer, self._context = engine, balancer, context
+        self._ranks, self._groups = ranks, groups
+
+    @property
+    def most_stages(self) -> int:
+        """How many stages there are ranks for, and layers, or groups of them that stay together."""
+        return min(self._ranks.most_stages, self._groups.num_groups)
+
+    def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
+        """Decide what :meth:`Repacker.repack` was asked for; with a verdict in a few words. Collective.
+
+        Raises:
+            PartitionError, MigrationError: see :meth:`Repacker.repack`. Nothing has changed.
+        """
+        facts = self._gather_facts()
+        return self._agree(lambda: self._new_partition(num_stages, partition, facts))
+
+    def automatic(self) -> tuple[int, ...]:
+        """Decide from the smoothed profile; the present partition where nothing better is found. Collective.
+
+        Raises:
+            PartitionError, MigrationError: harmless; on every rank.
+        """
+        limit = self._balancer.memory_limit_bytes()
+        partition, _ = self._agree(lambda: (self._best(self._planner(limit, smoothed=True)).partition, ""))
+        return partition
+
+    def predicted_seconds(self, partition: tuple[int, ...]) -> float | None:
+        """Seconds of an iteration at ``partition``; None before the first profile."""
+        profile = self._balancer.profile
+        return None if profile is None else self._iteration_seconds(profile, partition)
+
+    def first_seconds_with(self, partition: tuple[int, ...]) -> float | None:
+        """What counts as an iteration at the start of the run, once ranks that joined are taken onto ``partition``."""
+        known, profile = self._balancer.cost_model.first_seconds, self._balancer.profile
+        if known is None or profile is None:
+            return None
+        return min(known, self._iteration_seconds(self.of_whole_batch(profile), partition))
+
+    def of_whole_batch(self, profile: Profile) -> Profile:
+        """``profile`` as if one pipeline had all micro-batches, which copies of it share."""
+        return replace(profile, micro_batches=profile.micro_batches * self._ranks.world.replica_multiplier)
+
+    def _iteration_seconds(self, profile: Profile, partition: tuple[int, ...]) -> float:
+        present = tuple(self._engine.partition)
+        given = self._balancer.cost_model.decision_input(profile, present, smoothed=False)
+        return float(given.pipeline.on(len(partition) - 1).iteration_seconds(partition))
+
+    def _gather_facts(self) -> RankFacts:
+        """All that has to be gathered for a decision. Collective."""
+        if self._balancer.profile is not None:
+            return RankFacts(self._balancer.memory_limit_bytes(), ())
+        context = self._context()
+        parameters = layer_sizes.per_layer(context.layers, layer_sizes.trainable_parameters)
+        return RankFacts(None, context.comm.max_over_world(parameters).tolist())
+
+    def _new_partition(
+        self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
+    ) -> tuple[tuple[int, ...], str]:
+        most = self.most_stages
+        count = num_stages if partition is None or num_stages is not None else len(partition) - 1
+        if count is not None and not 1 <= count <= most:
+            problem = self._groups.shortage(count)
+            why = f": {problem}" if problem is not None else ""
+            raise PartitionError(f"repack: {count} stages, there are 1 to {most} to go on with{why}")
+        if partition is not None:
+            assert count is not None
+            explicit = check_partition(partition, self._engine.partition[-1], count)
+            self._groups.check(explicit)
+            return explicit, "explicit"
+        if facts.parameters:
+            assert count is not None
+            spread = partitioners.balanced_groups(facts.parameters, count, self._groups)
+            return tuple(spread), "by parameters: there is no profile yet"
+        planner = self._planner(facts.memory_limit, smoothed=False)
+        if count is not None:
+            return planner.onto(count).partition, "explicit"
+        return self._best(planner).partition, f"best by planner {self._engine.dynmo.repack.planner}"
+
+    def _best(self, planner: Planner) -> Packing:
+        """As the planner says; ranks that joined since the last decision are taken if that makes training faster.
+
+        What they make of its throughput is then what counts as that of its start: else they would be released next.
+        """
+        present = self._engine.partition
+        if self._ranks.has_new:
+            seconds = self.predicted_seconds(tuple(present))
+            assert seconds is not None
+            fastest = planner.fastest(seconds)
+            if len(fastest.partition) > len(present):
+                return fastest
+        return planner.best()
+
+    def _planner(self, memory_limit: int | None, *, smoothed: bool) -> Planner:
+        """Plan for one pipeline alone: what extra replicas add comes on top."""
+        engine, cost_model, profile = self._engine, self._balancer.cost_model, self._balancer.profile
+        assert profile is not None
+        whole = self.of_whole_batch(profile)
+        return Planner(
+            given=cost_model.decision_input(whole, tuple(engine.partition), smoothed=smoothed),
+            config=engine.dynmo,
+            memory=memory_model(whole, memory_limit, engine.module.activation_checkpoint_interval),
+            most=self.most_stages,
+            first_seconds=cost_model.first_seconds,
+            groups=self._groups,
+        )
+
+    def _agree(self, decide: Callable[[], tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:
+        """What ``decide`` gives, the same partition on every rank. Collective.
+
+        Raises:
+            PartitionError: where ``decide`` does.
+            MigrationError: elsewhere, if it fails on one rank or ranks differ. Nothing has moved.
+        """
+        failure: Exception | None = None
+        new, verdict = None, ""
+        try:
+            new, verdict = decide()
+        except Exception as error:  # whatever a balancer of the user's raises: the others have to hear of it
+            failure = error
+        try:
+            self._context().comm.agree_on(new, self._engine.partition)
+        except MigrationError as error:
+            if isinstance(failure, PartitionError):
+                raise failure from None
+            raise error from failure
+        assert new is not None
+        return new, verdict

@@ -1,0 +1,262 @@
+"""Go on with fewer ranks, or with more: ``engine.repacker`` decides how many, changes the world and reports it."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.elastic import growing, parking
+from ds_dynmo.engine.elastic.decision import StageDecision
+from ds_dynmo.engine.elastic.extra_replicas import merge_replicas, replica_multiplier_for
+from ds_dynmo.engine.elastic.interfaces import Balancer, Engine, Migrator, Stateful
+from ds_dynmo.engine.elastic.job_ranks import JobRanks
+from ds_dynmo.engine.elastic.job_spec import JobSpec, job_spec_of
+from ds_dynmo.engine.elastic.join_client import join_job
+from ds_dynmo.engine.elastic.release import policy_for
+from ds_dynmo.engine.elastic.release.runner import PolicyRunner
+from ds_dynmo.engine.elastic.restart import save_for_restart
+from ds_dynmo.engine.elastic.shrinking import shrink
+from ds_dynmo.engine.elastic.world import World
+from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
+from ds_dynmo.engine.reporting import Reporter
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.plan import Profile, RepackReport
+
+
+class Repacker:
+    """One rank's part in releasing stages and taking them back. Construction is collective.
+
+    Attributes:
+        ranks: of the job.
+        data: where this rank is in its data.
+
+    Args:
+        initial_model: the model as it was built.
+        progress: what every rank of the job counts alike.
+        accumulate: tells the optimizer's wrapper over how many micro-batches gradients add up.
+        groups: layers that stay together.
+        can_copy_replicas: replicas hold the same parameters, so that there can be extra ones.
+        on_join: called when this launch has joined another job, whose rank 0 reports from then on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        comm: Communicator,
+        balancer: Balancer,
+        migrator: Migrator,
+        reporter: Reporter,
+        *,
+        initial_model: Callable[[], InitialModelSpec],
+        progress: Stateful,
+        accumulate: Callable[[int], None],
+        groups: LayerGroups,
+        can_copy_replicas: bool,
+        on_join: Callable[[], None],
+    ) -> None:
+        self._engine, self._comm, self._balancer, self._migrator = engine, comm, balancer, migrator
+        self._reporter, self._initial_model = reporter, initial_model
+        self._can_copy_replicas, self._on_join = can_copy_replicas, on_join
+        self.ranks = JobRanks(engine, comm)
+        self._change = WorldChange(engine, balancer, migrator, comm, self.ranks, progress, accumulate)
+        self.data = self._change.data
+        self._decision = StageDecision(engine, balancer, migrator.context, self.ranks, groups)
+        self._joined = False  # another job than this process was launched with, which has not called it yet
+        self._finishes_at_exit = False
+        repack = engine.dynmo.repack
+        self._policy = policy_for(repack)
+        self._policy_runner = PolicyRunner(
+            self._policy,
+            reporter.warn,
+            reporter.inform,
+            attempts=repack.release_attempts,
+            have_exited=self.ranks.have_exited,
+            patience_seconds=engine.dynmo.timeout_seconds,
+            delay_seconds=repack.release_delay_seconds,
+        )
+
+    @property
+    def world(self) -> World:
+        """The ranks at work."""
+        return self.ranks.world
+
+    # -- what users call ------------------------------------------------------------------------------
+
+    def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
+        """See ``DynMoPipelineEngine.repack``."""
+        if self._balancer.profile is None and num_stages is None and partition is None:
+            self._balancer.train_until_profiled()
+        began = time.perf_counter()
+        self._comm.enter("repack")
+        self._admit()
+        new, verdict = self._decision.by_hand(num_stages, partition)
+        return self._repack(new, "by hand", verdict, time.perf_counter() - began)
+
+    def most_stages(self) -> int:
+        """See ``DynMoPipelineEngine.most_stages``."""
+        self._comm.enter("most_stages")
+        self._admit()
+        return self._decision.most_stages
+
+    def wait_for_recall(self) -> bool:
+        """See ``DynMoPipelineEngine.wait_for_recall``."""
+        if not self._engine.released:
+            return True
+        if not (self._policy.parks or self._joined):
+            return False
+        world = self.ranks.world
+        recall = parking.await_recall(world.store, world.launch_rank, self._engine.dynmo.timeout_seconds)
+        if recall is None:
+            return False
+        self._joined = False
+        growing.rejoin(self._change, recall)
+        return True
+
+    def join(self, job: Any) -> None:
+        """See ``DynMoPipelineEngine.join``."""
+        self._comm.enter("join")
+        ranks, secret = self.ranks, self.ranks.secret
+        if secret is None:
+            raise ConfigError("engine.join: dynmo.repack.accept_joins = false: set it to true, in the job too")
+        location, timeout_seconds = ranks.locations[self.world.launch_rank], self._engine.dynmo.timeout_seconds
+        joined = join_job(job, self._describe(), location, self.world, self._comm, secret, timeout_seconds)
+        with fatal_from_here("joining failed after this launch had given up its layers", "Launch it anew"):
+            ranks.dismiss()  # who joined this launch meanwhile, or was parked: nobody would ever call it
+            self._change.empty_stage()
+            self._change.end()
+            self._change.release_stage()
+            self._joined = True
+            ranks.become_part_of(joined)
+        self._on_join()
+
+    def dismiss_parked(self) -> None:
+        """See ``DynMoPipelineEngine.dismiss_parked``."""
+        if not self._engine.released:
+            self.ranks.dismiss()
+
+    def share_state(self, name: str, holder: Stateful) -> None:
+        """See ``DynMoPipelineEngine.share_state``."""
+        self._change.shared_states[name] = holder
+
+    # -- what the engine calls ------------------------------------------------------------------------
+
+    def accept_joins(self) -> None:
+        """Let ranks of other launches join from now on, where they may at all. The engine is complete."""
+        num_layers = self._migrator.context().layers.num_layers
+        self.ranks.accept_joins(self._describe(), num_layers, self._reporter.warn)
+
+    def optimizer_changed(self) -> None:
+        """Ask ranks of other launches for the new optimizer from now on."""
+        self.ranks.update_job(self._describe)
+
+    def repack_if_better(self, reason: str) -> bool:
+        """Re-pack where the planner finds another number of stages better; False where it does not. Collective.
+
+        Raises:
+            PartitionError, MigrationError: harmless unless the message says otherwise.
+        """
+        began = time.perf_counter()
+        self._comm.enter("repack")
+        self._admit()
+        new = self._decision.automatic()
+        if len(new) == len(self._engine.partition):
+            self.ranks.has_new = False
+            return False
+        verdict = f"best by planner {self._engine.dynmo.repack.planner}"
+        self._repack(new, reason, verdict, time.perf_counter() - began)
+        return True
+
+    def of_whole_batch(self, profile: Profile) -> Profile:
+        """``profile`` as if one pipeline had all micro-batches, which copies of it share."""
+        return self._decision.of_whole_batch(profile)
+
+    # -- wiring ---------------------------------------------------------------------------------------
+
+    def _describe(self) -> JobSpec:
+        return job_spec_of(self._engine, self.ranks.world, self._initial_model())
+
+    def _admit(self) -> None:
+        """Add the ranks that have joined meanwhile to those that can be called. Collective."""
+        joined = self.ranks.admit()
+        if joined:
+            self._reporter.inform(f"DynMo: ranks {list(joined)} have joined and can be called")
+            self._finish_at_exit()
+
+    def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
+        engine = self._engine
+        old, step = tuple(engine.partition), engine.global_steps
+        before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
+        self._reporter.profiled(self._balancer.profile)  # afterwards it is of other stages
+        if self._policy.restarts and len(new) < len(old):
+            done, saved = self._stop_for_restart(new)
+            verdict = f"{verdict}; {saved}"
+        elif len(new) == len(old):
+            moved = self._migrator.move_to(new)
+            done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
+        else:
+            done = self._resize(new)
+        self.ranks.has_new = False
+        if self._balancer.profile is not None:
+            after = self._decision.predicted_seconds(new)  # by as many copies as there are now
+        report = RepackReport(
+            step=step,
+            reason=reason,
+            old_partition=old,
+            new_partition=new,
+            released_ranks=done.released_ranks,
+            recalled_ranks=done.recalled_ranks,
+            iteration_seconds_before=before,
+            iteration_seconds_after=after,
+            layers_moved=done.layers_moved,
+            bytes_moved=done.bytes_moved,
+            decide_seconds=decide_seconds,
+            migrate_seconds=done.migrate_seconds,
+            world_seconds=done.world_seconds,
+            verdict=verdict,
+            copies=self.world.replica_multiplier,
+        )
+        self._reporter.repacked(report, engine.global_samples)
+        return report
+
+    def _resize(self, new: tuple[int, ...]) -> RepackResult:
+        """Go on with another number of stages."""
+        change, ranks, wanted = self._change, self.ranks, len(new) - 1
+        if wanted > len(ranks.world.stages):
+            return growing.grow(change, new, self._decision.first_seconds_with(new) if ranks.has_new else None)
+        wants_replicas = self._engine.dynmo.repack.freed_ranks == "replicas" and self._can_copy_replicas
+        multiplier = replica_multiplier_for(change, wanted) if wants_replicas else 1
+        has_extra = ranks.world.replica_multiplier > 1
+        resize = merge_replicas if has_extra else shrink
+        done = resize(change, new, park=self._policy.parks, replica_multiplier=multiplier)
+        if ranks.world.launch_rank == 0 and done.released_ranks:
+            self._finish_at_exit()
+            self._policy_runner.release(*ranks.released_and_staying())
+        return done
+
+    def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[RepackResult, str]:
+        """Save, say how to go on, and release every rank; what was done, and a clause for the verdict."""
+        began = time.perf_counter()
+        launch = save_for_restart(self._engine, self._comm, new, self._change.shared_states)
+        self._engine.released = True
+        everyone = self.world.launch_ranks(self.world.stages)
+        done = RepackResult(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
+        return done, f"saved as {launch.tag}, launch {launch.ranks} ranks in {launch.num_stages} stages"
+
+    def _finish_at_exit(self) -> None:
+        """On rank 0: when its process ends, parked ranks are dismissed, and a release that was begun is finished."""
+        if self.world.launch_rank == 0 and not self._finishes_at_exit:
+            self._finishes_at_exit = True
+            atexit.register(_finish, self.ranks, self._policy_runner)
+
+
+def _finish(ranks: JobRanks, policy_runner: PolicyRunner) -> None:
+    """Parked ranks would otherwise wait until they lose the store."""
+    try:
+        ranks.dismiss()
+    finally:
+        policy_runner.finish()

@@ -1,0 +1,79 @@
+"""Stop a job to launch it anew at a smaller size (the paper's alternative to releasing ranks of a running job)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.elastic.interfaces import Engine, Stateful
+
+FILE = "launch.json"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to launch.
+
+    Attributes:
+        num_stages, ranks: of the new job.
+        tag: of the checkpoint to resume from.
+        partition: to begin at.
+        step: after which the job stopped, in the middle of what its script does for each.
+        states: what was given to ``engine.share_state``, by name, as it was then; None where JSON cannot hold it.
+    """
+
+    num_stages: int
+    ranks: int
+    tag: str
+    partition: tuple[int, ...]
+    step: int
+    states: dict[str, Any]
+
+
+def save_for_restart(
+    engine: Engine, comm: Communicator, partition: tuple[int, ...], states: Mapping[str, Stateful]
+) -> Launch:
+    """Save a checkpoint, and beside it what to launch to go on at ``partition``. Collective.
+
+    Raises:
+        CheckpointError: see ``engine.save_checkpoint``.
+        MigrationError: harmless; rank 0 could not write what to launch.
+    """
+    folder, num_stages = str(engine.dynmo.repack.checkpoint), len(partition) - 1
+    launch = Launch(
+        num_stages,
+        engine.world_size * num_stages // engine.num_stages,
+        f"global_step{engine.global_steps}",
+        partition,
+        engine.global_steps,
+        {name: holder.state_dict() for name, holder in states.items()},
+    )
+    engine.save_checkpoint(folder, tag=launch.tag)
+
+    def write() -> None:
+        if engine.global_rank == 0:
+            write_launch(folder, launch)
+
+    comm.gather_or_fail("writing how to go on", write)
+    return launch
+
+
+def write_launch(folder: str, launch: Launch) -> None:
+    """Write it beside the checkpoint, in one rename."""
+    new = Path(folder) / f"{FILE}.new"
+    states = {name: state if _is_json(state) else None for name, state in launch.states.items()}
+    new.write_text(json.dumps({**vars(launch), "states": states}, indent=2) + "\n")
+    os.replace(new, Path(folder) / FILE)
+
+
+def _is_json(state: Any) -> bool:
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,220 @@
+"""The steps that every change of the number of stages is made of: end a world, begin the next, move layers in one.
+
+Before the first world ends, or layers move, nothing has changed and any failure leaves training as it was. From then on
+a failure is fatal, and says so: :func:`fatal_from_here`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynmo.engine.comm.bounded import within
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.elastic import job_snapshot, secret
+from ds_dynmo.engine.elastic.data_position import DataPosition
+from ds_dynmo.engine.elastic.interfaces import Balancer, Engine, Migrator, Stateful
+from ds_dynmo.engine.elastic.job_ranks import JobRanks
+from ds_dynmo.engine.elastic.world import World, forget_batch, refit_deepspeed
+from ds_dynmo.engine.migration.migrate import MigrationContext, migrate, rehearse
+from ds_dynmo.errors import MigrationError
+from ds_dynmo.partitioners import with_empty
+from ds_dynmo.plan import MigrationPlan
+
+
+@dataclass(frozen=True)
+class RepackResult:
+    """What a re-packing did; ranks as numbered at the launch, seconds on this rank."""
+
+    released_ranks: tuple[int, ...] = ()
+    recalled_ranks: tuple[int, ...] = ()
+    layers_moved: int = 0
+    bytes_moved: int = 0
+    migrate_seconds: float = 0.0
+    world_seconds: float = 0.0
+
+
+class WorldChange:
+    """One rank's part in leaving a world of stages and entering another.
+
+    Attributes:
+        ranks: of the job.
+        data: where this rank is in its data.
+        shared_states: by name, what a rank that comes back loads; see ``engine.share_state``.
+
+    Args:
+        progress: what every rank of the job counts alike.
+        accumulate: tells the optimizer's wrapper over how many micro-batches gradients add up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        balancer: Balancer,
+        migrator: Migrator,
+        comm: Communicator,
+        ranks: JobRanks,
+        progress: Stateful,
+        accumulate: Callable[[int], None],
+    ) -> None:
+        self.engine, self.balancer, self.migrator, self.comm, self.ranks = engine, balancer, migrator, comm, ranks
+        self._progress, self._accumulate = progress, accumulate
+        self.shared_states: dict[str, Stateful] = {}
+        grid = engine.grid
+        self.data = DataPosition(engine, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
+
+    @property
+    def world(self) -> World:
+        """The world that this rank is in, or was in last."""
+        return self.ranks.world
+
+    @property
+    def context(self) -> MigrationContext:
+        """This rank's stage as it is now."""
+        return self.migrator.context()
+
+    # -- layers ---------------------------------------------------------------------------------------
+
+    def move_layers(self, plan: MigrationPlan) -> tuple[int, float]:
+        """Carry out ``plan`` in the present world; bytes moved and seconds. Collective."""
+        began = time.perf_counter()
+        with self.naming_dead_ranks():
+            moved_bytes = migrate(plan, self.context)
+        return moved_bytes, time.perf_counter() - began
+
+    def rehearse(self, plan: MigrationPlan, stages: Sequence[int], *, copies: bool = False) -> None:
+        """Refuse what could not be sent, before the present world ends. Collective.
+
+        Args:
+            plan: between ``stages`` of the job, those of a world to come.
+            copies: layers that stay are copied to other ranks as well.
+
+        Raises:
+            MigrationError: harmless, on every rank.
+        """
+        stage = stages.index(self.world.launch_stage)
+        rehearse(plan, replace(self.context, stage=stage), copies=copies)
+
+    def partition_over(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The present partition, as one over these stages of the job, most of which may be empty."""
+        engine = self.engine
+        owners = [stages.index(stage) for stage in self.world.stages[: engine.num_stages]]
+        return with_empty(engine.partition, owners, len(stages))
+
+    def empty_stage(self) -> None:
+        """Free the layers and the optimizer state of this rank, which goes on."""
+        context = self.context
+        context.layers.clear(context.names.empty)
+        context.state.clear()
+
+    def release_stage(self) -> None:
+        """Free all that this rank has of the model, and stop training on it."""
+        engine = self.engine
+        self.context.state.forget()
+        forget_batch(engine)
+        engine.loss = engine.total_loss = engine.total_additional_losses = None
+        self.balancer.forget_profile()
+        engine.released = True
+        gc.collect()  # parameters are held by cycles through what DeepSpeed binds on them
+        get_accelerator().empty_cache()
+
+    def gather_shards(self) -> None:
+        """Gather all state back onto the launch's replicas, and empty the extra ones."""
+        world = self.world
+        if world.replica_multiplier == 1:
+            return
+        with self.naming_dead_ranks():
+            self.context.state.gather_shards(tuple(self.engine.partition), world.launch_replicas)
+        if world.copy_index:
+            self.empty_stage()
+
+    # -- worlds ---------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the present world. Collective."""
+        self.comm.all_done()
+        self.world.end()
+
+    def begin(self, stages: Sequence[int], generation: int, replica_multiplier: int = 1) -> None:
+        """Begin a world of ``stages`` of the job, and rebuild what was built from the old one. Collective over it."""
+        engine = self.engine
+        timeout_seconds = engine.dynmo.timeout_seconds
+
+        def begin() -> None:
+            topology = self.world.begin(
+                stages, generation, timeout_seconds=timeout_seconds, replica_multiplier=replica_multiplier
+            )
+            refit_deepspeed(engine, topology)
+
+        within(timeout_seconds + self.world.timeout_seconds, begin)
+        forget_batch(engine)
+        self.comm.connect("repack")
+        if self.ranks.secret is not None:
+            name = f"{self.ranks.job_name}/{generation}"
+            secret.check_members(self.ranks.secret, self.comm.gather_bytes, engine.global_rank, name)
+        self.context.state.use_grid()
+        self._split_batch()
+
+    def _split_batch(self) -> None:
+        """Split each replica's batch, which stays as large as it was, between its copies."""
+        engine, world = self.engine, self.world
+        if world.replica_multiplier == self.data.replica_multiplier:
+            return
+        self.data.replica_multiplier, self.data.copy_index = world.replica_multiplier, world.copy_index
+        engine.set_train_batch_size(engine.train_batch_size())
+        self._accumulate(engine.micro_batches)
+
+    # -- what ranks know of the job -------------------------------------------------------------------
+
+    def describe_job(self) -> bytes:
+        """Pickle what a rank that comes back has to know, on rank 0. Collective; see :mod:`job_snapshot`."""
+        return job_snapshot.describe_job(self.engine, self.comm, self.data, self._progress, self.shared_states)
+
+    def restore_job(self, job: Mapping[str, Any]) -> None:
+        """Load :meth:`describe_job` on a rank that was away."""
+        job_snapshot.restore_job(self.engine, self.data, self._progress, job)
+
+    def load_shared_states(self, job: Mapping[str, Any]) -> None:
+        """Load the shared states of :meth:`describe_job`, on every rank alike."""
+        job_snapshot.load_states(job, self.shared_states)
+
+    @contextmanager
+    def naming_dead_ranks(self) -> Iterator[None]:
+        """Add to a fatal error which ranks do not answer, where layers or state are on their way."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, MigrationError) and error.harmless:
+                raise
+            # A rank that is alive may notice as late as at the end of its own time-out.
+            dead = self.world.unresponsive_ranks(1.5 * self.engine.dynmo.timeout_seconds)
+            if not dead:
+                raise
+            raise MigrationError(f"ranks {dead} (as numbered at the launch) do not answer any more: {error}") from error
+
+
+def empty_stages(partition: Sequence[int]) -> list[int]:
+    """The stages that own no layer.
+
+    >>> empty_stages([0, 2, 2, 5])
+    [1]
+    """
+    return [stage for stage in range(len(partition) - 1) if partition[stage] == partition[stage + 1]]
+
+
+@contextmanager
+def fatal_from_here(
+    what: str = "the re-packing failed after layers had begun to move or the ranks had parted",
+    remedy: str = "Resume the job from its last checkpoint, with as many stages as are left",
+) -> Iterator[None]:
+    """Make every error fatal, harmless ones too: what has happened cannot be undone."""
+    try:
+        yield
+    except Exception as error:
+        raise MigrationError(f"{what}: {error}. {remedy}") from error
