@@ -25,10 +25,10 @@ from tests.distributed.support.elastic import (
     ACCEPTS_JOINS,
     SECRET,
     job,
+    joining_launch,
     know,
     losses,
     merged,
-    joining_launch,
     together,
     train_alone,
 )
