@@ -1,7 +1,7 @@
-"""Fill the stages of further data-parallel replicas from those that the job had: layers with all that belongs to them.
+"""Fill the stages of extra data-parallel replicas from those of the launch: layers with all that belongs to them.
 
-Replicas of a stage are the same, so that a rank copies what the rank has that reads the same replica's data. Sharded
-optimizer state goes its own way, :meth:`OptimizerState.scatter_shards`.
+Replicas of a stage are alike, so that a rank is sent what the rank has that reads the same replica's data. Sharded
+optimizer state is split by :meth:`OptimizerState.scatter_shards`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from ds_dynmo.engine.migration.packing import ArrivingLayer, LayerContent
 
 
 def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas: int) -> None:
-    """Every replica from number ``num_replicas`` on gets the layers of one before. Collective.
+    """Copy a stage to every replica from number ``num_replicas`` on. Collective.
 
     Args:
         context: this rank's stage; empty where it is of a replica to be filled.
         partition: of the stages.
     """
     replica = context.grid.get_data_parallel_id()
-    has_them = replica < num_replicas
+    has_layers = replica < num_replicas
     plan = context.state.plan_scatter_shards(partition, num_replicas)
-    own = context.layers.modules() if has_them else {}
+    own = context.layers.modules() if has_layers else {}
     packed = {index: packed_layer(context, index, module) for index, module in own.items()}
     source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)
     mine = {index: layer.header for index, layer in packed.items()}
-    if has_them:
-        context.comm.exchange_bytes(dict.fromkeys(_copies(context, num_replicas), pickle.dumps(mine)), [])
-    headers = mine if has_them else pickle.loads(context.comm.exchange_bytes({}, [source])[source])
+    if has_layers:
+        context.comm.exchange_bytes(dict.fromkeys(_ranks_of_copies(context, num_replicas), pickle.dumps(mine)), [])
+    headers = mine if has_layers else pickle.loads(context.comm.exchange_bytes({}, [source])[source])
     arrived: dict[int, LayerContent] = {}
     for index, header in headers.items():
-        if has_them:
+        if has_layers:
             context.comm.exchange(
-                [(rank, flat) for rank in _copies(context, num_replicas) for flat in packed[index].tensors], []
+                [(rank, flat) for rank in _ranks_of_copies(context, num_replicas) for flat in packed[index].tensors], []
             )
             continue
         arrival = ArrivingLayer(header)
@@ -43,7 +43,7 @@ def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas
         arrival.allocate(context.device, lambda position: None)
         context.comm.exchange([], [(source, flat) for flat in arrival.recv_buffers])
         arrived[index] = arrival.materialize(partial(context.layers.build, index, context.device))
-    if not has_them:
+    if not has_layers:
         modules = {index: content.module for index, content in arrived.items()}
         context.layers.rebuild(partition, context.stage, modules)
     context.rebuilt()
@@ -52,7 +52,7 @@ def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas
     context.comm.all_done()
 
 
-def _copies(context: MigrationContext, num_replicas: int) -> list[int]:
-    """The ranks that copy this one."""
+def _ranks_of_copies(context: MigrationContext, num_replicas: int) -> list[int]:
+    """The ranks that are to hold what this one has."""
     replicas = range(context.grid.get_data_parallel_id() + num_replicas, context.grid.data_parallel_size, num_replicas)
     return [context.grid.stage_to_global(context.stage, data=replica) for replica in replicas]

@@ -1,4 +1,4 @@
-"""Where a rank is in its data: one that did not read for a while goes on where the others are."""
+"""Keep a rank's position in its data: one that did not read for a while goes on where the others are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ds_dynmo.engine.elastic.interfaces import Engine
 
 
 class DataPosition:
-    """Moves the iterator that a rank reads from past what the job took of it while the rank did not read.
+    """Skips what the job took of a rank's data while the rank did not read.
 
     That is known of an iterator that the rank had before, or that the engine made of ``training_data``. Any other one
     is taken to be where it should.
 
-    Where freed ranks are further replicas, each reads its own part of every batch of the replica that it copies.
+    Where freed ranks are extra replicas, each reads its own part of every batch of the replica that it copies.
 
     Args:
         replicas: of the launch; ``replica``: this rank's among them. The rank reads that one's data for life.
@@ -41,11 +41,11 @@ class DataPosition:
 
     @property
     def can_read(self) -> bool:
-        """Has this rank data, wherever its stage is?"""
+        """Does this rank have data, wherever its stage is?"""
         return self._was_given or self._engine.data_iterator is not None or bool(self._engine.training_data)
 
     def others_took(self, passed: int) -> None:
-        """The job has ``passed`` so many micro-batches by now, in part while this rank was away."""
+        """Count the ``passed`` micro-batches of the job, some of them trained on while this rank was away."""
         self._behind += max(0, passed - self.passed)
         self.passed = passed
 
@@ -55,7 +55,7 @@ class DataPosition:
         return self._parts()[0]
 
     def before_batch(self, data_iter: Any) -> None:
-        """Before a batch: be where the others are. ``data_iter`` is what ``train_batch`` was given."""
+        """Skip to where the others are, before a batch. ``data_iter`` is what ``train_batch`` was given."""
         engine = self._engine
         self._was_given = data_iter is not None
         reads = engine.is_first_stage() or engine.is_last_stage()
@@ -73,7 +73,7 @@ class DataPosition:
         self._behind += own + after
 
     def evaluate_part(self, data_iter: Any, evaluate: Callable[[], Any]) -> Any:
-        """``evaluate`` this rank's part of an evaluation of a whole batch."""
+        """Call ``evaluate`` on this rank's part of a whole batch."""
         before, _, after = self._parts()
         reads = data_iter is not None and (self._engine.is_first_stage() or self._engine.is_last_stage())
         for _ in range(before if reads else 0):
@@ -89,7 +89,7 @@ class DataPosition:
         return self.copy_index * own, own, (self.replica_multiplier - 1 - self.copy_index) * own
 
     def _make_own(self) -> None:
-        """DeepSpeed gives stages in the middle none of ``training_data``: as it does for the others at the start."""
+        """Make an iterator of ``training_data``, as DeepSpeed does at the start for the first and the last stage alone."""
         engine = self._engine
         dataset = engine.training_data
         if dataset is None:

@@ -1,4 +1,4 @@
-"""Which partition a re-packing goes to: the same on every rank, from the profile that all have."""
+"""Plan a re-packing from a profile: the number of stages and the partition. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_dynmo.partitioners import MemoryModel, Packing
 
 @dataclass(frozen=True)
 class Planner:
-    """What is known when a re-packing is decided.
+    """Chooses a number of stages and a partition from what is known when a re-packing is decided.
 
     Attributes:
         most: stages that there can be: those at work and those that are parked.
@@ -32,7 +32,7 @@ class Planner:
     groups: LayerGroups | None = None
 
     def onto(self, num_stages: int) -> Packing:
-        """Just so many stages.
+        """Partition the layers over exactly so many stages.
 
         Raises:
             PartitionError: fewer than 1, more than there are or than layers, or no partition fits in memory (says how
@@ -48,7 +48,7 @@ class Planner:
             raise PartitionError(f"repack onto {num_stages} stages: {error}{hint}") from error
 
     def best(self) -> Packing:
-        """As the configuration's planner says; the present partition where nothing better is found."""
+        """Choose as ``dynmo.repack.planner`` says; the present partition where nothing better is found."""
         now = self.given.current
         repack = self.config.repack
         least = min(repack.min_stages, len(now) - 1)
@@ -71,7 +71,7 @@ class Planner:
         return more if gain >= margin * within else present
 
     def fastest(self, present_seconds: float) -> Packing:
-        """The number of stages that is predicted to be fastest, with more than now only if they are worth it.
+        """Choose the number of stages that is predicted to be fastest, more than now only if they gain ``min_improvement``.
 
         Args:
             present_seconds: of an iteration as it is, with all replicas that there are.

@@ -67,30 +67,29 @@ class World:
 
     @property
     def launch_stage(self) -> int:
-        """The stage that this process was at the launch, or joined as."""
+        """The stage that this process had at the launch, or joined as."""
         if self.launch_rank < self._launch.world_size():
             return int(self._launch.get_coord(self.launch_rank).pipe)
         return self.launch_rank // self._ranks_per_stage
 
     @property
     def rank_in_stage(self) -> int:
-        """Which of its stage's ranks this process is."""
+        """The index of this process among its stage's ranks."""
         return self._ranks(self.launch_stage).index(self.launch_rank)
 
     @property
     def _ranks_per_stage(self) -> int:
-        """Ranks of a stage."""
         return int(self._launch.world_size()) // int(self._launch.get_dim("pipe"))
 
     def _ranks(self, stage: int) -> list[int]:
-        """The launch_ranks of a stage, in the same order of the other axes for every stage."""
+        """The launch ranks of a stage, in the same order of the other axes for every stage."""
         if stage <= self.last_stage:
             ranks: list[int] = self._launch.get_axis_list(axis="pipe", idx=stage)
             return ranks
         return list(range(stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage))
 
     def in_order(self, stages: Iterable[int]) -> list[int]:
-        """Stages of the job as they follow each other: those that joined come before the launch's last, if it has two.
+        """Sort stages of the job as they follow each other: those that joined come before the launch's last, if it has two.
 
         So the data is read where it was read before.
         """
@@ -98,7 +97,7 @@ class World:
 
     @property
     def timeout_seconds(self) -> float:
-        """How long collectives of the default group wait, and so does whoever makes it anew."""
+        """How long collectives of the default group wait, and whoever makes it anew."""
         return self._timeout.total_seconds()
 
     @property
@@ -126,7 +125,7 @@ class World:
 
     @property
     def copy_index(self) -> int:
-        """Which of the copies of the launch's replicas this process is in."""
+        """The index of this process's copy of the launch's replicas: 0 is the first, which has no copy before it."""
         return self.stages.index(self.launch_stage) // (len(self.stages) // self.replica_multiplier)
 
     def _topology(self) -> ProcessTopology:
@@ -137,7 +136,7 @@ class World:
         return ProcessTopology(list(sizes), list(sizes.values()))
 
     def join(self, axes: Mapping[str, int], stage: int, store: BoundedStore) -> None:
-        """This process is a rank of another job from now on: of its ``stage``, with which nothing was launched."""
+        """Become a rank of another job: of its ``stage``, a number that its launch did not use."""
         place = self.rank_in_stage
         self._launch = ProcessTopology(list(axes), list(axes.values()))
         self.launch_rank = self._ranks(stage)[place]
@@ -180,7 +179,7 @@ class World:
         return topology
 
     def unresponsive_ranks(self, timeout_seconds: float) -> list[int]:
-        """Ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
+        """Find ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
         alive = store_part(self.store, f"alive/{self._generation}")
         launch_ranks = self.launch_ranks(self.stages)
         try:
@@ -208,7 +207,7 @@ class World:
 
 
 def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
-    """Those that have not written that they are here within the time-out."""
+    """Wait for ranks to write that they are here; those that have not within the time-out."""
     try:
         store.wait([str(launch_rank) for launch_rank in launch_ranks], timedelta(seconds=timeout_seconds))
     except STORE_LOST:
@@ -219,7 +218,7 @@ def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: f
 
 
 def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
-    """All that DeepSpeed 0.19.8 built from the old world, built from this one. Collective.
+    """Rebuild from the new world all that DeepSpeed 0.19.8 built from the old one. Collective.
 
     Read in runtime/pipe/{module,topology,engine,p2p}.py, runtime/engine.py and utils/groups.py. The grid is made anew
     in place: the engine, its optimizer, activation checkpointing and users hold it.
@@ -256,7 +255,7 @@ def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
 
 
 def forget_batch(engine: Any) -> None:
-    """Let go of all buffers of the last batch and of what neighbours were told about them."""
+    """Free all buffers of the last batch, and forget which shapes were announced to neighbours."""
     engine.reset_activation_shape()
     engine.first_gradient_send = True
     engine.num_pipe_buffers = 0
@@ -265,12 +264,12 @@ def forget_batch(engine: Any) -> None:
 
 
 def store_part(store: BoundedStore, name: str) -> BoundedStore:
-    """A part of a store with keys of its own."""
+    """Give a part of a store keys of its own."""
     return store.view(dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store.raw))
 
 
 def launch_store(timeout_seconds: float) -> BoundedStore:
-    """The store by which the launch's processes met. The default group's is private in torch; read in 2.13.0."""
+    """Get the store by which the launch's processes met. The default group's is private in torch; read in 2.13.0."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
@@ -278,7 +277,7 @@ def launch_store(timeout_seconds: float) -> BoundedStore:
 
 
 def store_at(address: str, timeout_seconds: float) -> BoundedStore:
-    """The store of another launch, whose rank 0 holds it.
+    """Connect to the store of another launch, whose rank 0 holds it.
 
     Args:
         address: "HOST:PORT", its MASTER_ADDR and MASTER_PORT.

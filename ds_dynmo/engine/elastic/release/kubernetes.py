@@ -131,7 +131,7 @@ class Kubernetes:
 
 
 def _message(error: Any) -> str:
-    """What the API server said; its answers are Status objects."""
+    """Read what the API server said; its answers are Status objects."""
     try:
         return str(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):

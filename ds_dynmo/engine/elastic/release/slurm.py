@@ -62,11 +62,11 @@ class Slurm:
         return "; ".join(filter(None, found))
 
     def _hostnames(self, nodes: str) -> list[str]:
-        """One by one."""
+        """Expand a list of nodes into their names."""
         return self._scontrol("show", "hostnames", nodes).split()
 
     def _scontrol(self, *arguments: str) -> str:
-        """What the command said. It leaves files in its working directory, for shells: not in the user's."""
+        """Run Slurm's command; what it said. It leaves files in its working directory, for shells: not in the user's."""
         command = ["scontrol", *arguments]
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -83,6 +83,6 @@ class Slurm:
 
 
 def _field(name: str, described: str) -> str:
-    """Of a job; empty if it has none, as the batch host of an interactive one."""
+    """Read a field of a job's description; empty if it has none, as the batch host of an interactive one."""
     found = re.search(rf"(?<!\S){name}=(\S*)", described)
     return found[1] if found else ""
