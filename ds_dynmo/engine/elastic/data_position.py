@@ -89,7 +89,7 @@ class DataPosition:
         return self.copy_index * own, own, (self.replica_multiplier - 1 - self.copy_index) * own
 
     def _make_own(self) -> None:
-        """Make an iterator of ``training_data``, as DeepSpeed does at the start for the first and the last stage alone."""
+        """Read ``training_data``, as DeepSpeed lets the first and the last stage alone do from the start."""
         engine = self._engine
         dataset = engine.training_data
         if dataset is None:

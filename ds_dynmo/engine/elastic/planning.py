@@ -71,7 +71,7 @@ class Planner:
         return more if gain >= margin * within else present
 
     def fastest(self, present_seconds: float) -> Packing:
-        """Choose the number of stages that is predicted to be fastest, more than now only if they gain ``min_improvement``.
+        """Choose the fastest number of stages, more than now only where that gains ``min_improvement``.
 
         Args:
             present_seconds: of an iteration as it is, with all replicas that there are.

@@ -89,9 +89,9 @@ class World:
         return list(range(stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage))
 
     def in_order(self, stages: Iterable[int]) -> list[int]:
-        """Sort stages of the job as they follow each other: those that joined come before the launch's last, if it has two.
+        """Sort stages of the job as they follow each other.
 
-        So the data is read where it was read before.
+        Those that joined come before the launch's last, if it has two: so the data is read where it was read before.
         """
         return sorted(stages, key=lambda stage: (stage == self.last_stage > 0, stage))
 

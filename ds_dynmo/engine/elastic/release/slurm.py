@@ -66,7 +66,7 @@ class Slurm:
         return self._scontrol("show", "hostnames", nodes).split()
 
     def _scontrol(self, *arguments: str) -> str:
-        """Run Slurm's command; what it said. It leaves files in its working directory, for shells: not in the user's."""
+        """Run Slurm's command. It leaves files in its working directory, for shells: not in the user's."""
         command = ["scontrol", *arguments]
         try:
             with tempfile.TemporaryDirectory() as folder:
