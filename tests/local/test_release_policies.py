@@ -25,8 +25,8 @@ from tests.local.slurm_cluster import Cluster, skip_without_slurm
 
 GONE = [RankLocation(1, "host-a", "cuda:1"), RankLocation(2, "host-b", "cuda:0")]
 STAYING = [RankLocation(0, "host-a", "cuda:0")]
-PODS_GONE = [replace(place, pod=place.host.replace("host", "pod")) for place in GONE]
-PODS_STAYING = [replace(place, pod="pod-a") for place in STAYING]
+PODS_GONE = [replace(at, pod=at.host.replace("host", "pod")) for at in GONE]
+PODS_STAYING = [replace(at, pod="pod-a") for at in STAYING]
 RECORDER = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 
@@ -73,6 +73,12 @@ def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
         "checkpoint": {"checkpoint": str(tmp_path)},
     }
     return policy({"release": request.param, **needs.get(request.param, {})})
+
+
+def test_the_older_name_of_a_rank_location_works_and_says_what_to_write() -> None:
+    with pytest.warns(DeprecationWarning, match="Place is RankLocation now"):
+        from ds_dynmo.engine.elastic.release import Place
+    assert Place is RankLocation
 
 
 def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
@@ -148,13 +154,13 @@ class Stubborn:
         self.calls: list[list[int]] = []
 
     def release(self, gone: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
-        self.calls.append([place.rank for place in gone])
+        self.calls.append([at.rank for at in gone])
         if len(self.calls) <= self.refusals:
             raise ReleaseRefused("not now")
         return "done"
 
 
-def messenger_of(policy: ReleasePolicy, said: list[str], **options: Any) -> PolicyRunner:
+def runner_of(policy: ReleasePolicy, said: list[str], **options: Any) -> PolicyRunner:
     """Of processes that have ended."""
     usual = {"have_exited": lambda _: True, "patience_seconds": 2.0, "delay_seconds": 0.0}
     return PolicyRunner(policy, said.append, said.append, **{**usual, **options})
@@ -168,9 +174,9 @@ def deliver(stubborn: Stubborn, attempts: int, **options: Any) -> tuple[list[str
         pauses.append(seconds)
         return replaced.is_set()
 
-    messenger = messenger_of(stubborn, said, attempts=attempts, pause=pause, **options)
-    messenger.release(GONE, STAYING)
-    messenger.finish()
+    runner = runner_of(stubborn, said, attempts=attempts, pause=pause, **options)
+    runner.release(GONE, STAYING)
+    runner.finish()
     return said, pauses
 
 
@@ -187,9 +193,9 @@ def test_a_refusal_is_reported_once_and_tried_again() -> None:
 def test_nobody_is_told_before_the_processes_end() -> None:
     stubborn, looks = Stubborn(0), []
 
-    def ended(places: Sequence[RankLocation]) -> bool:
+    def ended(locations: Sequence[RankLocation]) -> bool:
         assert not stubborn.calls
-        looks.append([place.rank for place in places])
+        looks.append([at.rank for at in locations])
         return len(looks) == 3
 
     _, pauses = deliver(stubborn, 5, have_exited=ended, delay_seconds=7.0)
@@ -228,12 +234,12 @@ def test_a_later_release_takes_the_place_of_one_that_is_refused() -> None:
         return replaced.wait(30.0)
 
     said: list[str] = []
-    messenger = messenger_of(stubborn, said, attempts=2, pause=pause)
-    messenger.release(GONE[:1], STAYING)
+    runner = runner_of(stubborn, said, attempts=2, pause=pause)
+    runner.release(GONE[:1], STAYING)
     paused.wait(30.0)
     stubborn.refusals = 0
-    messenger.release(GONE, STAYING)
-    messenger.finish()
+    runner.release(GONE, STAYING)
+    runner.finish()
     assert stubborn.calls == [[1], [1, 2]]
     assert len(said) == 2 and said[1] == "DynMo: ranks [1, 2]: done"
 
@@ -274,9 +280,9 @@ def test_accelerators_cannot_be_taken_from_a_running_pod(server: Server) -> None
 def test_a_server_that_is_down_is_asked_again(server: Server) -> None:
     server.broken = 2
     said: list[str] = []
-    messenger = messenger_of(kubernetes(server), said, attempts=4, pause=lambda *_: False)
-    messenger.release(PODS_GONE, PODS_STAYING)
-    messenger.finish()
+    runner = runner_of(kubernetes(server), said, attempts=4, pause=lambda *_: False)
+    runner.release(PODS_GONE, PODS_STAYING)
+    runner.finish()
     assert "pod pod-b: 503 the server is currently unable to handle the request" in said[0]
     assert len(said) == 2 and "pod-b" not in server.pods
 

@@ -45,20 +45,20 @@ def policy(config: RepackConfig = SLURM) -> ReleasePolicy:
     return policy_for(config)
 
 
-def places(*nodes: int) -> list[RankLocation]:
+def locations(*nodes: int) -> list[RankLocation]:
     """A rank on each of these nodes."""
     return [RankLocation(node - 1, f"node{node}", "cuda:0") for node in nodes]
 
 
 def test_nodes_leave_the_job_and_the_rest_stay(cluster: Cluster, job: str) -> None:
-    assert policy().release(places(2), places(1, 3)) == f"nodes ['node2'] have left job {job}"
+    assert policy().release(locations(2), locations(1, 3)) == f"nodes ['node2'] have left job {job}"
     assert cluster.job(job)["NodeList"] == "node[1,3]" and cluster.idle() == {"node2"}
-    policy().release(places(2), places(1, 3))  # again
+    policy().release(locations(2), locations(1, 3))  # again
     assert cluster.job(job)["NodeList"] == "node[1,3]" and cluster.job(job)["JobState"] == "RUNNING"
 
 
 def test_a_node_with_a_rank_at_work_stays(cluster: Cluster, job: str) -> None:
-    assert policy().release(places(2), places(1, 2, 3)) == "nodes ['node2'] stay"
+    assert policy().release(locations(2), locations(1, 2, 3)) == "nodes ['node2'] stay"
     assert cluster.job(job)["NodeList"] == "node[1-3]"
 
 
@@ -67,7 +67,7 @@ def test_the_node_of_the_batch_script_stays(cluster: Cluster, tmp_path: Path, mo
     monkeypatch.setenv("SLURM_JOB_ID", number)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
     try:
-        said = policy().release(places(1, 2), places(3))
+        said = policy().release(locations(1, 2), locations(3))
         assert said == f"nodes ['node2'] have left job {number}; nodes ['node1'] stay"
         assert cluster.job(number)["NodeList"] == "node[1,3]" and cluster.job(number)["JobState"] == "RUNNING"
     finally:
@@ -77,15 +77,15 @@ def test_the_node_of_the_batch_script_stays(cluster: Cluster, tmp_path: Path, mo
 def test_hosts_that_are_no_nodes_of_the_job(cluster: Cluster, job: str) -> None:
     elsewhere = [RankLocation(1, "node2.example.org", "cuda:0")]
     with pytest.raises(ReleaseRefused, match=r"\['node2.example.org'\] are no nodes of job .* started by srun"):
-        policy().release(elsewhere, places(1, 3))
+        policy().release(elsewhere, locations(1, 3))
     assert cluster.job(job)["NodeList"] == "node[1-3]"
 
 
 def test_nodes_of_other_jobs_are_let_alone(cluster: Cluster, job: str) -> None:
-    policy().release(places(2, 3), places(1))
+    policy().release(locations(2, 3), locations(1))
     other = cluster.allocate(2)
     try:
-        policy().release(places(2, 3), places(1))
+        policy().release(locations(2, 3), locations(1))
         assert cluster.job(other)["NodeList"] == "node[2-3]"
     finally:
         cluster.say("scancel", other)
@@ -93,20 +93,20 @@ def test_nodes_of_other_jobs_are_let_alone(cluster: Cluster, job: str) -> None:
 
 def test_no_files_are_left_in_the_users_folder(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    policy().release(places(2), places(1, 3))
+    policy().release(locations(2), locations(1, 3))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_job_that_has_ended(cluster: Cluster, job: str) -> None:
     cluster.say("scancel", job)
     with pytest.raises(ReleaseRefused, match=f"scontrol update JobId={job} .*finished"):
-        policy().release(places(2), places(1, 3))
+        policy().release(locations(2), locations(1, 3))
 
 
 def test_outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ReleaseRefused, match="does not run in a job of Slurm: SLURM_JOB_ID or SLURM_JOB_NODELIST"):
-        policy().release(places(2), places(1, 3))
+        policy().release(locations(2), locations(1, 3))
 
 
 def test_a_controller_that_does_not_answer(
@@ -117,7 +117,7 @@ def test_a_controller_that_does_not_answer(
     (tmp_path / "slurm.conf").write_text(elsewhere)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     with pytest.raises(ReleaseRefused, match=f"scontrol show job --oneliner {job}: "):
-        policy(IMPATIENT).release(places(2), places(1, 3))
+        policy(IMPATIENT).release(locations(2), locations(1, 3))
 
 
 def test_without_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
