@@ -1,0 +1,100 @@
+"""The documentation against the tree: links, length, configuration keys, commands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from ds_dynmo.config import DynMoConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+MOST_README_LINES = 150
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them: lower case, punctuation dropped, hyphens for spaces."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in HEADING.findall(text)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_relative_link_and_anchor_resolves(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(CODE.sub("", page.read_text())):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        if not linked.exists() or (anchor and anchor not in anchors(linked)):
+            broken.append(target)
+    assert not broken
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    listed = re.findall(r"^  - .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a block; an object's as ``object.key``. An object of which all keys have defaults is no key itself."""
+    for name, field in model.model_fields.items():
+        annotations = (field.annotation, *get_args(field.annotation))
+        inner = [one for one in annotations if isinstance(one, type) and issubclass(one, BaseModel)]
+        if not inner or field.default is None:
+            yield prefix + name
+        for block in inner:
+            yield from keys(block, f"{prefix}{name}.")
+
+
+def test_the_configuration_page_lists_the_keys_of_the_block() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)) == sorted(keys(DynMoConfig))
+
+
+def test_the_configuration_page_has_the_defaults_of_the_block() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    fields = {name: field for name, field in DynMoConfig.model_fields.items() if name in rows}
+    assert len(fields) > 10
+    said = {name: rows[name] for name in fields}
+    assert said == {name: as_json(field.default) for name, field in fields.items()}
+
+
+def as_json(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "[]" if value == () else str(value)
+
+
+COMMANDS = "\n".join(page.read_text() for page in PAGES)
+
+
+def test_every_configuration_is_launched_by_a_command() -> None:
+    launched = set(re.findall(r"ds_configs/\w+\.json", COMMANDS))
+    assert launched == {f"ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_path_of_the_tree_that_is_named_exists(page: Path) -> None:
+    named = re.findall(r"(?:scripts|ds_dynmo|tests|ds_configs)/[\w/.]*[\w/]", page.read_text())
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert not missing
