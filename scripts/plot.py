@@ -1,9 +1,10 @@
-"""Pictures of a run, and one HTML file that holds them, from what the run wrote.
+"""Draw a run, from what it wrote: pictures, and one HTML file that holds them. Draw the rows of a benchmark.
 
     python scripts/plot.py report.jsonl --trace trace.json --out pictures
+    python scripts/plot.py --rows rows.json --format svg --out pictures
 
 ``report.jsonl`` is what ``--report`` of scripts/train.py or ``dynmo.report`` names, ``trace.json`` what ``--trace`` or
-``dynmo.trace`` does. Needs matplotlib: the extra "plots".
+``dynmo.trace`` does, ``rows.json`` what ``--json`` of scripts/benchmark.py does. Needs matplotlib: the extra "plots".
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, by its path
 
 from ds_dynmo.errors import ConfigError
-from scripts.plotting.data import Report, Rows, read_report, read_trace, simulated, traced, traced_steps
+from scripts.plotting.data import (
+    Report,
+    Rows,
+    read_report,
+    read_rows,
+    read_trace,
+    simulated,
+    traced,
+    traced_steps,
+)
 
 
 def expected(report: Report) -> list[Rows]:
@@ -50,13 +60,33 @@ def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Rows
     return [traced(events, step) for step in steps or sorted({there[0], there[-1]})]
 
 
-def main(arguments: list[str]) -> int:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="JSON lines of a run")
+    parser.add_argument("report", type=Path, nargs="?", help="JSON lines of a run")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
     parser.add_argument("--steps", type=int, nargs="+", help="of the trace (default: the first and the last)")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="the JSON of a benchmark, drawn by case")
+    parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if args.report is None and args.rows is None:
+        raise ConfigError("give the report of a run, or --rows FILE of a benchmark")
+    if args.steps is not None and args.trace is None:
+        raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
+    if args.trace is not None and args.report is None:
+        raise ConfigError(f"--trace {args.trace}: needs the report of the same run")
+
+
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
     try:
         from scripts.plotting import html, pictures
     except ModuleNotFoundError as error:
@@ -64,19 +94,22 @@ def main(arguments: list[str]) -> int:
         print(f'plot.py: error: no {missing}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)
         return 2
     try:
-        if args.steps is not None and args.trace is None:
-            raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
-        report = read_report(args.report)
+        check(args)
+        report = read_report(args.report) if args.report is not None else None
         timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
+        rows = read_rows(args.rows) if args.rows is not None else []
     except ConfigError as error:
         print(f"plot.py: error: {error}", file=sys.stderr)
         return 2
-    timelines["simulated"] = expected(report)
-    figures = {
-        "Stage loads": ("loads", pictures.stage_loads(report)),
-        "Speed and balance": ("speed", pictures.speed(report)),
-        "Losses": ("losses", pictures.losses(report)),
-    }
+    figures: dict[str, tuple[str, Any]] = {}
+    if rows:
+        figures["Speed of each case"] = ("cases", pictures.cases(rows))
+    if report is not None:
+        timelines["simulated"] = expected(report)
+        figures["Stage loads"] = ("loads", pictures.stage_loads(report))
+        figures["Speed and balance"] = ("speed", pictures.speed(report))
+        figures["Ranks at work"] = ("ranks", pictures.ranks(report))
+        figures["Losses"] = ("losses", pictures.losses(report))
     titles = {"timeline": "Timeline of a batch, measured", "simulated": "Timeline of a batch, simulated"}
     figures |= {titles[name]: (name, pictures.timelines(every)) for name, every in timelines.items() if every}
     args.out.mkdir(parents=True, exist_ok=True)
@@ -86,8 +119,12 @@ def main(arguments: list[str]) -> int:
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=130)
             drawn[title] = buffer.getvalue()
-            (args.out / f"{name}.png").write_bytes(drawn[title])
-    (args.out / "report.html").write_text(html.page(report, drawn), encoding="utf-8")
+            if args.format == "svg":
+                pictures.save_svg(figure, args.out / f"{name}.svg")
+            else:
+                (args.out / f"{name}.png").write_bytes(drawn[title])
+    if report is not None:
+        (args.out / "report.html").write_text(html.page(report, drawn), encoding="utf-8")
     print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
     return 0
 

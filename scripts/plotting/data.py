@@ -24,6 +24,7 @@ class Report:
     steps: tuple[Record, ...]
     profiles: tuple[Record, ...]
     rebalances: tuple[Record, ...]
+    repacks: tuple[Record, ...] = ()
 
     @property
     def moves(self) -> tuple[Record, ...]:
@@ -67,7 +68,7 @@ def read_report(path: Path) -> Report:
     Raises:
         ConfigError: no such file, a line that is no record, or nothing in it.
     """
-    kinds: dict[str, list[Record]] = {kind: [] for kind in ("start", "step", "profile", "rebalance", "end")}
+    kinds: dict[str, list[Record]] = {kind: [] for kind in ("start", "step", "profile", "rebalance", "repack", "end")}
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +82,25 @@ def read_report(path: Path) -> Report:
     if not kinds["step"] and not kinds["profile"]:
         raise ConfigError(f'{path}: has no record of kind "step" or "profile", there is nothing to draw')
     start, end = ([None, *kinds[kind]][-1] for kind in ("start", "end"))
-    return Report(start, end, tuple(kinds["step"]), tuple(kinds["profile"]), tuple(kinds["rebalance"]))
+    records = (tuple(kinds[kind]) for kind in ("step", "profile", "rebalance", "repack"))
+    return Report(start, end, *records)
+
+
+def read_rows(path: Path) -> list[Record]:
+    """The rows that scripts/benchmark.py or scripts/simulate.py wrote, one per case and balancer.
+
+    Raises:
+        ConfigError: no such file, or no rows in it.
+    """
+    try:
+        found = json.loads(path.read_text())
+        rows: list[Record] = found["rows"] if isinstance(found, dict) else found
+        cases = {row["case"] for row in rows}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: has no rows of a benchmark: {error!r}") from error
+    if not cases:
+        raise ConfigError(f"{path}: has no rows of a benchmark")
+    return rows
 
 
 def costs(profile: Record) -> list[float]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from scripts.plotting.data import Loads, Report, Rows, loads_around, quality
+from scripts.plotting.data import Loads, Record, Report, Rows, loads_around, quality
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8
@@ -34,6 +36,20 @@ COLORS = {
     "decide": "#f2d13c",
     "migrate": "#d62728",
 }
+
+ARM_COLORS = {
+    "uniform": BEFORE,
+    "partition": PREDICTED,
+    "diffusion": "#a3c76d",
+    "makespan": MEASURED,
+    "oracle": "#e8a838",
+}
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """The same bytes for the same figure; text stays text, so that the file is small."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_dynmo"}):
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def stage_loads(report: Report) -> Figure | None:
@@ -109,6 +125,85 @@ def speed(report: Report) -> Figure:
         axes.set_ylabel("ratio")
     _over_steps(upper, *lower, report=report)
     return figure
+
+
+def ranks(report: Report) -> Figure | None:
+    """Ranks at work over the run, and tokens/s; None where it did not re-pack."""
+    changes = [record for record in report.repacks if record["old_partition"] != record["new_partition"]]
+    if not changes or not report.steps:
+        return None
+    numbers = [record["step"] for record in report.steps]
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    at = [numbers[0], *(change["step"] for change in changes), numbers[-1]]
+    stages = [len(changes[0]["old_partition"]) - 1, *(len(change["new_partition"]) - 1 for change in changes)]
+    upper.step(at, [*stages, stages[-1]], where="post", color=MEASURED, linewidth=2)
+    for change in changes:
+        left = f"{len(change['old_partition']) - 1} to {len(change['new_partition']) - 1} stages"
+        upper.annotate(left, (change["step"], len(change["old_partition"]) - 1), (6, -4), textcoords="offset points")
+    upper.fill_between(at, [*stages, stages[-1]], step="post", color=PREDICTED, alpha=0.5)
+    upper.set_ylim(0, max(stages) + 0.5)
+    upper.yaxis.set_major_locator(MaxNLocator(integer=True))
+    upper.set_ylabel("stages at work")
+    tokens = [record["tokens_per_second"] for record in report.steps]
+    half = WINDOW // 2
+    smooth = [statistics.median(tokens[max(0, one - half) : one + half + 1]) for one in range(len(tokens))]
+    lower.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
+    lower.plot(numbers, smooth, color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
+    lower.set_ylim(bottom=0)
+    lower.set_ylabel("tokens/s")
+    lower.yaxis.set_major_formatter("{x:,.0f}")
+    lower.set_xlabel("step")
+    lower.legend(loc="lower left", frameon=False, fontsize=9, ncols=2)
+    for axes in (upper, lower):
+        _plain(axes)
+    return figure
+
+
+def cases(rows: Sequence[Record]) -> Figure:
+    """Throughput of each case under each balancer, over its fastest static partition, with the spread of the rounds."""
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    arms = [arm for arm in ARM_COLORS if any(_arm(row) == arm for row in rows)]
+    figure = Figure(figsize=(1.6 + 1.5 * len(names), 3.6), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(arms)
+    for number, arm in enumerate(arms):
+        found = {row["case"]: row for row in rows if _arm(row) == arm}
+        shown = [place for place, name in enumerate(names) if name in found]
+        heights = [found[names[place]]["speedup_over_static"] for place in shown]
+        axes.bar(
+            [place + (number - (len(arms) - 1) / 2) * width for place in shown],
+            heights,
+            width,
+            color=ARM_COLORS[arm],
+            label=arm,
+            yerr=_spreads([found[names[place]] for place in shown]),
+            error_kw={"linewidth": 1, "capsize": 2},
+        )
+    axes.axhline(1, color=MOVE, linewidth=1, linestyle="--", alpha=0.7)
+    axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
+    axes.set_ylabel("throughput over the\nfastest static partition")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    _plain(axes)
+    return figure
+
+
+def _arm(row: Record) -> str:
+    """A balancer that balances by time, by its name alone; others are not drawn."""
+    name = str(row["balancer"])
+    return "uniform" if name == "static_uniform" else name.removesuffix("_time")
+
+
+def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:
+    """How far the least and the most of the rounds are below and above each bar; None where there was one round."""
+    if not all("tokens_per_second_spread" in row for row in rows):
+        return None
+    of_bars = []
+    for row in rows:
+        least, most = row["tokens_per_second_spread"]
+        unit = row["speedup_over_static"] / row["tokens_per_second"]
+        of_bars.append((unit * (row["tokens_per_second"] - least), unit * (most - row["tokens_per_second"])))
+    return [list(ends) for ends in zip(*of_bars)]
 
 
 def losses(report: Report) -> Figure | None:
