@@ -21,7 +21,7 @@ Series = dict[str, list[tuple[int, float]]]
 
 
 def expected(records: list[tuple[int, Any]]) -> Series:
-    """By series, what the README promises: x is the number of samples."""
+    """By series, what docs/observability.md promises: x is the number of samples."""
     series: Series = {}
     for samples, record in records:
         if isinstance(record, RebalanceReport):

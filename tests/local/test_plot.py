@@ -15,7 +15,17 @@ from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batc
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import LayerCost, Profile
 from scripts import plot
-from scripts.plotting.data import Report, costs, loads_around, quality, read_report, read_trace, simulated, traced
+from scripts.plotting.data import (
+    Report,
+    costs,
+    loads_around,
+    quality,
+    read_report,
+    read_rows,
+    read_trace,
+    simulated,
+    traced,
+)
 from scripts.plotting.html import rebalance_rows
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
@@ -211,6 +221,40 @@ def test_a_report_of_the_engine_alone(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "steps").glob("*.png")} == {"losses.png", "speed.png"}
 
 
+@pytest.mark.filterwarnings("error")
+def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    repacked = {"kind": "repack", "step": 3, "old_partition": [0, 2, 4], "new_partition": [0, 4]}
+    report = write_report(tmp_path, [*run_records(), repacked])
+    assert read_report(report).repacks == (repacked,)
+    assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path)]) == 0
+    assert "2 to 1 stages" in (tmp_path / "ranks.svg").read_text() and not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_of_a_benchmark_are_drawn_by_case(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"speedup_over_static": 1.2, "tokens_per_second": 12.0, "tokens_per_second_spread": [11.0, 12.5]}
+    names = ("static_uniform", "partition_time", "partition_parameters", "makespan")
+    rows = [{"case": case, "balancer": name, **row} for case in ("moe", "early_exit") for name in names]
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
+    for folder in ("one", "two"):  # the same bytes, so that a committed picture changes with its numbers alone
+        assert (
+            plot.main(["--rows", str(tmp_path / "rows.json"), "--format", "svg", "--out", str(tmp_path / folder)]) == 0
+        )
+    drawn = (tmp_path / "one" / "cases.svg").read_text()
+    assert drawn == (tmp_path / "two" / "cases.svg").read_text()
+    assert all(word in drawn for word in ("early exit", "moe", "uniform", "partition", "makespan"))
+    assert "parameters" not in drawn
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"rows": [{}]}'])
+def test_what_has_no_rows(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/rows.json: has no rows of a benchmark")):
+        read_rows(tmp_path / "rows.json")
+
+
 def test_what_cannot_be_drawn_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +264,10 @@ def test_what_cannot_be_drawn_is_said(
     assert "none.jsonl: cannot be read" in capsys.readouterr().err
     assert plot.main([str(report), "--steps", "3", "--out", str(tmp_path / "never")]) == 2
     assert "--steps 3: needs --trace FILE" in capsys.readouterr().err
+    assert plot.main(["--trace", "trace.json"]) == 2
+    assert "give the report of a run, or --rows FILE" in capsys.readouterr().err
+    assert plot.main(["--trace", "trace.json", "--rows", "rows.json"]) == 2
+    assert "--trace trace.json: needs the report of the same run" in capsys.readouterr().err
     for name in [
         name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "scripts.plotting.pictures"
     ]:
