@@ -15,6 +15,7 @@ setup(
     extras_require={
         "huggingface": ["transformers>=5.23", "safetensors"],  # what was tested; before 5, experts were modules
         "kubernetes": ["kubernetes>=36"],  # the official client: release policy "kubernetes", nothing else
+        "docs": ["mkdocs>=1.6"],  # docs/ as a site, nothing else
         "plots": ["matplotlib>=3.8"],  # pictures of a run: scripts/plot.py, nothing else
         "test": [  # the extras above too, and what tests read or move: none is skipped for want of one
             "pytest",
@@ -26,6 +27,7 @@ setup(
             "safetensors",
             "peft",
             "matplotlib>=3.8",
+            "mkdocs>=1.6",
             "tensorboard",
         ],
     },

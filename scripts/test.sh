@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up once, then checks style, types and behaviour; fails if any of them does. Arguments go to pytest:
+# Sets up once, then checks style, types, documentation and behaviour; fails if any of them does. Arguments go to pytest:
 #   scripts/test.sh                      all tests but the long fuzz forms
 #   scripts/test.sh -m fuzz              the fuzz forms alone
 #   scripts/test.sh tests/pure -k config
@@ -15,5 +15,8 @@ check() {
 check python -m ruff check .
 check python -m ruff format --check .
 check python -m mypy
+site="$(mktemp -d)"
+trap 'rm -rf "$site"' EXIT
+check python -m mkdocs build --quiet --strict --site-dir "$site"
 python -m pytest -n 3 --dist worksteal "$@" || exit # last, so that its summary is the last line
 exit "$failed"
