@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks, one process each, forked from a server that has imported torch and DeepSpeed.
+"""Run a function on real ranks, one process each, forked from a server that has imported torch and DeepSpeed.
 
 A fork costs a fraction of a second, an import ten. The ranks meet in a ``FileStore`` (no ports). The first error or
 the first rank that dies ends them all.
@@ -35,8 +35,9 @@ def run(
     port: int | None = None,
     hosts: Network | None = None,
     group_timeout: timedelta = GROUP_TIMEOUT,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """``function(*args)`` on every rank of a fresh gloo world; the results in rank order.
+    """``function(*args)`` on every rank of a fresh world; the results in rank order.
 
     Args:
         function: importable by name, from the file of its test too; DeepSpeed's communication is initialized when it
@@ -45,18 +46,21 @@ def run(
         port: of a ``TCPStore`` on this machine, to meet there.
         hosts: one for each rank, to run there, and to meet at the first.
         group_timeout: of the default group.
+        backend: another than gloo: each rank has an accelerator of its own, and is a new program. A fork of one that
+            has looked for accelerators cannot use them.
 
     Raises:
         RankError: a rank raised, died, or was not done in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+    context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+    if backend == "gloo":
+        context.set_forkserver_preload(["tests.distributed.preload"])
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(rank, num_ranks, folder, port, hosts, group_timeout)
+            place = Place(rank, num_ranks, folder, port, hosts, group_timeout, backend)
             process = context.Process(target=_rank_main, args=(place, theirs, call))
             process.start()
             theirs.close()
@@ -120,6 +124,7 @@ class Place:
     port: int | None
     hosts: Network | None
     timeout: timedelta
+    backend: str
 
     def meet(self) -> None:
         import torch
@@ -129,10 +134,10 @@ class Place:
             store = torch.distributed.TCPStore("localhost", self.port, is_master=False)
         if self.hosts is not None:
             enter(self.hosts, self.rank)
-            torch.distributed.init_process_group("gloo", timeout=self.timeout)
+            torch.distributed.init_process_group(self.backend, timeout=self.timeout)
             return
         torch.distributed.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout
+            self.backend, store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout
         )
 
 
@@ -153,8 +158,10 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         torch.set_num_threads(1)
         # as everywhere on Linux: the workers of a DataLoader would get a fork server of their own, which imports torch
         multiprocessing.set_start_method("fork", force=True)
+        if place.backend != "gloo":
+            deepspeed.get_accelerator().set_device(rank)
         place.meet()
-        deepspeed.init_distributed("gloo")
+        deepspeed.init_distributed(place.backend)
         function, args = pickle.loads(call)
         result = (True, function(*args))
     except BaseException:

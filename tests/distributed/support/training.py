@@ -106,7 +106,7 @@ def partitions(case: Case, seed: int, count: int) -> list[list[int]]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    parts = [part.contiguous().view(-1).view(torch.uint8) for part in dense_parts(tensor)]
+    parts = [part.cpu().contiguous().view(-1).view(torch.uint8) for part in dense_parts(tensor)]
     return b"".join(part.numpy().tobytes() for part in parts)
 
 

@@ -1,0 +1,52 @@
+"""The accelerators of this machine, and ranks that have one each.
+
+Everything here is skipped on a machine without them. On one that has some: ``scripts/test.sh -n 0 tests/accelerator``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from tests.distributed.harness import run
+
+ACCELERATOR = get_accelerator()
+PRESENT = 0 if ACCELERATOR.device_name() == "cpu" else ACCELERATOR.device_count()
+SECONDS = 900.0  # a rank imports everything anew, and compiles
+
+
+def needs(count: int) -> Any:
+    """Skip a test on a machine that has fewer accelerators."""
+    return pytest.mark.skipif(count > PRESENT, reason=f"needs {count} accelerator(s), this machine has {PRESENT}")
+
+
+def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(*args)`` on ranks with an accelerator each; the results in rank order."""
+    backend = ACCELERATOR.communication_backend_name()
+    return run(num_ranks, repeatably, function, args, seconds=SECONDS, backend=backend)
+
+
+def repeatably(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call ``function`` with the algorithms that give the same bits each time, where there are such."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return function(*args)
+
+
+def each(function: Callable[..., Any], calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    """``function(*call)`` for each of ``calls``, in turn, in one process."""
+    return [function(*call) for call in calls]
+
+
+def device_seconds(call: Callable[[], Any]) -> float:
+    """How long the device computes for ``call``, as torch's profiler says: the kernels' own time."""
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        call()
+        ACCELERATOR.synchronize()
+    on_device = [event for event in profile.events() if event.device_type != torch.autograd.DeviceType.CPU]
+    return float(sum(event.time_range.elapsed_us() for event in on_device)) / 1e6

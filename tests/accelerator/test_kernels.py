@@ -1,0 +1,66 @@
+"""FlexAttention and grouped products give what the dense computation does, and the same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ds_dynmo.models.moe.grouped_linear import grouped_linear
+from ds_dynmo.models.sparse_attention.kernels import bucket_attention, kept_attention
+from tests.accelerator.devices import ACCELERATOR, needs
+from tests.local.test_sparse_attention import (
+    BUCKETS,
+    bucket_assignments,
+    bucket_pattern,
+    dense,
+    keeps,
+    kept_pattern,
+    states,
+)
+
+
+def on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().to(ACCELERATOR.current_device_name()).requires_grad_() for tensor in tensors]
+
+
+def check(made: torch.Tensor, given: list[torch.Tensor], expected: torch.Tensor, dense_given: list[Any]) -> None:
+    weights = torch.linspace(-1.0, 1.0, made.numel()).reshape(made.shape)
+    found = torch.autograd.grad((made * weights.to(made.device)).sum(), given, materialize_grads=True)
+    wanted = torch.autograd.grad((expected * weights).sum(), dense_given, materialize_grads=True)
+    for mine, reference in zip([made, *found], [expected, *wanted], strict=True):
+        torch.testing.assert_close(mine.cpu(), reference, atol=2e-3, rtol=2e-3)
+
+
+@needs(1)
+@pytest.mark.parametrize("name", bucket_assignments())
+def test_attention_within_buckets(name: str) -> None:
+    buckets, reference = bucket_assignments()[name], states()
+    given = on_device(reference)
+    made = bucket_attention(*given, buckets.to(given[0].device), BUCKETS)
+    check(made, given, dense(*reference, bucket_pattern(buckets)), reference)
+
+
+@needs(1)
+@pytest.mark.parametrize("name", keeps())
+def test_attention_of_kept_queries_and_keys(name: str) -> None:
+    kept, reference = keeps()[name], states()
+    given = on_device(reference)
+    made = kept_attention(*given, *(keep.to(given[0].device) for keep in kept))
+    check(made, given, dense(*reference, kept_pattern(*kept)), reference)
+
+
+@needs(1)
+def test_grouped_products() -> None:
+    counts = [3, 0, 5]
+    generator = torch.Generator().manual_seed(0)
+    reference = [
+        torch.randn(8, 6, generator=generator).requires_grad_(),
+        torch.randn(3, 4, 6, generator=generator).requires_grad_(),
+    ]
+    parts = zip(reference[0].split(counts), reference[1])
+    expected = torch.cat([F.linear(rows, weight) for rows, weight in parts])
+    given = on_device(reference)
+    check(grouped_linear(*given, counts), given, expected, reference)

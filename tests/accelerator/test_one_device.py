@@ -1,0 +1,69 @@
+"""Every dynamic case and every optimizer wrapper on one rank with an accelerator."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.accelerator.devices import each, needs, run_on_devices
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import CASES, CaseRun
+from tests.distributed.support.checkpoints import check_same, load_and_go_on, save_and_go_on
+from tests.distributed.support.configs import PRECISIONS, Case
+from tests.distributed.support.training import train_frozen
+
+
+def train_every_case(precision: str) -> dict[str, tuple[list[float], list[float]] | str]:
+    """By case, the losses of two runs that are alike, or how one failed."""
+    found: dict[str, tuple[list[float], list[float]] | str] = {}
+    for name, model in CASES.items():
+        run = CaseRun(model, stages=1, precision=precision)
+        try:
+            found[name] = tuple(case_runs.train(run)["losses"] for _ in range(2))
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@needs(1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_every_case_trains_and_repeats_itself(precision: str) -> None:
+    (found,) = run_on_devices(1, train_every_case, precision)
+    assert found.keys() == CASES.keys()
+    failures = {name: losses for name, losses in found.items() if isinstance(losses, str)}
+    assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
+    for name, (once, again) in found.items():
+        assert all(map(math.isfinite, once)), name
+        assert once == again, name
+
+
+@needs(1)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_freezing_rebuilds_the_optimizer_and_takes_effect(precision: str) -> None:
+    """Two leading layers are frozen after two batches, and train again after five."""
+    (found,) = run_on_devices(1, train_frozen, Case(stages=1, precision=precision), {2: 2, 5: 0}, {})
+    assert not found["thawed"] and all(map(math.isfinite, found["losses"]))
+
+
+def save_and_load(case: Case, folder: str) -> list[dict[str, Any]]:
+    """What a run does after it saved, and what one does that goes on from there."""
+    return [save_and_go_on(case, folder), load_and_go_on(case, folder)]
+
+
+@needs(1)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_saved_and_loaded(precision: str, tmp_path: Path) -> None:
+    ((saved, loaded),) = run_on_devices(1, save_and_load, Case(stages=1, precision=precision), str(tmp_path))
+    check_same([saved], [loaded])
+
+
+@needs(1)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputing_activations_changes_nothing(reentrant: bool) -> None:
+    cases = [Case(stages=1, dropout=True, checkpoint_interval=n, reentrant=reentrant) for n in (0, 1)]
+    ((plain, recomputed),) = run_on_devices(1, each, train_frozen, tuple((case, {}, {}) for case in cases))
+    assert plain["losses"] == recomputed["losses"] and plain["state"] == recomputed["state"]
