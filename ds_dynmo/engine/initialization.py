@@ -14,6 +14,7 @@ from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import check_hosts
 from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class as built_upon
+from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
 from ds_dynmo.engine.elastic.release import check_policy
 from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
@@ -53,16 +54,17 @@ def initialize(
         ``engine, optimizer, training_dataloader, lr_scheduler``.
 
     Raises:
-        ConfigError: a wrong block, module, precision, optimizer, engine class or feature; nothing has been created or
-            touched. Or a layer that cannot be moved, or a block or a join secret that differs between ranks, on every
-            rank; the optimizer is untouched.
+        ConfigError: a wrong block, module, precision, optimizer, engine class or feature, or a DeepSpeed that lacks
+            what moving layers relies on; nothing has been created or touched. Or a layer that cannot be moved, or a
+            block or a join secret that differs between ranks, on every rank; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
     """
     settings = validation.load_config(args, config, config_params)
     dynmo = read_dynmo_config(settings)
+    if dynmo is not None:
+        check_deepspeed()
     validation.check_module(model)
     if dynmo is not None:
-        validation.check_deepspeed_version()
         validation.check_training(settings, optimizer)
         validation.check_features(settings)
         validation.check_partitioned_activations(settings, model)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import LayerSpec
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig, parse_type_partition
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_own
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers, is_dual_pipe_v
+from ds_dynmo.engine.deepspeed_adapter.settings import read_settings, removed_blocks
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
-
-TESTED_DEEPSPEED = "0.19.8"
 
 
 def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
@@ -40,23 +34,14 @@ def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     if isinstance(source, dict):
         return source
     try:
-        return dict(load_ds_config(os.fspath(source)))
+        return read_settings(source)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"DeepSpeed configuration {source!r} cannot be read: {error}") from error
 
 
-def check_deepspeed_version() -> None:
-    """Warn if DeepSpeed is not the version whose private parts were read."""
-    if deepspeed.__version__ != TESTED_DEEPSPEED:
-        logger.warning(
-            f"ds_dynmo has been tested with deepspeed {TESTED_DEEPSPEED}, this is {deepspeed.__version__}: moving "
-            "layers relies on private parts that may have changed"
-        )
-
-
 def check_module(model: Any) -> None:
     """Refuse what is not a pipeline of DeepSpeed's, or one that cannot be re-partitioned."""
-    if isinstance(model, DualPipeVModule):
+    if is_dual_pipe_v(model):
         raise ConfigError("model is a DualPipeVModule, whose stages hold two ranges of layers: use PipelineModule")
     if not isinstance(model, PipelineModule):
         raise ConfigError(f"model has to be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
@@ -72,8 +57,6 @@ def check_module(model: Any) -> None:
             )
 
 
-# DeepSpeed 0.19.8 itself refuses, by name, the blocks that it no longer knows (runtime/config.py:81): amp, eigenvalue,
-# curriculum_learning, compression_training, progressive_layer_drop, sparse_gradients, elasticity, ...
 _REFUSED = {
     # Both work in forward passes, which a pipeline has, and end in DeepSpeedEngine.step (runtime/engine.py:3643).
     "flops_profiler": "a pipeline never comes to where DeepSpeed prints it; engine.profile has seconds per layer",
@@ -95,6 +78,10 @@ _REFUSED_DATA_EFFICIENCY = {
 
 def check_features(config: Mapping[str, Any]) -> None:
     """Refuse what DeepSpeed can do, and neither refuses itself nor does in a pipeline whose layers move."""
+    for key in removed_blocks(config):
+        raise ConfigError(
+            f"{key}: DeepSpeed has removed it, and where it has not, layers cannot be moved with it; remove it"
+        )
     for key, why in _REFUSED.items():
         if _enabled(config.get(key)):
             raise ConfigError(f"{key}.enabled = true: {why}; switch it off")

@@ -20,6 +20,11 @@ from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, tied_weight
 from ds_dynmo.engine.serialization.object_graph import copy_of_modules
 from ds_dynmo.plan import stage_of
 
+try:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+except ImportError:  # not in 0.18.9
+    DualPipeVModule = None
+
 
 class StageLayers:
     """This rank's layers, by their number in the model.
@@ -410,6 +415,11 @@ class StageLayers:
                         for parameter in module.tied_modules[key].parameters():
                             parameter.ds_pipe_replicated = module.global_rank != ranks[0]
         self.mark_copies()
+
+
+def is_dual_pipe_v(model: Any) -> bool:
+    """Is it a ``DualPipeVModule``, a PipelineModule whose stages hold two ranges of layers each?"""
+    return DualPipeVModule is not None and isinstance(model, DualPipeVModule)
 
 
 def _sent_away(*_: Any) -> Any:

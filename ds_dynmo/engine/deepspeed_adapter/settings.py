@@ -1,0 +1,55 @@
+"""DeepSpeed's configuration, and what its newest version refuses in one."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import hjson  # comes with DeepSpeed, which reads its configuration with it
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+# What DeepSpeed 0.19.8 refuses by name (runtime/config.py), and older versions do not: each of them depends on which
+# layers a stage has, or was never tried with layers that move.
+REMOVED = (
+    "amp",
+    "compression_training",
+    "curriculum_learning",
+    "eigenvalue",
+    "elasticity",
+    "graph_harvesting",
+    "nebula",
+    "progressive_layer_drop",
+    "quantize_training",
+    "sparse_attention",
+    "sparse_gradients",
+)
+
+
+def read_settings(source: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration from a file, or from the base64 text that DeepSpeed's launchers pass on.
+
+    Raises:
+        ValueError, TypeError, OSError: it is neither, or no JSON.
+    """
+    text = os.fspath(source)
+    if os.path.exists(text):
+        with open(text) as file:
+            return dict(hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys))
+    try:
+        return dict(hjson.loads(base64.urlsafe_b64decode(text).decode()))
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ValueError("there is no such file, and it is no base64 text") from error
+
+
+def removed_blocks(settings: Mapping[str, Any]) -> list[str]:
+    """The blocks of a configuration that the newest DeepSpeed no longer has."""
+    return [key for key in REMOVED if key in settings]
+
+
+def settings_of(engine: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration as it was given to an engine."""
+    settings: dict[str, Any] = engine._config._param_dict
+    return settings

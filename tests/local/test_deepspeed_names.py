@@ -1,0 +1,81 @@
+"""Every name of DeepSpeed that moving layers relies on is looked for before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+from types import CodeType
+
+import deepspeed
+import deepspeed.runtime.config
+import pytest
+
+from ds_dynmo.engine.deepspeed_adapter import probe, settings
+from ds_dynmo.engine.deepspeed_adapter.names import BELOW, NEEDED, NEWEST, OLDEST, TESTED, Name
+from ds_dynmo.errors import ConfigError
+
+
+def test_this_deepspeed_has_all_of_them() -> None:
+    probe.check_deepspeed()
+
+
+def test_each_is_there_once() -> None:
+    assert len({(name.owner, name.name) for name in NEEDED}) == len(NEEDED)
+
+
+@pytest.mark.parametrize("name", NEEDED, ids=str)
+def test_one_that_is_missing_is_named(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+    _remove(name, monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        probe.check_deepspeed()
+    message = str(caught.value)
+    assert f"deepspeed {deepspeed.__version__}: it has no {name}. " in message
+    assert all(version in message for version in TESTED)
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDED if name.takes], ids=str)
+def test_a_function_that_lacks_a_parameter_is_named(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe._owner(name.owner), name.name, lambda self: None)
+    with pytest.raises(ConfigError, match=f"{name} takes no {', '.join(name.takes)}. "):
+        probe.check_deepspeed()
+
+
+@pytest.mark.parametrize("version", ["0.16.9", OLDEST + "rc1", BELOW, "1.0", "unknown"])
+def test_a_version_that_was_not_tried_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    with pytest.raises(ConfigError) as caught:
+        probe.check_deepspeed()
+    assert str(caught.value) == (
+        f"deepspeed {version}: ds_dynmo works with deepspeed >= {OLDEST} and < {BELOW} (tested: {', '.join(TESTED)})"
+    )
+
+
+@pytest.mark.parametrize("version", [*TESTED, "0.18.0", NEWEST + ".post1", NEWEST + "+cu128"])
+def test_a_version_in_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    probe.check_deepspeed()
+
+
+def test_what_is_refused_as_removed_is_what_the_newest_deepspeed_refuses() -> None:
+    refused = getattr(deepspeed.runtime.config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", None)
+    if deepspeed.__version__ != NEWEST:
+        pytest.skip(f"deepspeed {deepspeed.__version__} is not the newest")
+    assert refused is not None and sorted(refused) == sorted(settings.REMOVED)
+
+
+def _remove(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make DeepSpeed one that does not have this name."""
+    owner = probe._owner(name.owner)
+    for holder in owner.__mro__ if isinstance(owner, type) else [owner]:
+        if name.name in vars(holder) and holder is not object:
+            monkeypatch.delattr(holder, name.name)
+    if isinstance(owner, type):
+        for function in list(probe._functions(owner)):
+            monkeypatch.setattr(function, "__code__", _renamed(function.__code__, name.name))
+        probe._mentioned.cache_clear()
+        monkeypatch.setattr(probe, "_mentioned", inspect.unwrap(probe._mentioned))
+
+
+def _renamed(code: CodeType, name: str) -> CodeType:
+    nested = [_renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts]
+    names = ["another" if each == name else each for each in code.co_names]
+    return code.replace(co_names=tuple(names), co_consts=tuple(nested))
