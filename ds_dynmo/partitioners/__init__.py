@@ -8,22 +8,21 @@ boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusio
 import warnings
 from typing import Any
 
-from ds_dynmo.partitioners.balanced import balanced, balanced_groups
+from ds_dynmo.partitioners.balanced import balanced, balanced_groups, uniform
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
-from ds_dynmo.partitioners.diffusion_node import DiffusionNode, message_capacity
+from ds_dynmo.partitioners.diffusion_messages import message_capacity
+from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
-from ds_dynmo.partitioners.history import CostHistory
+from ds_dynmo.partitioners.history import CostHistory, MoveCosts
 from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
-from ds_dynmo.partitioners.move_costs import MoveCosts
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow, rounds
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto, with_empty
 from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
-from ds_dynmo.partitioners.uniform import uniform
 
 __all__ = [
     "Balancer",

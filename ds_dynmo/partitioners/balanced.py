@@ -20,7 +20,21 @@ from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
 from ds_dynmo.plan import check_partition
 
-__all__ = ["balanced", "balanced_groups"]
+__all__ = ["balanced", "balanced_groups", "uniform"]
+
+
+def uniform(num_layers: int, num_stages: int) -> list[int]:
+    """Split layers by their number alone: sizes differ by at most one layer, larger ones first.
+
+    >>> uniform(8, 3)
+    [0, 3, 6, 8]
+
+    Raises:
+        PartitionError: more stages than layers, or no stage at all.
+    """
+    check_num_stages(num_layers, num_stages)
+    size, larger = divmod(num_layers, num_stages)
+    return [stage * size + min(stage, larger) for stage in range(num_stages + 1)]
 
 
 @register("partition")

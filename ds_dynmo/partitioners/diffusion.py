@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners.balanced import uniform
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages
 from ds_dynmo.partitioners.diffusion_node import DiffusionNode
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
 from ds_dynmo.partitioners.metrics import loads, potential
 from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
-from ds_dynmo.partitioners.uniform import uniform
 from ds_dynmo.plan import check_partition
 
 __all__ = ["DiffusionTrace", "diffusion", "diffusion_trace"]

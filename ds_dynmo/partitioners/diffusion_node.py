@@ -1,15 +1,15 @@
-"""One stage's part in the decentralised balancer: a state machine that is fed its two neighbours' messages.
+"""One stage's part in the decentralised balancer, fed with its two neighbours' messages.
 
-Every stage runs a :class:`DiffusionNode` and nothing else; a round is one hop of messages. There are two parts:
+Every stage runs a :class:`DiffusionNode` and nothing else; a round is one hop of messages. There are three phases, each
+a generator below:
 
-1. *Overload is passed on* (module ``overload``). One sweep from the last stage to the first collects the
-   largest and the summed load. Then stage 0 starts pairs of sweeps, right and back left, each of which tries
-   several targets for the bottleneck; the next sweep to the right carries its verdict. The last one says
-   stop, and when it has reached the last stage every stage takes on the layers it kept for the best target.
-2. *Neighbours even out* (:func:`diffusion_step`). In turn, the pairs (0, 1), (2, 3), ... and (1, 2), (3, 4), ...
-   tell each other their layers, and both come to the same new boundary: the one that makes the heavier of
-   the two lightest. Each such step lowers the paper's potential, if the two are equally fast, and never raises a
-   bottleneck.
+1. *Survey*: one sweep from the last stage to the first collects the largest and the summed load.
+2. *Search*: overload is passed on (module ``overload``). Stage 0 starts pairs of sweeps, right and back left, each of
+   which tries several targets for the bottleneck; the next sweep to the right carries its verdict. The last one says
+   stop, and when it has reached the last stage every stage takes the layers it kept for the best target.
+3. *Even out* (:func:`diffusion_step`). In turn, the pairs (0, 1), (2, 3), ... and (1, 2), (3, 4), ... tell each other
+   their layers, and both come to the same new boundary: the one that makes the heavier of the two lightest. Each such
+   step lowers the paper's potential, if the two are equally fast, and never raises a bottleneck.
 
 The end is decentralised too. A stage's quiet counter is 0 after a round in which it changed, else one more
 than the smaller of its own and its partner's. The pairs of two rounds cover every boundary, so two rounds
@@ -19,74 +19,30 @@ no counter can pass ``num_stages + 1`` early, and all do so in the same round.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, TypeVar
 
+from ds_dynmo.partitioners.diffusion_messages import LeftSweep, Message, Offer, RightSweep, Survey, Verdict
 from ds_dynmo.partitioners.diffusion_step import diffusion_step, lemma2_bound
 from ds_dynmo.partitioners.memory import StageMemory
-from ds_dynmo.partitioners.overload import (
-    FAILED,
-    TARGETS,
-    Attempt,
-    Bracket,
-    choose,
-    keep_left,
-    keep_right,
-    pick_targets,
-)
-from ds_dynmo.partitioners.stretch import RECORD_WIDTH, LayerRecord, Room, Stretch
+from ds_dynmo.partitioners.overload import FAILED, Attempt, Bracket, choose, keep_left, keep_right, pick_targets
+from ds_dynmo.partitioners.stretch import LayerRecord, Room, Stretch
 
-__all__ = ["DiffusionNode", "message_capacity"]
-
-Message = list[float]
+__all__ = ["DiffusionNode"]
 
 
-class _Survey(NamedTuple):
-    """What the first sweep collects, from the last stage to the first."""
+class _Turn(NamedTuple):
+    """What one stage does in one round: it hears from one neighbour at most, and an idle one does nothing."""
 
-    bottleneck: float  # of the partition that they start from
-    largest_cost: float
-    total: float
-    smallest_cost: float  # of those > 0, inf if there is none
-    fits: float  # 1.0 if every stage is within its limit
-    speed: float  # of all together
-    fastest: float
-    slowest: float
-
-    def joined(self, other: _Survey) -> _Survey:
-        return _Survey(
-            max(self.bottleneck, other.bottleneck),
-            max(self.largest_cost, other.largest_cost),
-            self.total + other.total,
-            min(self.smallest_cost, other.smallest_cost),
-            min(self.fits, other.fits),
-            self.speed + other.speed,
-            max(self.fastest, other.fastest),
-            min(self.slowest, other.slowest),
-        )
+    to_left: Message | None = None
+    to_right: Message | None = None
+    from_left: bool = False
+    from_right: bool = False
 
 
-class _Verdict(NamedTuple):
-    """The head of a sweep to the right: stage 0's verdict on the sweeps before."""
-
-    adopt: float  # place of the attempt that is the best so far; FAILED: what was, stays
-    stop: float  # 1.0: the search is over
-    low: float
-    high: float
-    reached: float  # 1.0: high is the bottleneck of a partition that fits
-    max_rounds: float
-    start_bottleneck: float
-
-
-def message_capacity(num_layers: int) -> int:
-    """The most floats that a message between two stages of a model of ``num_layers`` holds.
-
-    It holds for groups of them too: of two layers or more, what a group says is no longer than what they would.
-    """
-    window = 2 + num_layers * RECORD_WIDTH
-    return len(_Verdict._fields) + window + (TARGETS + 1) * len(dataclasses.fields(Attempt))
+Result = TypeVar("Result")
+Turns = Generator[_Turn, Message, Result]  # gives each round's turn, is sent what was heard in it ([]: nothing)
 
 
 class DiffusionNode:
@@ -129,22 +85,10 @@ class DiffusionNode:
         self.end_bottleneck = math.inf
         self._micro_batches = 1 if memory is None else memory.micro_batches
         self._group_sizes = _inner_sizes(memory)
-        self._fits = self.layers.fits(self._room, *self.bounds)
-        self._hops = num_stages - 1
-        self._survey = self._own_survey()
-        self._verdict: _Verdict | None = None
-        self._known = self.layers
-        self._from_left: list[Attempt] = []
-        self._from_right: list[Attempt] = []
-        self._to_right: list[Attempt] = []
-        self._to_left: list[Attempt] = []
-        self._best = self.layers
-        self._even_out_from: int | None = None
-        self._quiet = 0
-        self._done = False
-        if num_stages == 1:
-            self._done = True
-            self.end_bottleneck = self.start_bottleneck if self._fits else math.inf
+        self._last = num_stages - 1
+        self._fits_now = self.layers.fits(self._room, *self.bounds)
+        self._phases = self._run()
+        self._turn: _Turn | None = next(self._phases, None)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -154,7 +98,7 @@ class DiffusionNode:
     @property
     def done(self) -> bool:
         """True on every stage after the same round."""
-        return self._done
+        return self._turn is None
 
     @property
     def fits(self) -> bool:
@@ -164,191 +108,176 @@ class DiffusionNode:
     @property
     def expects(self) -> tuple[bool, bool]:
         """Whether a message comes from the (left, right) neighbour in this round."""
-        return self._sends(self.stage - 1)[1], self._sends(self.stage + 1)[0]
+        turn = self._turn or _Turn()
+        return turn.from_left, turn.from_right
 
     def messages(self) -> tuple[Message | None, Message | None]:
-        """What to deliver in this round to the (left, right) neighbour; None: nothing."""
-        to_left, to_right = self._sends(self.stage)
-        if self._even_out_from is not None:
-            told: Message = [float(self._quiet), self._room.limit_bytes, self._room.speed, *self.layers.encoded()]
-            return told if to_left else None, told if to_right else None
-        if to_right:
-            return None, self._sweep_right()
-        if to_left:
-            return (list(self._survey) if self.rounds < self._hops else self._sweep_left()), None
-        return None, None
+        """Give what to deliver in this round to the (left, right) neighbour; None: nothing."""
+        turn = self._turn or _Turn()
+        return turn.to_left, turn.to_right
 
     def receive(self, from_left: Message | None, from_right: Message | None) -> None:
         """End this round with what the neighbours sent."""
-        if self._even_out_from is not None:
-            self._even_out(from_left, from_right)
-        elif from_left is not None:
-            self._hear_right_sweep(from_left)
-        elif from_right is not None and self.rounds < self._hops:
-            self._survey = self._survey.joined(_Survey(*from_right))
-        elif from_right is not None:
-            self._hear_left_sweep(from_right)
         self.rounds += 1
-        self._next_part()
+        try:
+            self._turn = self._phases.send(from_left or from_right or [])
+        except StopIteration:
+            self._turn = None
 
-    def _sends(self, stage: int) -> tuple[bool, bool]:
-        """Whether ``stage`` sends to its (left, right) neighbour in this round: the same schedule everywhere."""
-        if not 0 <= stage < self.num_stages:
-            return False, False
-        if self._even_out_from is not None:
-            right = (stage - (self.rounds - self._even_out_from)) % 2 == 0
-            return not right and stage > 0, right and stage < self.num_stages - 1
-        if self.rounds < self._hops:
-            return stage == self.num_stages - 1 - self.rounds, False
-        back, hop = divmod((self.rounds - self._hops) % (2 * self._hops), self._hops)
-        if back:
-            return stage == self.num_stages - 1 - hop, False
-        return False, stage == hop
+    def _run(self) -> Turns[None]:
+        if self.num_stages == 1:
+            self.end_bottleneck = self.start_bottleneck if self._fits_now else math.inf
+            return
+        survey = yield from self._survey()
+        verdict, self.layers = yield from self._search(survey)
+        self.start_bottleneck = verdict.start_bottleneck
+        if verdict.reached:
+            self.end_bottleneck = verdict.high
+            yield from self._even_out(verdict.max_rounds)
 
-    # Part 1: overload is passed on.
+    # A sweep passes each stage once; the rounds in which it is elsewhere are idle.
 
-    def _own_survey(self) -> _Survey:
+    def _idle(self, rounds: int) -> Turns[None]:
+        for _ in range(rounds):
+            yield _Turn()
+
+    def _hear_left(self) -> Turns[Message]:
+        """Wait for a sweep to the right, which stage 0 begins."""
+        yield from self._idle(self.stage - 1)
+        return (yield _Turn(from_left=True))
+
+    def _hear_right(self) -> Turns[Message]:
+        """Wait for a sweep to the left, which the last stage begins."""
+        yield from self._idle(self._last - self.stage - 1)
+        return (yield _Turn(from_right=True))
+
+    def _tell_right(self, message: Message) -> Turns[None]:
+        """Pass a sweep to the right on, and wait until it has reached the last stage."""
+        yield _Turn(to_right=message)
+        yield from self._idle(self._last - self.stage - 1)
+
+    def _tell_left(self, message: Message) -> Turns[None]:
+        """Pass a sweep to the left on, and wait until it has reached stage 0."""
+        yield _Turn(to_left=message)
+        yield from self._idle(self.stage - 1)
+
+    # Phase 1: one sweep to the left.
+
+    def _survey(self) -> Turns[Survey]:
+        """Join all stages' surveys; stage 0 ends with that of the whole pipeline."""
         costs = [record.cost for record in self.layers.records]
         smallest = min((cost for cost in costs if cost > 0), default=math.inf)
         speed = self._room.speed
-        return _Survey(
-            self.start_bottleneck, max(costs), math.fsum(costs), smallest, float(self._fits), speed, speed, speed
+        survey = Survey(
+            self.start_bottleneck, max(costs), math.fsum(costs), smallest, float(self._fits_now), speed, speed, speed
         )
+        if self.stage < self._last:
+            survey = survey.joined(Survey(*(yield from self._hear_right())))
+        if self.stage > 0:
+            yield from self._tell_left(list(survey))
+        return survey
 
-    def _sweep_right(self) -> Message:
-        assert self._verdict is not None
-        handed = min((attempt.bound for attempt in self._to_right if attempt.bound != FAILED), default=self.layers.stop)
-        window = self._known.part(handed, self.layers.stop)
-        return [*self._verdict, *window.encoded(), *_encoded(self._to_right)]
+    # Phase 2: pairs of sweeps, right and back left.
 
-    def _start_sweep(self) -> None:
-        """Stage 0 only, before a sweep to the right."""
-        self._verdict = self._judge()
-        self._hear_verdict()
-        targets = [] if self._verdict.stop else pick_targets(self._bracket())
-        self._try(self.layers, [Attempt(target, 0) for target in targets])
+    def _search(self, survey: Survey) -> Turns[tuple[Verdict, Stretch]]:
+        """Try targets until the verdict says stop; give it, and this stage's layers for the best target that was met.
 
-    def _judge(self) -> _Verdict:
-        """Stage 0 only: what the finished pair of sweeps, or the first sweep, says."""
-        if self._verdict is None:
-            survey, place = self._survey, FAILED
-            longest, shortest = survey.total / survey.slowest, survey.smallest_cost / survey.fastest
-            # Sums of what stages say are off by some roundings; no partition is below this.
-            low = max(survey.largest_cost / survey.fastest, survey.total / survey.speed * (1 - 1e-9))
-            high = survey.bottleneck if survey.fits else longest * (1 + 1e-9)
-            bracket = Bracket(low, high, bool(survey.fits))
-            max_rounds = lemma2_bound(self.num_stages, longest, shortest)
-            start_bottleneck = survey.bottleneck
-        else:
-            place, bracket = choose(self._bracket(), self._to_left)
-            max_rounds, start_bottleneck = int(self._verdict.max_rounds), self._verdict.start_bottleneck
+        Args:
+            survey: of the whole pipeline on stage 0; what the others have does not count.
+        """
+        best = known = self.layers
+        kept: list[tuple[int, int]] = []  # for each target of the last pair of sweeps
+        verdict = self._first_verdict(survey) if self.stage == 0 else None
+        while True:
+            if self.stage == 0:
+                assert verdict is not None
+                window = Stretch(self.layers.start, [])
+                given = [Attempt(target, 0) for target in ([] if verdict.stop else pick_targets(verdict.bracket))]
+            else:
+                verdict, window, given = RightSweep.decoded((yield from self._hear_left()), self._group_sizes)
+            if verdict.adopt != FAILED:
+                best = known.part(*kept[int(verdict.adopt)])
+            known = window.joined(self.layers)
+            if self.stage < self._last:
+                passed = [keep_left(known, self._room, self.layers.stop, attempt) for attempt in given]
+                sweep = RightSweep.handing_on(verdict, known, self.layers.stop, passed)
+                yield from self._tell_right(sweep.encoded())
+            if verdict.stop:
+                return verdict, best
+            if self.stage < self._last:
+                window, back = LeftSweep.decoded((yield from self._hear_right()), self._group_sizes)
+                known = known.joined(window)
+            else:  # there is nobody further right: the sweep turns around
+                back = [Attempt(attempt.target, known.stop) for attempt in given]
+            settled = [keep_right(known, self._room, left.bound, right) for left, right in zip(given, back)]
+            kept = [(own.bound, right.bound) for own, right in zip(settled, back)]
+            if self.stage > 0:
+                yield from self._tell_left(LeftSweep.handing_on(known, self.layers.start, settled).encoded())
+            else:
+                verdict = self._next_verdict(verdict, settled)
+
+    def _first_verdict(self, survey: Survey) -> Verdict:
+        """Say between what the least bottleneck lies, from the survey alone."""
+        longest, briefest = survey.total / survey.slowest, survey.smallest_cost / survey.fastest
+        # Sums of what stages say are off by some roundings; no partition is below this.
+        low = max(survey.largest_cost / survey.fastest, survey.total / survey.speed * (1 - 1e-9))
+        high = survey.bottleneck if survey.fits else longest * (1 + 1e-9)
+        max_rounds = lemma2_bound(self.num_stages, longest, briefest)
+        return self._verdict(FAILED, Bracket(low, high, bool(survey.fits)), max_rounds, survey.bottleneck)
+
+    def _next_verdict(self, last: Verdict, attempts: Sequence[Attempt]) -> Verdict:
+        """Say what the finished pair of sweeps has shown."""
+        place, bracket = choose(last.bracket, attempts)
+        return self._verdict(place, bracket, int(last.max_rounds), last.start_bottleneck)
+
+    def _verdict(self, place: int, bracket: Bracket, max_rounds: int, start_bottleneck: float) -> Verdict:
         # After another try: two sweeps, the stop, and the rounds that it takes to see that all is quiet.
-        last_chance = self.rounds + 3 * self._hops + self.num_stages + 2 > max_rounds
+        last_chance = self.rounds + 3 * self._last + self.num_stages + 2 > max_rounds
         stop = bracket.closed or last_chance
-        return _Verdict(place, stop, bracket.low, bracket.high, bracket.reached, max_rounds, start_bottleneck)
+        return Verdict(place, stop, bracket.low, bracket.high, bracket.reached, max_rounds, start_bottleneck)
 
-    def _bracket(self) -> Bracket:
-        assert self._verdict is not None
-        return Bracket(self._verdict.low, self._verdict.high, bool(self._verdict.reached))
+    # Phase 3: neighbours even out.
 
-    def _hear_right_sweep(self, message: Message) -> None:
-        head = len(_Verdict._fields)
-        self._verdict = _Verdict(*message[:head])
-        self._hear_verdict()
-        window, rest = Stretch.decoded(message[head:], self._group_sizes)
-        if window.records:
-            assert window.stop == self.layers.start
-        self._try(window.joined(self.layers) if window.records else self.layers, Attempt.decoded(rest))
+    def _even_out(self, max_rounds: float) -> Turns[None]:
+        """Settle the boundary with one neighbour a round, the right and the left one in turn, until all is quiet."""
+        first_round, quiet = self.rounds, 0
+        while True:
+            to_right = (self.stage - (self.rounds - first_round)) % 2 == 0
+            partner = self.stage + (1 if to_right else -1)
+            if 0 <= partner < self.num_stages:
+                own = Offer(quiet, self._room.limit_bytes, self._room.speed, self.layers).encoded()
+                turn = _Turn(to_right=own, from_right=True) if to_right else _Turn(to_left=own, from_left=True)
+                offer = Offer.decoded((yield turn), self._group_sizes)
+                before, self.layers = self.bounds, self._settled(partner, offer)
+                quiet = 0 if self.bounds != before else 1 + min(quiet, offer.quiet)
+            else:
+                yield _Turn()
+                quiet += 1
+            if quiet > self.num_stages + 1 or self.rounds >= max_rounds:
+                return
 
-    def _hear_verdict(self) -> None:
-        assert self._verdict is not None
-        place = int(self._verdict.adopt)
-        if place != FAILED:
-            start = self._to_left[place].bound
-            stop = self._from_right[place].bound if self.stage < self._hops else self._known.stop
-            self._best = self._known.part(start, stop)
-
-    def _try(self, known: Stretch, attempts: list[Attempt]) -> None:
-        """Keep what each target allows; the last stage, with nobody to its right, turns the sweep around."""
-        self._known = known
-        self._from_left = attempts
-        if self.stage < self._hops:
-            self._to_right = [keep_left(known, self._room, self.layers.stop, attempt) for attempt in attempts]
-            return
-        self._settle([Attempt(attempt.target, known.stop) for attempt in attempts])
-
-    def _settle(self, attempts: list[Attempt]) -> None:
-        self._from_right = attempts
-        starts = [attempt.bound for attempt in self._from_left]
-        self._to_left = [
-            keep_right(self._known, self._room, start, attempt) for start, attempt in zip(starts, attempts)
-        ]
-
-    def _hear_left_sweep(self, message: Message) -> None:
-        window, rest = Stretch.decoded(message, self._group_sizes)
-        if window.records:
-            self._known = self._known.joined(window)
-        self._settle(Attempt.decoded(rest))
-
-    def _sweep_left(self) -> Message:
-        handed = max((attempt.bound for attempt in self._to_left), default=FAILED)
-        return [*self._known.part(self.layers.start, handed).encoded(), *_encoded(self._to_left)]
-
-    # Part 2: neighbours even out.
-
-    def _next_part(self) -> None:
-        """After a round: begin a pair of sweeps or the second part, or end."""
-        sweep, hop = divmod(self.rounds - self._hops, self._hops)
-        if self._even_out_from is not None:
-            assert self._verdict is not None
-            self._done = self._quiet > self.num_stages + 1 or self.rounds >= self._verdict.max_rounds
-        elif self._verdict is not None and self._verdict.stop and hop == 0:
-            self._take_on_best(self._verdict)
-        elif self.stage == 0 and sweep >= 0 and sweep % 2 == 0 and hop == 0:
-            self._start_sweep()
-
-    def _take_on_best(self, verdict: _Verdict) -> None:
-        self.layers = self._best
-        self.start_bottleneck = verdict.start_bottleneck
-        self.end_bottleneck = verdict.high if verdict.reached else math.inf
-        self._even_out_from = self.rounds
-        self._done = not verdict.reached
-
-    def _even_out(self, from_left: Message | None, from_right: Message | None) -> None:
-        """One round of pairs: with the neighbour that sent, if one did."""
-        before, partner_quiet = self.bounds, self._quiet
-        if from_left is not None:
-            partner_quiet = int(from_left[0])
-            left, _ = Stretch.decoded(from_left[3:], self._group_sizes)
-            both, bound = self._meet(left, self.layers, self._room_of(self.stage - 1, *from_left[1:3]), self._room)
-            self.layers = both.part(bound, both.stop)
-        elif from_right is not None:
-            partner_quiet = int(from_right[0])
-            right, _ = Stretch.decoded(from_right[3:], self._group_sizes)
-            both, bound = self._meet(self.layers, right, self._room, self._room_of(self.stage + 1, *from_right[1:3]))
-            self.layers = both.part(both.start, bound)
-        self._quiet = 0 if self.bounds != before else 1 + min(self._quiet, partner_quiet)
-
-    @staticmethod
-    def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> tuple[Stretch, int]:
-        """Both stages' layers, and their new boundary; both come to the same."""
-        both = left.joined(right)
-
-        def fits(left_layers: int) -> bool:
-            bound = both.start + left_layers
-            return both.fits(left_room, both.start, bound) and both.fits(right_room, bound, both.stop)
-
-        left_costs, right_costs = ([record.cost for record in stretch.records] for stretch in (left, right))
-        speeds = left_room.speed, right_room.speed
-        return both, both.start + diffusion_step(left_costs, right_costs, fits, speeds=speeds)
-
-    def _room_of(self, partner: int, limit_bytes: float, speed: float) -> Room:
+    def _settled(self, partner: int, offer: Offer) -> Stretch:
+        """Give this stage's layers after it met ``partner``, which comes to the same boundary."""
         in_flight = min(self.num_stages - partner, self._micro_batches)
-        return Room(limit_bytes, in_flight, self._room.checkpoint_interval, speed)
+        room = Room(offer.limit_bytes, in_flight, self._room.checkpoint_interval, offer.speed)
+        if partner > self.stage:
+            both, bound = _meet(self.layers, offer.layers, self._room, room)
+            return both.part(both.start, bound)
+        both, bound = _meet(offer.layers, self.layers, room, self._room)
+        return both.part(bound, both.stop)
 
 
-def _encoded(attempts: Sequence[Attempt]) -> Message:
-    return [value for attempt in attempts for value in attempt.encoded()]
+def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> tuple[Stretch, int]:
+    """Give two neighbours' layers, and the boundary that they come to."""
+    both = left.joined(right)
+
+    def fits(left_layers: int) -> bool:
+        bound = both.start + left_layers
+        return both.fits(left_room, both.start, bound) and both.fits(right_room, bound, both.stop)
+
+    left_costs, right_costs = ([record.cost for record in stretch.records] for stretch in (left, right))
+    speeds = left_room.speed, right_room.speed
+    return both, both.start + diffusion_step(left_costs, right_costs, fits, speeds=speeds)
 
 
 def _records(costs: Sequence[float], memory: StageMemory | None) -> list[LayerRecord]:

@@ -1,4 +1,4 @@
-"""What one profile after the other says together: layers' costs without jitter, how sure they are, stages' speeds.
+"""What profiles and moves say together: layers' costs without jitter, how sure they are, stages' speeds, a move's cost.
 
 A layer whose cost stays within what noise explains is averaged over the latest profiles. One that leaves that range,
 or whose whole stage has shifted, has changed: from then on only the new value counts.
@@ -15,7 +15,7 @@ from typing import Any
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.plan import LayerCost, Profile, stage_of
 
-__all__ = ["CostHistory"]
+__all__ = ["CostHistory", "MoveCosts"]
 
 _WINDOW = 8  # profiles in an average of costs, and in the estimate of noise
 _EVIDENCE = 32  # latest pieces of evidence for speeds
@@ -25,6 +25,7 @@ _CHANGED = 4.0  # standard errors from a layer's average that are a change
 _SHIFTED = 3.5  # likewise of a stage's layers together
 _SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: the noise of smaller layers is another one, and matters less
 _SAME_LOAD = 0.02  # difference of load signals that is none
+_MOVES = 16  # latest ones, in the estimate of what a move costs
 
 
 class CostHistory:
@@ -164,3 +165,39 @@ class CostHistory:
 
 def _close(a: float | None, b: float | None) -> bool:
     return a == b or (a is not None and b is not None and abs(a - b) <= _SAME_LOAD)
+
+
+class MoveCosts:
+    """Learn what moving layers costs: fixed seconds, and seconds per byte. The same on ranks that are told the same."""
+
+    def __init__(self, moves: Sequence[tuple[int, float]] = ()) -> None:
+        self._moves = [(int(moved_bytes), float(seconds)) for moved_bytes, seconds in moves][-_MOVES:]
+
+    def record(self, moved_bytes: int, seconds: float) -> None:
+        """Take in a move of so many bytes that took so long on the slowest rank."""
+        self._moves = [*self._moves, (moved_bytes, seconds)][-_MOVES:]
+
+    def seconds(self, moved_bytes: int) -> float:
+        """Predict what a move takes; 0 before the first.
+
+        A least-squares line, neither of whose terms is negative. From moves of one size alone a smaller one is
+        expected to take as long, a larger one in proportion.
+
+        >>> costs = MoveCosts([(100, 3.0), (300, 5.0)])
+        >>> costs.seconds(200), MoveCosts([(100, 3.0)]).seconds(50), MoveCosts([(100, 3.0)]).seconds(200)
+        (4.0, 3.0, 6.0)
+        """
+        if not self._moves:
+            return 0.0
+        mean_bytes = sum(size for size, _ in self._moves) / len(self._moves)
+        mean_seconds = sum(seconds for _, seconds in self._moves) / len(self._moves)
+        spread = sum((size - mean_bytes) ** 2 for size, _ in self._moves)
+        if spread == 0:
+            return mean_seconds * max(1.0, moved_bytes / mean_bytes if mean_bytes else 1.0)
+        per_byte = sum((size - mean_bytes) * (seconds - mean_seconds) for size, seconds in self._moves) / spread
+        per_byte = min(max(per_byte, 0.0), mean_seconds / mean_bytes)
+        return mean_seconds + per_byte * (moved_bytes - mean_bytes)
+
+    def state(self) -> list[Any]:
+        """Give plain values from which to build another."""
+        return [list(move) for move in self._moves]
