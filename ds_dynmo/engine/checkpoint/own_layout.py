@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_dynmo.engine.checkpoint.layout import SliceLayout, StageLayout, layer_file
+from ds_dynmo.engine.deepspeed_adapter.files import slice_number
 
 
 def own_layout(engine: Any, stage: StageLayout) -> SliceLayout:
@@ -14,7 +15,7 @@ def own_layout(engine: Any, stage: StageLayout) -> SliceLayout:
     stored = {index: layers.stored_use(index) for index in own}
     return SliceLayout(
         stages=(stage,),
-        numbers=(engine.checkpoint_mp_rank,),
+        numbers=(slice_number(engine),),
         shapes={index: engine._origin.layers[index].shapes for index in own},
         weights={
             index: layer_file(index, 0, slice_index) if use is None else layers.file_name(use)

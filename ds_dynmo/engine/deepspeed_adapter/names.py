@@ -21,7 +21,7 @@ class Name:
         owner: ``"package.module"``, or ``"package.module:Class"`` for what its instances have.
         name: a method, a function, a global, or an attribute that code of the owner assigns.
         takes: of a function, the parameters that we name in a call or an override.
-        since: the oldest tested version that has it.
+        since: the oldest tested version that has it; older ones do without.
     """
 
     owner: str
@@ -60,7 +60,7 @@ NEEDED: tuple[Name, ...] = (
     *_of(
         f"{_PIPE}.engine:PipelineEngine",
         "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss basic_optimizer "
-        "checkpoint_engine checkpoint_mp_rank client_lr_scheduler data_iterator data_parallel_group dp_world_size "
+        "checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_world_size "
         "first_gradient_send grad_layer is_data_parallel is_pipe_parallel is_pipe_partitioned "
         "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size local_rank loss mp_world_size "
         "next_stage num_pipe_buffers param_names pipe_buffers prev_stage save_non_zero_checkpoint "
@@ -85,6 +85,8 @@ NEEDED: tuple[Name, ...] = (
         reset_activation_shape="",
         use_node_local_storage="",
     ),
+    Name(f"{_PIPE}.engine:PipelineEngine", "_backward_prologue_per_tensor", ("grad",), since="0.18.9"),
+    Name(f"{_PIPE}.engine:PipelineEngine", "checkpoint_mp_rank", since=NEWEST),
     *_of("deepspeed.runtime.config:DeepSpeedConfig", "_param_dict"),
     *_of("deepspeed.runtime.config_utils", "", dict_raise_error_on_duplicate_keys="ordered_pairs"),
     *_of(
@@ -128,6 +130,8 @@ NEEDED: tuple[Name, ...] = (
         scaled_global_norm="norm_type",
         state_dict="",
     ),
+    Name(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_offsets", since=NEWEST),
+    Name(f"{_ZERO}:DeepSpeedZeroOptimizer", "round_robin_bit16_padding", since=NEWEST),
     *_of("deepspeed.runtime.utils", "", mask_nan_or_inf_with_val_inplace="input device"),
     *_of("deepspeed.utils.bwc", "", bwc_tensor_model_parallel_rank="mpu"),
     # The processes: what DeepSpeed keeps of a world.

@@ -285,8 +285,9 @@ class ZeroWrapper(FlatWrapper):
         wrapper.bit16_groups[:], wrapper.round_robin_bit16_groups[:] = groups, groups
         wrapper.round_robin_bit16_indices[:] = [list(range(len(group))) for group in groups]
         wrapper.round_robin_bit16_meta[:] = [[torch.zeros_like(p.data, device="meta") for p in g] for g in groups]
-        wrapper.round_robin_bit16_padding[:] = [[0] * len(group) for group in groups]
-        wrapper.round_robin_bit16_offsets[:] = [_offsets(group) for group in groups]
+        if hasattr(wrapper, "round_robin_bit16_padding"):  # not in 0.18.9
+            wrapper.round_robin_bit16_padding[:] = [[0] * len(group) for group in groups]
+            wrapper.round_robin_bit16_offsets[:] = [_offsets(group) for group in groups]
         self.free_gradients()
         self.free_weights()
         wrapper.bit16_groups_flat[:] = flats

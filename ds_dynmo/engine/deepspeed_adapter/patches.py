@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -102,6 +103,13 @@ class PatchedPipelineEngine(PipelineEngine):
         norm = self.stage.optimizer.norm.of(lambda parameter: parameter.grad)
         scale_gradients(self.module.parameters(), norm, self.gradient_clipping())
         self._global_grad_norm = norm
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        """Divide by the number of micro-batches on the last stage alone, as 0.19.8 does; 0.18.9 divides on each."""
+        if self.dynmo is None or self.is_last_stage():
+            scaled: torch.Tensor = super()._backward_prologue_per_tensor(grad)
+            return scaled
+        return grad
 
     # -- timers ---------------------------------------------------------------------------------------
 
