@@ -1,16 +1,53 @@
-"""The documentation of the "model" block, whose models need torch."""
+"""The documentation against what needs torch: the keys of the "model" block, the flags in commands."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
-from ds_dynmo.models.config import ModelConfig
-from tests.pure.test_docs import keys
+import pytest
 
-CASES = Path(__file__).resolve().parents[2] / "docs" / "cases.md"
+from ds_dynmo.models.config import ModelConfig
+from tests.pure.test_docs import PAGES, ROOT, keys
 
 
 def test_the_page_of_cases_lists_the_keys_of_the_block() -> None:
-    listed = re.findall(r"^\| `([\w.]+)` \| (?:required|`)", CASES.read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "cases.md").read_text()
+    listed = re.findall(r"^\| `([\w.]+)` \| (?:required|`)", page, re.MULTILINE)
     assert sorted(listed) == sorted(keys(ModelConfig))
+
+
+def commands(page: Path) -> set[tuple[str, ...]]:
+    """The words from the script on of every command in the page that runs one of ours by Python."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = re.findall(r"(?:deepspeed|python) [^`\n|;&]*?(scripts/\S+\.py(?: [^`\n|;&]*)?)", text)
+    return {tuple(shlex.split(line, comments=True)) for line in lines}
+
+
+def asked(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The script and its subcommand: what is asked for help."""
+    flags = [number for number, word in enumerate(words) if word.startswith("--")]
+    return words[: flags[0] if flags else len(words)]
+
+
+EVERY = sorted({command for page in PAGES for command in commands(page)})
+HELPED = sorted({asked(command) for command in EVERY})
+
+
+@pytest.mark.parametrize("script", HELPED, ids=" ".join)
+def test_every_flag_of_a_command_is_one_of_its_script(script: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, *script, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    known = set(re.findall(r"--[\w-]+", done.stdout))
+    given = {word for command in EVERY if asked(command) == script for word in command if word.startswith("--")}
+    assert given <= known
