@@ -15,7 +15,7 @@ import ds_dynmo
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case, config, parameter_groups
 from tests.distributed.support.models import layers, layers_of_many_widths, loss, scale
-from tests.distributed.support.training import batches, build, raw
+from tests.distributed.support.training import batches, build, raw, train_and_move
 
 
 def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]] = layers) -> tuple[Any, ...]:
@@ -134,11 +134,7 @@ def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any
     engine = ds_dynmo.initialize(
         model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config(Case(optimizer="client"))
     )[0]
-    data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(6):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
+    losses = train_and_move(engine, batches(engine), moves, 6)
     return {"losses": losses, "lr": [group["lr"] for group in optimizer.param_groups]}
 
 

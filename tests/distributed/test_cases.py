@@ -13,7 +13,7 @@ from ds_dynmo.models import dynamic_cases
 from tests.distributed.harness import run, run_each
 from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, SIZES, CaseRun, check_moves_change_nothing, moved, signals
-from tests.distributed.support.training import whole
+from tests.distributed.support.training import drop_decision, whole
 
 # Cases of which recomputation, switching off and resuming are tried each time; of the others in the fuzz form.
 FIRST = (
@@ -167,7 +167,7 @@ def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
         case.before_batch(step)
         if step in run.moves:
             engine.rebalance(run.moves[step])
-        engine._controller.decided(moved=False)
+        drop_decision(engine)
         engine.train_batch(data)
         sums.append(engine.sum_over_world(found[step]).tolist())
         case.after_batch(step + 1)

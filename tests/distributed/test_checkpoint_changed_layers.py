@@ -29,7 +29,7 @@ from tests.distributed.support.checkpoints import (
 )
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, FrozenBlock, Head, seeded
-from tests.distributed.support.training import build, freeze, raw, state, whole
+from tests.distributed.support.training import build, drop_decision, freeze, layers_of, raw, state, whole
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
@@ -95,12 +95,12 @@ def tied_tapered(case: Case) -> list[Any]:
 def save_narrowed_tie(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case, tied_tapered)
     train_on(engine, 0)
-    for layer in engine._layers.modules().values():
+    for layer in layers_of(engine).values():
         if isinstance(layer, Tapered):
             narrow(layer, engine.basic_optimizer)
             layer.factor = 0.5
     engine.model_changed("narrower")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
     engine.save_checkpoint(folder)
     return outcome(engine, train_on(engine, STEPS))
 
@@ -152,7 +152,7 @@ def other_precisions(folder: str, ways: Sequence[tuple[str, str]]) -> list[tuple
     found = []
     for number, (saved, loaded) in enumerate(ways):
         engine = build(Case(stages=2, precision=saved), make_layers)
-        layer = engine._layers.modules().get(2)
+        layer = layers_of(engine).get(2)
         if layer is not None:
             layer.register_buffer("exact", torch.ones(2, dtype=torch.float64))
         train_on(engine, 0, 1)
@@ -176,7 +176,7 @@ def test_weights_of_another_precision(tmp_path: Path) -> None:
 
 
 def change(engine: Any) -> None:
-    layers = engine._layers.modules()
+    layers = layers_of(engine)
     if 1 in layers:
         layers[1].gain = nn.Parameter(torch.full((6,), 0.9))
         engine.basic_optimizer.param_groups[1]["params"].append(layers[1].gain)
@@ -189,7 +189,7 @@ def change(engine: Any) -> None:
     if 4 in layers:
         layers[4].register_buffer("late", torch.arange(3.0))
     engine.model_changed("pruned")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
 
 
 def save_changed(case: Case, folder: str) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def save_frozen(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case)
     freeze(engine, 2)
     engine.model_changed("frozen")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
     train_on(engine, 0)
     engine.save_checkpoint(folder, exclude_frozen_parameters=True)
     return outcome(engine, train_on(engine, STEPS))

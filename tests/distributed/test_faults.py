@@ -18,7 +18,7 @@ from ds_dynmo import MigrationError
 from ds_dynmo.engine.migration import migrate
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import batches, build, partitions, state, whole
+from tests.distributed.support.training import batches, build, layers_of, partitions, state, whole
 
 MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # by the rank that receives
 STEPS = 8
@@ -51,7 +51,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 def _no_load_signal(engine: Any) -> None:
-    for module in engine._layers.modules().values():
+    for module in layers_of(engine).values():
         module.load_signal = broken
 
 
@@ -85,7 +85,7 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
         for owner in (engine, engine._state):
             for name in ("_decide", "prepare", "_holdings", "content"):
                 vars(owner).pop(name, None)
-        for module in engine._layers.modules().values():
+        for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)
     engine.rebalance(MOVES[rank])
     losses.append(engine.train_batch(data).item())

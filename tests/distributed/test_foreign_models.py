@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 import ds_dynmo
 from tests.distributed.harness import run_each
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.training import state, whole
+from tests.distributed.support.training import check_moves_changed_nothing, outcome_of, train_and_move
 
 STEPS = 6
 
@@ -77,22 +77,7 @@ def train(which: str, moves: bool) -> dict[str, Any]:
     trainable = [p for p in module.parameters() if p.requires_grad]
     engine = ds_dynmo.initialize(model=module, model_parameters=trainable, config=config(Case(micro_batches=3)))[0]
 
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from data
-
-    iterator, losses = batches(), []
-    for step in range(STEPS):
-        losses.append(engine.train_batch(iterator).item())
-        if moves and step < len(partitions):
-            engine.rebalance(partitions[step])
-    return {
-        "losses": losses,
-        "evaluations": [],
-        "state": state(engine),
-        "moved": sum(report.layers_moved for report in engine.reports),
-        "replica": engine.grid.get_data_parallel_id(),
-    }
+    return outcome_of(engine, train_and_move(engine, itertools.cycle(data), partitions if moves else [], STEPS))
 
 
 @pytest.mark.parametrize("which", ["alexnet", "lora"])
@@ -100,6 +85,4 @@ def test_a_move_at_every_step_changes_nothing(which: str) -> None:
     if which == "lora":
         pytest.importorskip("peft")
     still, moved = run_each(2, train, (which, False), (which, True))
-    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
-    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
-    assert whole(moved) == whole(still)
+    check_moves_changed_nothing(still, moved)

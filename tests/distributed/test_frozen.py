@@ -16,11 +16,16 @@ from tests.distributed.support.models import FrozenBlock, layers
 from tests.distributed.support.training import (
     batches,
     build,
+    drop_decision,
     freeze,
+    gather,
+    layers_of,
+    outcome_of,
     raw,
     raw_layer,
     sleeping_engine,
     state,
+    train_and_move,
     train_frozen,
     whole,
 )
@@ -75,19 +80,19 @@ def freeze_biases(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, A
     data, losses, waiting = batches(engine), [], list(moves)
 
     def biases() -> dict[str, bytes]:
-        mine = {f"{i}.{n}": raw(p) for i, m in engine._layers.modules().items() for n, p in m.named_parameters()}
-        everywhere = {k: v for part in engine._comm.gather_objects(mine) for k, v in part.items()}
+        mine = {f"{i}.{n}": raw(p) for i, m in layers_of(engine).items() for n, p in m.named_parameters()}
+        everywhere = {k: v for part in gather(mine) for k, v in part.items()}
         return {name: value for name, value in everywhere.items() if "bias" in name}
 
     def batch() -> dict[str, bytes]:
-        engine._controller.decided(moved=False)
+        drop_decision(engine)
         losses.append(engine.train_batch(data).item())
         if waiting:
             engine.rebalance(waiting.pop(0))
         return biases()
 
     def let_train(trains: bool) -> None:
-        for module in engine._layers.modules().values():
+        for module in layers_of(engine).values():
             for name, parameter in module.named_parameters():
                 if "bias" in name:
                     parameter.requires_grad_(trains)
@@ -115,27 +120,21 @@ def unfreeze_later(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, 
         return [*layers(case)[:2], LayerSpec(FrozenBlock, 1), LayerSpec(FrozenBlock, 2), *layers(case)[4:]]
 
     engine = build(Case(precision=precision, groups="two"), frozen_layers)
-    data, losses, waiting = batches(engine), [], list(moves)
+    data = batches(engine)
 
     def everywhere() -> dict[int, list[bytes]]:
-        mine = {index: raw_layer(module) for index, module in engine._layers.modules().items()}
-        return {k: v for part in engine._comm.gather_objects(mine) for k, v in part.items() if k in (2, 3)}
+        mine = {index: raw_layer(module) for index, module in layers_of(engine).items()}
+        return {k: v for part in gather(mine) for k, v in part.items() if k in (2, 3)}
 
     first = everywhere()
-    for _ in range(2):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
+    losses = train_and_move(engine, data, moves, 2)
     frozen = everywhere()
     freeze(engine, 0)
     engine.model_changed("all train")
-    engine._controller.decided(moved=False)
-    for _ in range(2):
-        losses.append(engine.train_batch(data).item())
+    drop_decision(engine)
+    losses += train_and_move(engine, data, [], 2)
     return {
-        "losses": losses,
-        "state": state(engine),
-        "replica": 0,
+        **outcome_of(engine, losses),
         "moved while frozen": frozen != first,
         "trained": everywhere() != frozen,
     }
@@ -158,7 +157,7 @@ def count_backward_work(prefix: int) -> dict[str, int]:
     engine.train_batch(data)
     freeze(engine, prefix)
     engine.model_changed("frozen")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
     counts = {"backward": 0, "gradients sent": 0, "gradients": 0, "reduced": 0}
     send, sum_gradients = p2p.send, engine._get_gradients_for_reduction
 
@@ -198,7 +197,7 @@ def train_all_frozen() -> dict[str, Any]:
     engine.train_batch(data)
     freeze(engine, 8)
     engine.model_changed("all is frozen")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
     before = state(engine)
     engine.train_batch(data), engine.train_batch(data)
     return {"steps": engine.global_steps, "state": state(engine), "state when frozen": before}
@@ -232,24 +231,27 @@ def test_half_a_tie_cannot_be_frozen() -> None:
         run(2, freeze_half_a_tie)
 
 
+TIE = (0, 7)  # both uses of the embedding
+
+
 def freeze_tie(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Freeze all uses of a tied layer, and let them train again."""
     engine = build(Case(tied=True, precision=precision))
     data, losses, waiting = batches(engine), [], list(moves)
 
     def tie() -> list[bytes]:
-        mine = [raw_layer(m) for i, m in sorted(engine._layers.modules().items()) if engine._layers.key(i) is not None]
-        return next(filter(None, engine._comm.gather_objects(mine[0] if mine else [])))
+        mine = [raw_layer(m) for i, m in sorted(layers_of(engine).items()) if i in TIE]
+        return next(filter(None, gather(mine[0] if mine else [])))
 
     changed = []
     for tie_trains in (True, False, True):
-        for index, module in engine._layers.modules().items():
-            if engine._layers.key(index) is not None:
+        for index, module in layers_of(engine).items():
+            if index in TIE:
                 module.requires_grad_(tie_trains)
         before = tie()
         engine.model_changed("the tie")
         for _ in range(2):
-            engine._controller.decided(moved=False)
+            drop_decision(engine)
             losses.append(engine.train_batch(data).item())
             if waiting:
                 engine.rebalance(waiting.pop(0))

@@ -22,7 +22,7 @@ from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.instructions import MOVES, STEPS, Counts, error_of, initialize, outcomes
 from tests.distributed.support.models import Block, Embedding, Head, layers
-from tests.distributed.support.training import batches, build, freeze, state, whole
+from tests.distributed.support.training import batches, build, drop_decision, freeze, state, train_and_move, whole
 
 UNCLIPPED = Case(clip=0.0)  # DeepSpeed clips by another norm
 
@@ -196,12 +196,8 @@ def train_with_own_backward(
     if prefix:
         freeze(engine, prefix)
         engine.model_changed("a prefix is frozen")
-    data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(STEPS):
-        engine._controller.decided(moved=False)  # moves are this test's own
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
+        drop_decision(engine)
+    losses = train_and_move(engine, batches(engine), moves, STEPS)
     return {"losses": losses, "counts": counts, "state": state(engine), "replica": 0}
 
 

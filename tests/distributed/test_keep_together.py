@@ -27,7 +27,7 @@ from tests.distributed.support.checkpoints import STEPS, load_and_go_on, save_an
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.elastic import ACCEPTS_JOINS, job, joining_launch, together
 from tests.distributed.support.models import VOCABULARY, WIDTH, Embedding, loss, seeded
-from tests.distributed.support.training import batches, build, state, whole
+from tests.distributed.support.training import batches, build, outcome_of, state, train_and_move, whole
 
 BLOCKS = 5
 HEAD_WIDTH = 400  # makes the head heavier than all other layers
@@ -105,18 +105,11 @@ def masked_engine(case: Case) -> Any:
 def train_masked(case: Case, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
     """Train ``steps`` batches, going to the next of ``moves`` after each."""
     engine = masked_engine(case)
-    data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(steps):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
+    losses = train_and_move(engine, batches(engine), moves, steps)
     return {
-        "losses": losses,
+        **outcome_of(engine, losses),
         "evaluation": engine.eval_batch(batches(engine, seed=7)).item(),
-        "state": state(engine),
-        "partition": engine.partition,
         "partitions": [list(report.new_partition) for report in engine.reports],
-        "replica": engine.grid.get_data_parallel_id(),
     }
 
 

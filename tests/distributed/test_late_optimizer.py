@@ -11,7 +11,14 @@ import torch
 from ds_dynmo.errors import ConfigError, MigrationError
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import batches, give_optimizer, state, whole, without_optimizer
+from tests.distributed.support.training import (
+    batches,
+    check_moves_changed_nothing,
+    give_optimizer,
+    outcome_of,
+    train_and_move,
+    without_optimizer,
+)
 
 STEPS = 6
 MOVES = [[0, 1, 6], [0, 4, 6], [0, 2, 6], [0, 5, 6], [0, 3, 6]]
@@ -21,22 +28,12 @@ def train(case: Case, moves: list[list[int]], again: bool = False) -> dict[str, 
     """Train with a late optimizer, moving after every batch; ``again``: another optimizer takes over in the middle."""
     engine = without_optimizer(case)
     give_optimizer(engine)
-    losses = []
-    data = batches(engine)
-    waiting = list(moves)
-    for step in range(STEPS):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
+
+    def after(step: int) -> None:
         if again and step == 2:
             give_optimizer(engine, lr=0.01)
-    return {
-        "losses": losses,
-        "evaluations": [],
-        "state": state(engine),
-        "moved": sum(report.layers_moved for report in engine.reports),
-        "replica": engine.grid.get_data_parallel_id(),
-    }
+
+    return outcome_of(engine, train_and_move(engine, batches(engine), moves, STEPS, after))
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -44,9 +41,7 @@ def train(case: Case, moves: list[list[int]], again: bool = False) -> dict[str, 
 def test_it_follows_the_layers(precision: str, again: bool) -> None:
     case = Case(stages=2, blocks=3, precision=precision)
     still, moved = run_each(2, train, (case, [], again), (case, MOVES, again))
-    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
-    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
-    assert whole(moved) == whole(still)
+    check_moves_changed_nothing(still, moved)
 
 
 def train_stock(case: Case) -> list[float]:

@@ -24,7 +24,7 @@ from tests.distributed.support.models import (
     layers_tied_in_the_middle,
     seeded,
 )
-from tests.distributed.support.training import batches, build, raw, state
+from tests.distributed.support.training import batches, build, layers_of, outcome_of, raw, state, train_and_move
 
 
 def unpackable() -> tuple[str, list[float]]:
@@ -32,7 +32,7 @@ def unpackable() -> tuple[str, list[float]]:
     data, message = batches(engine), ""
     losses = [engine.train_batch(data).item()]
     if engine.stage_id == 0:
-        engine._layers.local_module(1).odd = torch.eye(2).to_sparse_csc()
+        layers_of(engine)[1].odd = torch.eye(2).to_sparse_csc()
     try:
         engine.rebalance([0, 1, 8])
     except ds_dynmo.MigrationError as error:
@@ -97,7 +97,7 @@ def stream(precision: str) -> dict[str, Any]:
     engine.train_batch(batches(engine))
     watched = {
         index: [weakref.ref(parameter) for parameter in module.parameters()]
-        for index, module in engine._layers.modules().items()
+        for index, module in layers_of(engine).items()
         if 3 <= index < 6
     }
     exchange, seen = engine._comm.exchange, []
@@ -205,12 +205,7 @@ def train_layers(
     make_layers: Callable[[Case], list[Any]], case: Case, moves: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     engine = build(case, make_layers)
-    data, losses, waiting = batches(engine), [], list(moves)
-    for _ in range(6):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
-    return {"losses": losses, "state": state(engine), "partition": engine.partition}
+    return outcome_of(engine, train_and_move(engine, batches(engine), moves, 6))
 
 
 def test_layers_given_as_modules_and_unpicklable_ones() -> None:

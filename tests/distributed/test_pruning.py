@@ -14,6 +14,7 @@ from ds_dynmo.models.pruning.gradual import prunable_linears
 from tests.distributed.harness import run
 from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, CaseRun
+from tests.distributed.support.training import drop_decision
 
 PRUNING = CASES["pruning"]
 
@@ -82,7 +83,7 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
         case.prune(sparsity)
         after.append(masks(engine))
         requested = engine._controller.reason
-        engine._controller.decided(moved=False)  # nothing moves here
+        drop_decision(engine)
     right_away = nonzero(engine)
     for _ in range(2):
         engine.train_batch(data)
@@ -169,7 +170,7 @@ def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
             engine.save_checkpoint(str(Path(folder) / "saved"))
         for case in cases:
             case.before_batch(step)
-        engine._controller.decided(moved=False)
+        drop_decision(engine)
         losses.append(engine.train_batch(data).item())
     again, _ = case_runs.build(run)
     again.rebalance([0, 5, 7])
@@ -182,7 +183,7 @@ def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
     for step in range(saved_after, run.steps):
         for case in cases:
             case.before_batch(step)
-        again._controller.decided(moved=False)
+        drop_decision(again)
         resumed.append(again.train_batch(data).item())
     return {"losses": losses[saved_after:], "resumed": resumed, "masks": (masks(engine), masks(again))}
 

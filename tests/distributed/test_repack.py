@@ -24,7 +24,7 @@ from tests.distributed.support.elastic import (
     train_and_repack,
     train_through_checkpoint,
 )
-from tests.distributed.support.training import batches, build, sleeping_engine, state
+from tests.distributed.support.training import batches, build, drop_decision, layers_of, sleeping_engine, state
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def repack_by_itself(
     while engine.global_steps < steps:
         if engine.global_steps in later:
             share = later[engine.global_steps]
-            for module in engine._layers.modules().values():
+            for module in layers_of(engine).values():
                 module.seconds *= share
             engine.model_changed("pruned")
         engine.train_batch(data)
@@ -185,7 +185,7 @@ def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
     while engine.global_steps < case_run.steps:
         for case in cases:
             case.before_batch(engine.global_steps)
-        engine._controller.decided(moved=False)  # moves are the test's own
+        drop_decision(engine)
         loss = engine.train_batch(data).item()
         found["losses"][engine.global_steps] = loss
         wanted = sizes.get(engine.global_steps)

@@ -15,7 +15,7 @@ from ds_dynmo.partitioners import uniform
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.elastic import DIFFER, attributes, losses, merged
-from tests.distributed.support.training import batches, build, micro_batch, sleeping_engine, state
+from tests.distributed.support.training import batches, build, layers_of, micro_batch, sleeping_engine, state
 
 SIZES, STEPS = {1: 2, 2: 1, 4: 3}, 5
 BY_HAND = {"interval": 0, "repack": {"freed_ranks": "replicas", "release": "park"}}
@@ -207,7 +207,7 @@ def fold_by_itself(block: dict[str, Any], steps: int) -> list[tuple[int, int]]:
     while engine.global_steps < steps:
         share = {3: 0.3, 9: 1 / 0.3}.get(engine.global_steps)
         if share is not None:
-            for module in engine._layers.modules().values():
+            for module in layers_of(engine).values():
                 module.seconds *= share
             engine.model_changed("as it was told")
         engine.train_batch(data)

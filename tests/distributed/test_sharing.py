@@ -18,7 +18,14 @@ from ds_dynmo.errors import MigrationError
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, seeded
-from tests.distributed.support.training import batches, build, state, whole
+from tests.distributed.support.training import (
+    batches,
+    build,
+    check_moves_changed_nothing,
+    layers_of,
+    outcome_of,
+    train_and_move,
+)
 
 STEPS = 6
 MOVES = [[0, 1, 7], [0, 5, 7], [0, 2, 7], [0, 6, 7], [0, 3, 7]]
@@ -199,32 +206,22 @@ def change(what: str) -> None:
 def train(what: str, precision: str, moves: list[list[int]]) -> dict[str, Any]:
     """Train, moving after every batch; what layers share is changed in the middle."""
     engine = build(Case(stages=2, blocks=4, precision=precision), MODELS[what])
-    data = batches(engine)
-    losses, waiting = [], list(moves)
-    for step in range(STEPS):
-        losses.append(engine.train_batch(data).item())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
+
+    def after(step: int) -> None:
         if step == 2:
             change(what)
-    parts = [part for module in engine._layers.modules().values() for part in module.modules()]
-    return {
-        "losses": losses,
-        "evaluations": [],
-        "state": state(engine),
-        "moved": sum(report.layers_moved for report in engine.reports),
-        "replica": engine.grid.get_data_parallel_id(),
-        "rotaries": len({id(part) for part in parts if isinstance(part, Rotary)}),
-    }
+
+    losses = train_and_move(engine, batches(engine), moves, STEPS, after)
+    parts = [part for module in layers_of(engine).values() for part in module.modules()]
+    rotaries = {id(part) for part in parts if isinstance(part, Rotary)}
+    return {**outcome_of(engine, losses), "rotaries": len(rotaries)}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
 @pytest.mark.parametrize("what", MODELS)
 def test_a_move_at_every_step_changes_nothing(what: str, precision: str) -> None:
     still, moved = run_each(2, train, (what, precision, []), (what, precision, MOVES))
-    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
-    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
-    assert whole(moved) == whole(still)
+    check_moves_changed_nothing(still, moved)
     if what.startswith("shared_part"):
         assert [r["rotaries"] for r in moved] == [1, 1]
 
@@ -307,10 +304,10 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
         case, lambda _: [LayerSpec(Embedding, 1), *[LayerSpec(kind, i) for i in range(5)], LayerSpec(Head, 2)]
     )
     if kind is Peeking and engine.stage_id == 0:
-        weight, layer = engine._layers.local_module(1).up.weight, engine._layers.local_module(2)
+        weight, layer = layers_of(engine)[1].up.weight, layers_of(engine)[2]
         peeks = {"weight": weight, "view": {"of": weight.detach()[0]}, "meta": torch.empty(3, device="meta")}
         if how == "left behind":
-            engine._layers.local_module(1).peeks.append(layer.up.weight)
+            layers_of(engine)[1].peeks.append(layer.up.weight)
         else:
             layer.peeks.append(peeks[how])
     data = batches(engine)
@@ -321,7 +318,7 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
     except MigrationError as error:
         message, harmless = str(error), error.harmless
     losses.append(engine.train_batch(data).item())
-    counters = [m.counter for m in engine._layers.modules().values() if isinstance(m, Counting)]
+    counters = [m.counter for m in layers_of(engine).values() if isinstance(m, Counting)]
     return {
         "message": message,
         "harmless": harmless,
@@ -350,7 +347,7 @@ def test_what_would_be_a_copy_is_refused_by_name(how: str, expected: str) -> Non
 
 def _refusal_to_repack(engine: Any, stages: int, stay: bool) -> tuple[bool, str]:
     """Of layers that refer to a tensor without values; ``stay``: on the first stage alone."""
-    layers = [layer for layer in engine._layers.modules().values() if isinstance(layer, Peeking)]
+    layers = [layer for layer in layers_of(engine).values() if isinstance(layer, Peeking)]
     held = [layer.peeks for layer in layers if not (stay and engine.stage_id)]
     for peeks in held:
         peeks.append(torch.empty(3, device="meta"))

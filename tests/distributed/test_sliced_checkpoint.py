@@ -34,7 +34,7 @@ from tests.distributed.support.checkpoints import (
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH
 from tests.distributed.support.sliced_layers import SLICES, SlicedBlock, sliced_layers
-from tests.distributed.support.training import build, whole
+from tests.distributed.support.training import build, drop_decision, layers_of, whole
 
 SLICED = Case(stages=2, slices=2, blocks=4, clip=0.05)
 
@@ -189,7 +189,7 @@ def changing_layers(case: Case) -> list[Any]:
 def change(engine: Any) -> None:
     """Slices lose different numbers of columns; slice 1 alone is given one more parameter that is split."""
     groups, mine = engine.basic_optimizer.param_groups, SLICES["index"]
-    for index, layer in engine._layers.modules().items():
+    for index, layer in layers_of(engine).items():
         if not isinstance(layer, SlicedChanging) or index % 2 == 0:
             continue
         layer.word = f"slice {mine}"
@@ -205,12 +205,12 @@ def change(engine: Any) -> None:
         layer.gain.model_parallel = True  # type: ignore[attr-defined]
         groups[0]["params"].append(layer.gain)
     engine.model_changed("pruned")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
 
 
 def words(engine: Any) -> dict[tuple[int, int], str]:
     """Per slice and layer."""
-    modules = engine._layers.modules().items()
+    modules = layers_of(engine).items()
     return {(SLICES["index"], i): layer.word for i, layer in modules if isinstance(layer, SlicedChanging)}
 
 

@@ -21,7 +21,7 @@ from tests.distributed.support.checkpoints import pipeline, train_on
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.models import loss
 from tests.distributed.support.tied_layers import ENDS, WAYS
-from tests.distributed.support.training import batches, build, raw, state, whole
+from tests.distributed.support.training import batches, build, outcome_of, raw, state, train_and_move, whole
 
 
 def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> dict[str, Any]:
@@ -52,22 +52,15 @@ def norms(case: Case, way: str) -> list[float]:
 def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
     """Train ``steps`` batches, going to the next of ``moves`` after each."""
     engine = build(case, WAYS[way])
-    data, waiting = batches(engine), list(moves)
-    losses, norms, evaluations = [], [], []
-    for _ in range(steps):
-        losses.append(engine.train_batch(data).item())
+    norms, evaluations = [], []
+
+    def after(step: int) -> None:
         norms.append(engine.get_global_grad_norm())
-        if waiting:
-            engine.rebalance(waiting.pop(0))
         evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
-    return {
-        "losses": losses,
-        "norms": [float(norm) for norm in norms if norm is not None],
-        "evaluations": evaluations,
-        "state": state(engine),
-        "moved": sum(report.layers_moved for report in engine.reports),
-        "replica": engine.grid.get_data_parallel_id(),
-    }
+
+    losses = train_and_move(engine, batches(engine), moves, steps, after)
+    known = [float(norm) for norm in norms if norm is not None]
+    return {**outcome_of(engine, losses), "norms": known, "evaluations": evaluations}
 
 
 @pytest.mark.parametrize(

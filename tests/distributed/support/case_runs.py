@@ -24,7 +24,7 @@ from ds_dynmo.models import (
 from ds_dynmo.models.early_exit.exits import ExitHead
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.training import state, whole
+from tests.distributed.support.training import drop_decision, state, whole
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
 # Evaluates before every step, freezes the first block as soon as there is a slope: before the fourth of six steps.
@@ -189,7 +189,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         if step in run.moves:
             engine.rebalance(run.moves[step])
         if run.enabled:
-            engine._controller.decided(moved=False)  # moves are the test's own
+            drop_decision(engine)
         losses.append(engine.train_batch(data).item())
         for case in cases:
             case.after_batch(step + 1)

@@ -20,7 +20,17 @@ from torch import nn
 import ds_dynmo
 from tests.distributed.support.configs import Case, config, parameter_groups
 from tests.distributed.support.models import WIDTH, Embedding, Head, layers, loss, seeded
-from tests.distributed.support.training import batches, build, freeze, raw, state, whole
+from tests.distributed.support.training import (
+    batches,
+    build,
+    drop_decision,
+    freeze,
+    gather,
+    layers_of,
+    raw,
+    state,
+    whole,
+)
 
 STEPS = 3  # before a checkpoint, and after it
 
@@ -186,7 +196,7 @@ def changing_layers(case: Case) -> list[Any]:
 def kept(engine: Any) -> dict[str, Any]:
     """What the changing layers hold beyond parameters."""
     found = {}
-    for index, layer in engine._layers.modules().items():
+    for index, layer in layers_of(engine).items():
         if isinstance(layer, Changing):
             found[index] = (
                 layer.seen.item(), layer.total.item(), layer.calls, layer.history, layer.rate,
@@ -243,7 +253,7 @@ def refuse(
         if engine.global_rank == 0:
             shutil.copytree(folder, copy)
             damaged(copy / file, how)
-        engine._comm.gather_objects(None)
+        gather(None)
         found.append(attempt(engine, copies, tag=str(number)))
     return [*found, (str(train_on(engine, 2)), True)]
 
@@ -273,7 +283,7 @@ def thaw_and_go_on(engine: Any) -> dict[str, Any]:
     losses = train_on(engine, STEPS + 1, 1)
     freeze(engine, 0)
     engine.model_changed("thawed")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
     losses += train_on(engine, STEPS + 2, 2)
     return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
 
@@ -285,7 +295,7 @@ def save_then_thaw(
     train_on(engine, 0)
     freeze(engine, prefix)
     engine.model_changed("frozen")
-    engine._controller.decided(moved=False)
+    drop_decision(engine)
     train_on(engine, STEPS, 1)
     engine.rebalance(move)
     engine.save_checkpoint(folder)

@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.migration.packing import dense_parts
+from ds_dynmo.models import local_layers
 from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss
 
@@ -98,6 +100,27 @@ def batches(engine: Any, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Te
     return (micro_batch(number, replica, seed) for number in itertools.count())
 
 
+def layers_of(engine: Any) -> dict[int, nn.Module]:
+    """The modules of this stage's layers by number; one that several uses share comes once."""
+    found: dict[int, nn.Module] = {}
+    for number, layer in local_layers(engine.module):
+        if all(layer is not other for other in found.values()):
+            found[number] = layer
+    return found
+
+
+def drop_decision(engine: Any) -> None:
+    """Forget that a decision was asked for: the moves are the test's own."""
+    engine._controller.decided(moved=False)
+
+
+def gather(value: Any) -> list[Any]:
+    """What every rank gives, in rank order."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
 def partitions(case: Case, seed: int, count: int) -> list[list[int]]:
     """A random sequence of partitions."""
     chooser = random.Random(seed)
@@ -147,14 +170,46 @@ def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) ->
             engine.rebalance(waiting.pop(0))
         if step == steps // 2:
             evaluations.append(engine.eval_batch(batches(engine, seed=7)).item())
+    return {**outcome_of(engine, losses), "evaluations": evaluations}
+
+
+def train_and_move(
+    engine: Any,
+    data: Iterator[Any],
+    moves: Sequence[Sequence[int]],
+    steps: int,
+    after: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """Train ``steps`` batches, going to the next of ``moves`` after each, while there are any; the losses.
+
+    Args:
+        after: called after each batch, and the move, with the number of the batch.
+    """
+    losses, waiting = [], list(moves)
+    for step in range(steps):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+        after(step)
+    return losses
+
+
+def outcome_of(engine: Any, losses: list[float]) -> dict[str, Any]:
+    """What :func:`check_moves_changed_nothing` compares."""
     return {
         "losses": losses,
-        "evaluations": evaluations,
         "state": state(engine),
         "partition": engine.partition,
         "moved": sum(report.layers_moved for report in engine.reports),
         "replica": engine.grid.get_data_parallel_id(),
     }
+
+
+def check_moves_changed_nothing(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:
+    """Two runs by rank, the second with moves: the same to the bit."""
+    assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
+    assert [result["losses"] for result in moved] == [result["losses"] for result in still]
+    assert whole(moved) == whole(still)
 
 
 def partition_of(case: Case) -> tuple[list[int], list[int]]:
@@ -184,7 +239,7 @@ def sleeping_engine(block: dict[str, Any], seconds: Sequence[float], stages: int
 
 def freeze(engine: Any, prefix: int) -> None:
     """Freeze the leading layers, unfreeze the others."""
-    for index, module in engine._layers.modules().items():
+    for index, module in layers_of(engine).items():
         for parameter in module.parameters():
             parameter.requires_grad_(index >= prefix)
             if index < prefix:
@@ -206,12 +261,12 @@ def train_frozen(case: Case, frozen: dict[int, int], moves: dict[int, list[int]]
             engine.model_changed(f"{prefix} layers are frozen")
         if step in moves:
             engine.rebalance(moves[step])
-        engine._controller.decided(moved=False)  # moves are this test's own
-        before = {index: raw_layer(module) for index, module in engine._layers.modules().items()}
+        drop_decision(engine)
+        before = {index: raw_layer(module) for index, module in layers_of(engine).items()}
         losses.append(engine.train_batch(data).item())
         thawed += [
             (step, index)
-            for index, module in engine._layers.modules().items()
+            for index, module in layers_of(engine).items()
             if index < prefix and raw_layer(module) != before[index]
         ]
     return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id(), "thawed": thawed}
