@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ds_dynmo.partitioners import MemoryModel
 
@@ -58,3 +58,8 @@ def overshoot(memory: MemoryModel, partition: list[int]) -> int:
         memory.stage_bytes(stage, *partition[stage : stage + 2]) - memory.limits[stage]
         for stage in range(len(memory.limits))
     )
+
+
+def that_fit(partitions: Iterable[list[int]], memory: MemoryModel | None) -> list[list[int]]:
+    """Those of ``partitions`` under which every stage keeps its limit."""
+    return [partition for partition in partitions if memory is None or overshoot(memory, partition) <= 0]

@@ -15,6 +15,7 @@ from tests.pure.partitioners.instances import (
     random_memory,
     random_start,
     slowest_seconds,
+    that_fit,
 )
 
 
@@ -38,7 +39,7 @@ def check_optimal_within_memory(seed: int, count: int, most_layers: int) -> tupl
         costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
         memory = random_memory(rng, num_layers, num_stages)
         partitions = list(every_partition(num_layers, num_stages))
-        fitting = [partition for partition in partitions if overshoot(memory, partition) <= 0]
+        fitting = that_fit(partitions, memory)
         if fitting:
             met += 1
             partition = balanced(costs, num_stages, memory=memory)
@@ -172,7 +173,7 @@ def test_stages_of_different_speeds_get_the_least_bottleneck() -> None:
         speeds = [rng.choice([0.25, 0.5, 0.8, 1.0, 2.0]) for _ in range(num_stages)]
         memory = random_memory(rng, num_layers, num_stages) if case % 2 else None
         partitions = every_partition(num_layers, num_stages)
-        fitting = [p for p in partitions if memory is None or overshoot(memory, p) <= 0]
+        fitting = that_fit(partitions, memory)
         if fitting:
             with_memory += memory is not None
             best = min(slowest_seconds(costs, partition, speeds) for partition in fitting)

@@ -25,6 +25,7 @@ from tests.pure.partitioners.instances import (
     random_memory,
     random_start,
     slowest_seconds,
+    that_fit,
 )
 
 Message = list[float] | None
@@ -178,7 +179,7 @@ def test_memory_costs_little() -> None:
         if overshoot(memory, start) > 0:
             continue
         tried += 1
-        fitting = [partition for partition in every_partition(8, 3) if overshoot(memory, partition) <= 0]
+        fitting = that_fit(every_partition(8, 3), memory)
         best = min(plain_bottleneck(costs, partition) for partition in fitting)
         missed += bottleneck(costs, diffusion(costs, 3, start, memory=memory)) > best
     assert missed < 20  # of 200

@@ -34,6 +34,7 @@ from tests.pure.partitioners.instances import (
     random_memory,
     random_start,
     slowest_seconds,
+    that_fit,
 )
 
 NAMES = ["Embedding", "Block", "Norm", "Block", "Norm", "LastNorm", "Head"]
@@ -167,7 +168,7 @@ def check_exact(seed: int, count: int, most_layers: int) -> tuple[int, int]:
         found = choose("partition", costs, start, groups, speeds=speeds)
         slowest = min(slowest_seconds(costs, partition, speeds) for partition in partitions)
         assert slowest_seconds(costs, found, speeds) <= slowest * (1 + 1e-12)
-        fitting = [partition for partition in partitions if overshoot(memory, partition) <= 0]
+        fitting = that_fit(partitions, memory)
         if not fitting:
             none += 1
             with pytest.raises(PartitionError) as error:

@@ -12,7 +12,7 @@ import pytest
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import MemoryModel, PipelineModel, balanced, makespan, simulate
-from tests.pure.partitioners.instances import every_partition, overshoot, random_memory, random_start
+from tests.pure.partitioners.instances import every_partition, overshoot, random_memory, random_start, that_fit
 
 MODULE = importlib.import_module("ds_dynmo.partitioners.makespan")  # the name is the function, too
 Instance = tuple[PipelineModel, list[int], MemoryModel | None]
@@ -58,7 +58,7 @@ def plain_seconds(pipeline: PipelineModel, partition: list[int]) -> float:
 def best_by_trying(instance: Instance) -> float | None:
     pipeline, start, memory = instance
     partitions = every_partition(len(pipeline.forward_seconds), len(start) - 1)
-    fitting = [partition for partition in partitions if memory is None or overshoot(memory, partition) <= 0]
+    fitting = that_fit(partitions, memory)
     return float(pipeline.iterations_seconds(np.array(fitting).T).min()) if fitting else None
 
 
