@@ -12,6 +12,7 @@ import pytest
 from scripts.guard import scratch_folder_of_program
 
 NO_PACKAGE = "could not import"  # so begin the reasons of pytest.importorskip
+LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +27,19 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
         yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that launch programs come first in what each worker begins with, so that short ones are left at the end."""
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    slow = [item for item in items if item.path.name in LAUNCHES]
+    quick = [item for item in items if item.path.name not in LAUNCHES]
+    bounds = [len(quick) * worker // workers for worker in range(workers + 1)]
+    items[:] = [
+        item
+        for worker, (first, last) in enumerate(zip(bounds, bounds[1:]))
+        for item in [*slow[worker::workers], *quick[first:last]]
+    ]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,9 +26,9 @@ def _uniform(stages: int) -> list[int]:
 @pytest.mark.parametrize(
     ("precision", "tied", "stages"),
     [
-        *(("fp32", True, stages) for stages in (1, 2, 3, 4)),
-        *(("bf16 zero1", True, stages) for stages in (2, 3)),
-        *(pytest.param("bf16 zero1", True, stages, marks=pytest.mark.fuzz) for stages in (1, 4)),
+        *(("fp32", True, 1), ("fp32", True, 3), ("bf16 zero1", True, 2)),
+        *(pytest.param("fp32", True, stages, marks=pytest.mark.fuzz) for stages in (2, 4)),
+        *(pytest.param("bf16 zero1", True, stages, marks=pytest.mark.fuzz) for stages in (1, 3, 4)),
         *(pytest.param("fp32", False, stages, marks=pytest.mark.fuzz) for stages in (1, 2, 3, 4)),
     ],
 )

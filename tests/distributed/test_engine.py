@@ -16,7 +16,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import bottleneck
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, layers, loss
 from tests.distributed.support.training import batches, build, partition_of, sleeping_engine, state
@@ -30,12 +30,14 @@ def test_an_initial_partition_by_each_method() -> None:
         "type:embed:100|block:1": [0, 1, 3, 8],
         "parameters": [0, 3, 4, 8],
     }
-    for method, partition in expected.items():
-        for enabled in (True, False):
-            case = Case(stages=3, dynmo={"interval": 0, "initial_partition": method, "enabled": enabled})
-            assert run(3, partition_of, case) == [([[0, 6, 7, 8]], partition)] * 3, case.dynmo
-    assert run(3, partition_of, Case(stages=3)) == [([], [0, 6, 7, 8])] * 3
-    assert run(3, partition_of, Case(stages=3, start=(0, 1, 7, 8))) == [([[0, 6, 7, 8]], [0, 1, 7, 8])] * 3
+    methods = [(method, enabled) for method in expected for enabled in (True, False)]
+    blocks = [{"interval": 0, "initial_partition": method, "enabled": enabled} for method, enabled in methods]
+    cases = [*(Case(stages=3, dynmo=block) for block in blocks), Case(stages=3), Case(stages=3, start=(0, 1, 7, 8))]
+    *found, as_built, as_told = run_each(3, partition_of, *((case,) for case in cases))
+    for (method, enabled), results in zip(methods, found, strict=True):
+        assert results == [([[0, 6, 7, 8]], expected[method])] * 3, (method, enabled)
+    assert as_built == [([], [0, 6, 7, 8])] * 3
+    assert as_told == [([[0, 6, 7, 8]], [0, 1, 7, 8])] * 3
 
 
 def train_sleeping(block: dict[str, Any], milliseconds: Sequence[float], steps: int) -> dict[str, Any]:

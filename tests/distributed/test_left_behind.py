@@ -32,7 +32,13 @@ def test_failed(tmp_path: Path) -> None:
         assert command.launcher.returncode > 0 and "nowhere" in command.output(), command.output()
 
 
-@pytest.mark.parametrize("killed", ["rank", "launcher of the ranks", "launcher", "group"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        *("rank", "launcher"),
+        *(pytest.param(killed, marks=pytest.mark.fuzz) for killed in ("launcher of the ranks", "group")),
+    ],
+)
 def test_killed(killed: str, tmp_path: Path) -> None:
     """In the middle of training."""
     report = tmp_path / "report.jsonl"

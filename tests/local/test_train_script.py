@@ -167,18 +167,31 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
 # -- a whole run --------------------------------------------------------------------------------------------
 
 
-def launch(config: Path, *flags: str, seconds: float = 400.0) -> str:
-    """What a run of the script in two stages prints, once it has ended well."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    command += ["scripts/train.py", "--deepspeed_config", str(config), *flags]
+        return int(probe.getsockname()[1])
+
+
+def launch(config: Path, *flags: str) -> str:
+    """What a run of the script in two stages prints, once it has ended well."""
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
+    return ends_well([*launcher, "scripts/train.py", "--deepspeed_config", str(config), *flags], {})
+
+
+def train_alone(config: Path, *flags: str) -> str:
+    """What a run of the script in one stage prints, as the only process of a launcher, once it has ended well."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return ends_well([sys.executable, "scripts/train.py", "--deepspeed_config", str(config), *flags], rank | meeting)
+
+
+def ends_well(command: list[str], variables: dict[str, str]) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400.0)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -191,7 +204,7 @@ def test_a_run_with_a_thread_beside_it_ends_and_its_useless_cache_is_named(tmp_p
     settings["model"]["freezing"]["cache_bytes"] = 10**6
     settings["model"]["sampling"] = "epochs"
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    printed = launch(tmp_path / "config.json", "--steps", "3", seconds=150.0)
+    printed = train_alone(tmp_path / "config.json", "--steps", "3")
     assert "step 3/3" in printed and "in 3 steps no text comes again" in printed
 
 
