@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,20 @@ import torch.distributed as dist
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.migration import migrate
+from ds_dynmo.engine.migration.packing import ArrivingLayer
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
-from tests.distributed.support.elastic import PARK, losses, train_alone, train_and_repack, train_through_checkpoint
-from tests.distributed.support.training import batches, build
+from tests.distributed.support.elastic import (
+    PARK,
+    Sizes,
+    losses,
+    merged,
+    train_alone,
+    train_and_repack,
+    train_through_checkpoint,
+)
+from tests.distributed.support.training import batches, build, state
 
 
 def refusals(case: Case) -> list[str]:
@@ -179,6 +189,42 @@ def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> Non
     resumed = run(4, train_through_checkpoint, smaller, str(tmp_path), 2, 4)
     straight = run(6, train_alone, Case(stages=3, replicas=2), 4)
     assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 2}
+
+
+def train_and_refuse(case: Case, sizes: Sizes, fails: bool) -> dict[str, Any]:
+    """Train and re-pack; where it ``fails``, the last rank cannot take in its layers when it is first called back."""
+    engine = build(case)
+    data = batches(engine)
+    if fails and dist.get_rank() == case.ranks - 1:
+        bind = ArrivingLayer.bind
+        outcomes = chain([_fail], repeat(bind))
+        ArrivingLayer.bind = lambda *arguments: next(outcomes)(*arguments)
+    found: dict[str, Any] = {"losses": {}, "state": {}, "errors": []}
+    while engine.global_steps < 5:
+        loss = engine.train_batch(data).item()
+        found["losses"][engine.global_steps] = loss
+        try:
+            if engine.global_steps in sizes:
+                engine.repack(sizes[engine.global_steps])
+        except MigrationError as error:
+            found["errors"].append((error.harmless, str(error)))
+        if engine.released and not engine.wait_for_recall():
+            return found
+    found["state"] = state(engine)
+    engine.dismiss_parked()
+    return found
+
+
+@pytest.mark.parametrize(("precision", "freed_ranks"), [("fp32", "release"), ("bf16 zero1", "replicas")])
+def test_a_rank_that_is_called_and_cannot_take_layers_in_is_parked_again(precision: str, freed_ranks: str) -> None:
+    block = {"interval": 0, "repack": {"release": "park", "freed_ranks": freed_ranks}}
+    case = Case(stages=3, precision=precision, micro_batches=4, dynmo=block)
+    expected = run(3, train_and_refuse, case, {1: 1, 3: 3}, False)
+    found = run(3, train_and_refuse, case, {1: 1, 2: 3, 3: 3}, True)
+    assert merged(found) == merged(expected) and losses(found) == losses(expected)
+    assert [len(result["errors"]) for result in found] == [1, int(freed_ranks == "replicas"), 0]
+    for harmless, text in found[0]["errors"]:
+        assert harmless and "no room" in text and "The ranks that were called are parked again" in text
 
 
 def with_another_balancer(case: Case) -> list[str]:

@@ -53,7 +53,7 @@ class StageDecision:
     @property
     def most_stages(self) -> int:
         """How many stages there are ranks for, and layers, or groups of them that stay together."""
-        return min(self._ranks.most_stages, self._groups.num_groups)
+        return min(self._ranks.stages.most, self._groups.num_groups)
 
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
         """Decide what :meth:`Repacker.repack` was asked for; with a verdict in a few words. Collective.

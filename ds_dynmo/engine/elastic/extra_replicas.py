@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ds_dynmo.engine.elastic.shrinking import free_stages, plan_shrink
-from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, empty_stages, fatal_from_here
-from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.engine.elastic.repack_plan import RepackPlan
+from ds_dynmo.engine.elastic.shrinking import free_stages
+from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
 
 
 def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
@@ -25,41 +25,36 @@ def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
     return fitting[-1] if all(change.comm.gather_objects(change.data.can_read)) else 1
 
 
-def merge_replicas(change: WorldChange, new: tuple[int, ...], *, park: bool, replica_multiplier: int) -> RepackResult:
+def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int) -> RepackResult:
     """Like :func:`shrink`, where there are extra replicas: onto any number of the stages at work. Collective.
 
     Raises:
-        MigrationError: harmless; a stage has no memory for it, or a layer cannot be sent.
+        MigrationError: harmless; a layer cannot be sent.
     """
-    stages = change.world.in_order(change.world.stages)
-    old = change.partition_over(stages)
-    takes_all = len(new) == len(old)
-    plan = MigrationPlan.between(old, new, joining=empty_stages(old)) if takes_all else plan_shrink(change, old, new)[0]
-    change.migrator.check_room(plan)
-    change.rehearse(plan, stages, copies=replica_multiplier > 1)
+    change.rehearse(plan, copies=replica_multiplier > 1)
     began = time.perf_counter()
     with fatal_from_here():
-        _form_one_pipeline(change, stages, old)
+        _form_one_pipeline(change, plan)
         formed_seconds = time.perf_counter() - began
-        if takes_all:
-            done = _move_to_all(change, plan)
+        if plan.freed:
+            done = free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
         else:
-            done = free_stages(change, new, park=park, replica_multiplier=replica_multiplier)
+            done = _move_to_all(change, plan)
     return replace(done, world_seconds=done.world_seconds + formed_seconds)
 
 
-def _form_one_pipeline(change: WorldChange, stages: list[int], partition: tuple[int, ...]) -> None:
+def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:
     """Make all ranks at work stages of one pipeline, in which those of the extra replicas are empty. Collective."""
     change.gather_shards()
     change.end()
-    change.begin(stages, change.world.generation + 1)
+    change.begin(plan.stages, change.world.generation + 1)
     context = change.context
-    context.layers.renumber(partition, context.stage)
+    context.layers.renumber(plan.moves.old, context.stage)
     context.state.rebuild_buffers()
 
 
-def _move_to_all(change: WorldChange, plan: MigrationPlan) -> RepackResult:
+def _move_to_all(change: WorldChange, plan: RepackPlan) -> RepackResult:
     """Move layers onto all stages that there are."""
-    moved_bytes, migrate_seconds = change.move_layers(plan)
-    change.balancer.stages_changed(plan.new)
-    return RepackResult(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+    moved_bytes, migrate_seconds = change.move_layers(plan.moves)
+    change.balancer.stages_changed(plan.partition)
+    return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)

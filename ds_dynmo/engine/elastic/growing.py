@@ -7,41 +7,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_dynmo.engine.elastic import parking
-from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.job_snapshot import JobSnapshot
 from ds_dynmo.engine.elastic.parking import Recall
-from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, empty_stages, fatal_from_here
+from ds_dynmo.engine.elastic.repack_plan import JobStages, RepackPlan, between
+from ds_dynmo.engine.elastic.shrinking import free_stages
+from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
 from ds_dynmo.engine.serialization.objects import from_bytes
-from ds_dynmo.errors import MigrationError, PartitionError
-from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.errors import MigrationError
 
 
-def grow(change: WorldChange, new: tuple[int, ...], first_seconds: float | None = None) -> RepackResult:
-    """Go on with ``new``, over more stages, some of which are called. Called by the ranks at work.
+def grow(change: WorldChange, plan: RepackPlan, first_seconds: float | None = None) -> RepackResult:
+    """Go on with more stages, some of which are called. Called by the ranks at work.
 
     Args:
         first_seconds: see :class:`JobSnapshot`.
 
     Raises:
-        MigrationError: harmless; a stage has no memory for it, a layer cannot be sent, or a parked rank does not
-            answer.
+        MigrationError: harmless; a layer cannot be sent or taken in, or a parked rank does not answer.
     """
     world, ranks = change.world, change.ranks
-    stages = stages_with_parked(ranks, len(new) - 1)
-    recalled = tuple(stage for stage in stages if stage not in world.stages)
-    old = change.partition_over(stages)
-    plan = MigrationPlan.between(old, new, joining=empty_stages(old))
-    change.migrator.check_room(plan)
-    change.rehearse(plan, stages)
+    recalled = tuple(stage for stage in plan.stages if stage not in world.stages)
+    change.rehearse(plan)
     began = time.perf_counter()
     job = change.describe_job()
-    recall = Recall(world.generation + 1, tuple(stages))
+    recall = Recall(world.generation + 1, plan.stages)
     _post(change, recalled, recall)
     with fatal_from_here():
         change.gather_shards()
         change.end()
         ranks.unpark(recalled)
-        done = _enlarge(change, recall, JobSnapshot(old, new, ranks.parked, ranks.locations, first_seconds, job))
+        before = ranks.stages
+        done = _enlarge(change, recall, JobSnapshot(plan, before, ranks.locations, first_seconds, job))
+    if isinstance(done, MigrationError):
+        raise done
     whole_seconds = time.perf_counter() - began
     return replace(
         done, recalled_ranks=world.launch_ranks(recalled), world_seconds=whole_seconds - done.migrate_seconds
@@ -49,20 +47,10 @@ def grow(change: WorldChange, new: tuple[int, ...], first_seconds: float | None 
 
 
 def rejoin(change: WorldChange, recall: Recall) -> None:
-    """Take part in :func:`grow` on a rank that was called."""
+    """Take part in :func:`grow` on a rank that was called; it is released again where a layer cannot be taken in."""
     change.engine.released, change.ranks.has_new = False, False
     with fatal_from_here():
         _enlarge(change, recall, None)
-
-
-def stages_with_parked(ranks: JobRanks, wanted: int) -> list[int]:
-    """Choose so many stages of the job: those at work, then parked ones, first those that can be the last stage."""
-    if wanted > ranks.most_stages:
-        raise PartitionError(f"repack: {wanted} stages, there are 1 to {ranks.most_stages} to go on with")
-    world = ranks.world
-    missing, last = wanted - len(world.stages), world.last_stage
-    parked = sorted(ranks.parked, key=lambda stage: (stage != last, stage < last, stage))
-    return world.in_order([*world.stages, *parked[:missing]])
 
 
 def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
@@ -82,8 +70,15 @@ def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
         )
 
 
-def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) -> RepackResult:
-    """Begin the larger world and move layers onto the recalled stages; ``snapshot`` is None on a recalled rank."""
+def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) -> RepackResult | MigrationError:
+    """Begin the larger world and move layers onto the recalled stages.
+
+    Args:
+        snapshot: None on a recalled rank.
+
+    Returns:
+        A harmless error where a rank refused its layers: the recalled stages are parked again.
+    """
     engine, ranks = change.engine, change.ranks
     was_away = snapshot is None
     change.begin(recall.stages, recall.generation)
@@ -92,12 +87,30 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
     job = from_bytes(snapshot.job, engine.device)
     if was_away:
         change.restore_job(job)
-        ranks.parked, ranks.locations = snapshot.parked, snapshot.locations
-    change.context.layers.renumber(snapshot.old, engine.stage_id)
-    plan = MigrationPlan.between(snapshot.old, snapshot.new, joining=empty_stages(snapshot.old))
-    moved_bytes, migrate_seconds = change.move_layers(plan)
-    change.balancer.stages_changed(snapshot.new)
+        ranks.parked, ranks.locations = snapshot.before.parked, snapshot.locations
+    plan = snapshot.plan
+    change.context.layers.renumber(plan.moves.old, engine.stage_id)
+    try:
+        moved_bytes, migrate_seconds = change.move_layers(plan.moves)
+    except MigrationError as error:
+        if not error.harmless:
+            raise
+        change.load_shared_states(job)
+        _shrink_back(change, plan, snapshot.before)
+        return MigrationError(f"{error}. The ranks that were called are parked again", harmless=True)
+    change.balancer.stages_changed(plan.partition)
     if snapshot.first_seconds is not None:
         change.balancer.cost_model.first_seconds = snapshot.first_seconds
     change.load_shared_states(job)
-    return RepackResult(layers_moved=len(plan.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+    return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
+
+
+def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> None:
+    """Go on with the stages before, all of whose layers are where they were. Collective over the larger world."""
+    owners = [plan.stages.index(stage) for stage in before.at_work]
+    num_stages = len(owners) // before.replica_multiplier
+    if before.replica_multiplier > 1:
+        change.context.state.rebuild_buffers()
+    partition = tuple(sorted(set(plan.moves.old)))  # without the empty stages
+    back = between(plan.stages, plan.moves.old, partition, owners[:num_stages])
+    free_stages(change, back, owners[num_stages:], park=True)

@@ -12,6 +12,7 @@ from ds_dynmo.engine.elastic.job_spec import JobSpec
 from ds_dynmo.engine.elastic.join_client import JoinedJob
 from ds_dynmo.engine.elastic.join_server import AdmittedLaunch, JoinServer, ready_key
 from ds_dynmo.engine.elastic.release import RankLocation
+from ds_dynmo.engine.elastic.repack_plan import JobStages, in_order
 from ds_dynmo.engine.elastic.secret import check_launch, secret_for
 from ds_dynmo.engine.elastic.world import World, launch_store, store_part
 
@@ -44,18 +45,14 @@ class JobRanks:
         self.locations: dict[int, RankLocation] = dict(enumerate(comm.gather_objects(here)))
 
     @property
-    def most_stages(self) -> int:
-        """How many stages there can be: those at work, those that are parked, and those that joined.
-
-        The last of several reads the data: the launch's last stage does, which has read it from the start, or one
-        that joined.
-        """
-        has_last = any(stage >= self.world.last_stage for stage in (*self.world.stages, *self.parked))
-        return len(self.world.stages) + (len(self.parked) if has_last else 0)
+    def stages(self) -> JobStages:
+        """The stages at work, and those that can be called."""
+        world = self.world
+        return JobStages(world.stages, world.replica_multiplier, self.parked, world.last_stage)
 
     def park(self, stages: Sequence[int]) -> None:
         """Add stages that can be called."""
-        self.parked = tuple(self.world.in_order([*self.parked, *stages]))
+        self.parked = in_order([*self.parked, *stages], self.world.last_stage)
 
     def unpark(self, stages: Sequence[int]) -> None:
         """Drop stages that were called, or that do not answer."""

@@ -10,6 +10,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.elastic.data_position import DataPosition
 from ds_dynmo.engine.elastic.interfaces import Engine, Stateful
 from ds_dynmo.engine.elastic.release import RankLocation
+from ds_dynmo.engine.elastic.repack_plan import JobStages, RepackPlan
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.serialization.objects import to_bytes
 from ds_dynmo.errors import MigrationError
@@ -20,16 +21,15 @@ class JobSnapshot:
     """What rank 0 broadcasts when stages come back.
 
     Attributes:
-        old: boundaries, with those stages empty; ``new``: as they are to be.
-        parked: stages of the job that stay parked.
+        plan: of the layers' way onto them.
+        before: the stages at work without them, and those that stay parked.
         locations: by rank at the launch, where it runs.
         first_seconds: what an iteration at the start of the run counts as from now on; None: as before.
         job: of :func:`describe_job`, for ``from_bytes``.
     """
 
-    old: tuple[int, ...]
-    new: tuple[int, ...]
-    parked: tuple[int, ...]
+    plan: RepackPlan
+    before: JobStages
     locations: dict[int, RankLocation]
     first_seconds: float | None
     job: bytes

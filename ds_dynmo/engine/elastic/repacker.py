@@ -18,6 +18,7 @@ from ds_dynmo.engine.elastic.job_spec import JobSpec, job_spec_of
 from ds_dynmo.engine.elastic.join_client import join_job
 from ds_dynmo.engine.elastic.release import policy_for
 from ds_dynmo.engine.elastic.release.runner import PolicyRunner
+from ds_dynmo.engine.elastic.repack_plan import plan_repack
 from ds_dynmo.engine.elastic.restart import save_for_restart
 from ds_dynmo.engine.elastic.shrinking import shrink
 from ds_dynmo.engine.elastic.world import World
@@ -110,12 +111,13 @@ class Repacker:
         if not (self._policy.parks or self._joined):
             return False
         world = self.ranks.world
-        recall = parking.await_recall(world.store, world.launch_rank, self._engine.dynmo.timeout_seconds)
-        if recall is None:
-            return False
-        self._joined = False
-        growing.rejoin(self._change, recall)
-        return True
+        timeout_seconds = self._engine.dynmo.timeout_seconds
+        while recall := parking.await_recall(world.store, world.launch_rank, timeout_seconds):
+            growing.rejoin(self._change, recall)
+            if not self._engine.released:
+                self._joined = False
+                return True
+        return False
 
     def join(self, job: Any) -> None:
         """See ``DynMoPipelineEngine.join``."""
@@ -225,15 +227,17 @@ class Repacker:
 
     def _resize(self, new: tuple[int, ...]) -> RepackResult:
         """Go on with another number of stages."""
-        change, ranks, wanted = self._change, self.ranks, len(new) - 1
-        if wanted > len(ranks.world.stages):
-            return growing.grow(change, new, self._decision.first_seconds_with(new) if ranks.has_new else None)
+        change, ranks, profile = self._change, self.ranks, self._balancer.profile
+        layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
+        plan = plan_repack(ranks.stages, self._engine.partition, new, layer_bytes)
+        self._migrator.check_room(plan.moves)
+        if len(plan.stages) > len(self.world.stages):
+            return growing.grow(change, plan, self._decision.first_seconds_with(new) if ranks.has_new else None)
         wants_replicas = self._engine.dynmo.repack.freed_ranks == "replicas" and self._can_copy_replicas
-        multiplier = replica_multiplier_for(change, wanted) if wants_replicas else 1
-        has_extra = ranks.world.replica_multiplier > 1
-        resize = merge_replicas if has_extra else shrink
-        done = resize(change, new, park=self._policy.parks, replica_multiplier=multiplier)
-        if ranks.world.launch_rank == 0 and done.released_ranks:
+        multiplier = replica_multiplier_for(change, len(new) - 1) if wants_replicas else 1
+        resize = merge_replicas if self.world.replica_multiplier > 1 else shrink
+        done = resize(change, plan, park=self._policy.parks, replica_multiplier=multiplier)
+        if self.world.launch_rank == 0 and done.released_ranks:
             self._finish_at_exit()
             self._policy_runner.release(*ranks.released_and_staying())
         return done

@@ -1,4 +1,4 @@
-"""Go on with fewer stages: layers leave the others, which are released or become further replicas."""
+"""Go on with fewer stages: layers leave the others, which are released or become extra replicas."""
 
 from __future__ import annotations
 
@@ -8,52 +8,42 @@ from collections.abc import Sequence
 
 from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.copying import copy_stage
-from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, empty_stages, fatal_from_here
+from ds_dynmo.engine.elastic.repack_plan import RepackPlan
+from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
 from ds_dynmo.engine.serialization.objects import from_bytes
-from ds_dynmo.partitioners import hosts, with_empty
-from ds_dynmo.plan import MigrationPlan
 
 
-def shrink(change: WorldChange, new: tuple[int, ...], *, park: bool, replica_multiplier: int = 1) -> RepackResult:
-    """Go on with ``new``, over fewer stages, where there are no extra replicas. Collective.
+def shrink(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int = 1) -> RepackResult:
+    """Go on with fewer stages, where there are no extra replicas. Collective.
 
     Args:
         park: released ranks wait to be called back.
         replica_multiplier: so many times the launch's replicas go on, on stages that are freed.
 
     Raises:
-        MigrationError: harmless; a stage has no memory for it, or a layer cannot be sent.
+        MigrationError: harmless; a layer cannot be sent.
     """
-    plan, _ = plan_shrink(change, change.engine.partition, new)
-    change.migrator.check_room(plan)
     if replica_multiplier > 1:
-        change.rehearse(plan, change.world.stages, copies=True)
-    return free_stages(change, new, park=park, replica_multiplier=replica_multiplier)
+        change.rehearse(plan, copies=True)
+    return free_stages(change, plan, plan.stages_of_copies(replica_multiplier), park=park)
 
 
-def plan_shrink(change: WorldChange, old: Sequence[int], new: tuple[int, ...]) -> tuple[MigrationPlan, tuple[int, ...]]:
-    """Plan the moves from ``old`` to ``new``, over fewer stages; with the stages that go on, those that move least."""
-    profile = change.balancer.profile
-    sizes = [cost.static_bytes for cost in profile.layers] if profile else [1] * old[-1]
-    staying = hosts(old, new, sizes)
-    num_stages = len(old) - 1
-    leaving = [stage for stage in range(num_stages) if stage not in staying]
-    target = with_empty(new, staying, num_stages)
-    return MigrationPlan.between(old, target, leaving=leaving, joining=empty_stages(old)), staying
+def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *, park: bool) -> RepackResult:
+    """Move layers onto the stages that stay, and begin a world of these and of the extra replicas. Collective.
 
-
-def free_stages(change: WorldChange, new: tuple[int, ...], *, park: bool, replica_multiplier: int) -> RepackResult:
-    """Move layers off the stages that leave, and begin a world without these, or with them as extra replicas."""
+    Args:
+        plan: between the stages of the present world.
+        copying: by index, freed stages that go on as extra replicas, in the order of those that stay.
+        park: the other stages wait to be called back.
+    """
     engine, world = change.engine, change.world
-    plan, staying = plan_shrink(change, engine.partition, new)
-    leaving = sorted(plan.leaving)
-    copying = leaving[: (replica_multiplier - 1) * len(staying)]
-    released = tuple(world.stages[stage] for stage in leaving if stage not in copying)
-    at_work = [world.stages[stage] for stage in (*staying, *copying)]
-    stays, copies = engine.stage_id in staying, engine.stage_id in copying
+    released = tuple(plan.stages[index] for index in plan.freed if index not in copying)
+    at_work = tuple(plan.stages[index] for index in (*plan.staying, *copying))
+    replica_multiplier = len(at_work) // len(plan.staying)
+    stays, copies = engine.stage_id in plan.staying, engine.stage_id in copying
     began = time.perf_counter()
     job = change.describe_job()
-    moved_bytes, _ = change.move_layers(plan)
+    moved_bytes, _ = change.move_layers(plan.moves)
     moved = time.perf_counter()
     with fatal_from_here():
         change.end()
@@ -61,7 +51,7 @@ def free_stages(change: WorldChange, new: tuple[int, ...], *, park: bool, replic
             change.ranks.park(released)
         if stays or copies:
             change.begin(at_work, world.generation + 1, replica_multiplier)
-            _settle(change, new, has_layers=stays, replica_multiplier=replica_multiplier)
+            _settle(change, plan.partition, has_layers=stays, replica_multiplier=replica_multiplier)
             if change.shared_states:
                 change.load_shared_states(from_bytes(change.comm.broadcast_object(job), engine.device))
         else:
@@ -70,23 +60,23 @@ def free_stages(change: WorldChange, new: tuple[int, ...], *, park: bool, replic
                 atexit.register(parking.announce_exit, world.store, world.launch_rank)
     return RepackResult(
         released_ranks=world.launch_ranks(released),
-        layers_moved=len(plan.moves),
+        layers_moved=len(plan.moves.moves),
         bytes_moved=moved_bytes,
         migrate_seconds=moved - began,
         world_seconds=time.perf_counter() - moved,
     )
 
 
-def _settle(change: WorldChange, new: tuple[int, ...], *, has_layers: bool, replica_multiplier: int) -> None:
+def _settle(change: WorldChange, partition: tuple[int, ...], *, has_layers: bool, replica_multiplier: int) -> None:
     """Number the stages of the smaller world, and fill extra replicas. Collective."""
     context = change.context
     if has_layers:
-        context.layers.renumber(new, context.stage)
+        context.layers.renumber(partition, context.stage)
     else:
         context.state.forget()
     if replica_multiplier > 1:
         with change.naming_dead_ranks():
-            copy_stage(context, new, change.world.launch_replicas)
+            copy_stage(context, partition, change.world.launch_replicas)
     else:
         context.layers.tie(context.grid, context.comm.tied_group)
-    change.balancer.stages_changed(new)
+    change.balancer.stages_changed(partition)

@@ -9,7 +9,7 @@ Stages of other launches can join: they are numbered after those of the job's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -87,13 +87,6 @@ class World:
             ranks: list[int] = self._launch.get_axis_list(axis="pipe", idx=stage)
             return ranks
         return list(range(stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage))
-
-    def in_order(self, stages: Iterable[int]) -> list[int]:
-        """Sort stages of the job as they follow each other.
-
-        Those that joined come before the launch's last, if it has two: so the data is read where it was read before.
-        """
-        return sorted(stages, key=lambda stage: (stage == self.last_stage > 0, stage))
 
     @property
     def timeout_seconds(self) -> float:

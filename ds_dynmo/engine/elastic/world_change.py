@@ -21,10 +21,10 @@ from ds_dynmo.engine.elastic import job_snapshot, secret
 from ds_dynmo.engine.elastic.data_position import DataPosition
 from ds_dynmo.engine.elastic.interfaces import Balancer, Engine, Migrator, Stateful
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
+from ds_dynmo.engine.elastic.repack_plan import RepackPlan
 from ds_dynmo.engine.elastic.world import World, forget_batch, refit_deepspeed
 from ds_dynmo.engine.migration.migrate import MigrationContext, migrate, rehearse
 from ds_dynmo.errors import MigrationError
-from ds_dynmo.partitioners import with_empty
 from ds_dynmo.plan import MigrationPlan
 
 
@@ -88,24 +88,17 @@ class WorldChange:
             moved_bytes = migrate(plan, self.context)
         return moved_bytes, time.perf_counter() - began
 
-    def rehearse(self, plan: MigrationPlan, stages: Sequence[int], *, copies: bool = False) -> None:
+    def rehearse(self, plan: RepackPlan, *, copies: bool = False) -> None:
         """Refuse what could not be sent, before the present world ends. Collective.
 
         Args:
-            plan: between ``stages`` of the job, those of a world to come.
             copies: layers that stay are copied to other ranks as well.
 
         Raises:
             MigrationError: harmless, on every rank.
         """
-        stage = stages.index(self.world.launch_stage)
-        rehearse(plan, replace(self.context, stage=stage), copies=copies)
-
-    def partition_over(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The present partition, as one over these stages of the job, most of which may be empty."""
-        engine = self.engine
-        owners = [stages.index(stage) for stage in self.world.stages[: engine.num_stages]]
-        return with_empty(engine.partition, owners, len(stages))
+        stage = plan.stages.index(self.world.launch_stage)
+        rehearse(plan.moves, replace(self.context, stage=stage), copies=copies)
 
     def empty_stage(self) -> None:
         """Free the layers and the optimizer state of this rank, which goes on."""
@@ -197,15 +190,6 @@ class WorldChange:
             if not dead:
                 raise
             raise MigrationError(f"ranks {dead} (as numbered at the launch) do not answer any more: {error}") from error
-
-
-def empty_stages(partition: Sequence[int]) -> list[int]:
-    """The stages that own no layer.
-
-    >>> empty_stages([0, 2, 2, 5])
-    [1]
-    """
-    return [stage for stage in range(len(partition) - 1) if partition[stage] == partition[stage + 1]]
 
 
 @contextmanager

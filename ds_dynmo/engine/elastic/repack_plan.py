@@ -1,0 +1,125 @@
+"""From a partition over another number of stages to the ranks and the moves that it takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.partitioners import hosts, with_empty
+from ds_dynmo.plan import MigrationPlan
+
+
+@dataclass(frozen=True)
+class JobStages:
+    """Which stages of the job are at work, and which can be called.
+
+    Attributes:
+        at_work: those of the first replicas, in order, then, in the same order, those of each extra copy of them.
+        replica_multiplier: how many copies there are.
+        parked: those that can be called.
+        last: the last stage of the launch; higher ones have joined.
+    """
+
+    at_work: tuple[int, ...]
+    replica_multiplier: int
+    parked: tuple[int, ...]
+    last: int
+
+    @property
+    def most(self) -> int:
+        """How many stages there can be: those at work, those that are parked, and those that joined.
+
+        The last of several reads the data: the launch's last stage does, which has read it from the start, or one
+        that joined.
+        """
+        has_last = any(stage >= self.last for stage in (*self.at_work, *self.parked))
+        return len(self.at_work) + (len(self.parked) if has_last else 0)
+
+    def with_parked(self, wanted: int) -> tuple[int, ...]:
+        """Choose so many stages: those at work, then parked ones, first those that can be the last stage.
+
+        Raises:
+            PartitionError: there are not so many.
+        """
+        if wanted > self.most:
+            raise PartitionError(f"repack: {wanted} stages, there are 1 to {self.most} to go on with")
+        parked = sorted(self.parked, key=lambda stage: (stage != self.last, stage < self.last, stage))
+        return in_order((*self.at_work, *parked[: wanted - len(self.at_work)]), self.last)
+
+
+def in_order(stages: Sequence[int], last: int) -> tuple[int, ...]:
+    """Sort stages of the job as they follow each other.
+
+    Those that joined come before the launch's last, if it has two: so the data is read where it was read before.
+
+    >>> in_order([4, 2, 0], last=2)
+    (0, 4, 2)
+    """
+    return tuple(sorted(stages, key=lambda stage: (stage == last > 0, stage)))
+
+
+@dataclass(frozen=True)
+class RepackPlan:
+    """How layers get onto another number of stages.
+
+    Attributes:
+        stages: of the job, in the order of the world in which layers move.
+        staying: which of them, by index, own layers afterwards.
+        moves: between ``stages``.
+    """
+
+    stages: tuple[int, ...]
+    staying: tuple[int, ...]
+    moves: MigrationPlan
+
+    @property
+    def freed(self) -> list[int]:
+        """Which of the stages, by index, own no layer afterwards."""
+        return sorted(self.moves.leaving)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The boundaries over the stages that own layers afterwards."""
+        return tuple(sorted(set(self.moves.new)))
+
+    def stages_of_copies(self, replica_multiplier: int) -> list[int]:
+        """Choose among the freed stages, by index, those that become extra replicas of the staying ones, in order."""
+        return self.freed[: (replica_multiplier - 1) * len(self.staying)]
+
+
+def plan_repack(
+    job: JobStages, old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int] | None = None
+) -> RepackPlan:
+    """Plan the way from ``old``, of the first replicas, to ``new``, over another number of stages.
+
+    Args:
+        layer_bytes: per layer, what moves with it; None: each as much.
+
+    Raises:
+        PartitionError: there are not so many stages.
+    """
+    num_stages, wanted = len(old) - 1, len(new) - 1
+    stages = job.at_work
+    if wanted > len(stages):
+        stages = job.with_parked(wanted)
+    elif job.replica_multiplier > 1:
+        stages = in_order(stages, job.last)
+    owners = [stages.index(stage) for stage in job.at_work[:num_stages]]
+    spread = with_empty(old, owners, len(stages))
+    if wanted == len(stages):
+        staying = tuple(range(wanted))
+    else:
+        staying = hosts(spread, new, layer_bytes or [1] * old[-1])
+    return between(stages, spread, new, staying)
+
+
+def between(stages: tuple[int, ...], old: Sequence[int], new: Sequence[int], staying: Sequence[int]) -> RepackPlan:
+    """Plan the way from ``old``, over ``stages``, to ``new``, over those at ``staying``."""
+    moves = MigrationPlan.between(
+        old,
+        with_empty(new, staying, len(stages)),
+        leaving=[stage for stage in range(len(stages)) if stage not in staying],
+        joining=[stage for stage in range(len(stages)) if old[stage] == old[stage + 1]],
+    )
+    return RepackPlan(stages, tuple(staying), moves)
