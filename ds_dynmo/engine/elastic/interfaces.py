@@ -27,9 +27,6 @@ class Engine(Protocol):
     micro_batches: int
     num_stages: int
     stage_id: int
-    loss: Any
-    total_loss: Any
-    total_additional_losses: Any
     data_iterator: Any
     training_data: Any
     basic_optimizer: Any

@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
 from ds_dynmo.engine.comm.bounded import BoundedStore
+from ds_dynmo.engine.deepspeed_adapter.settings import settings_of
 from ds_dynmo.engine.elastic.interfaces import Engine
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.errors import ConfigError
@@ -55,7 +56,7 @@ class JobSpec:
 
 def job_spec_of(engine: Engine, world: World, initial_model: InitialModelSpec) -> JobSpec:
     """Describe the job that this engine is a part of."""
-    settings = {key: value for key, value in _settings(engine).items() if key not in _OWN_KEYS}
+    settings = {key: value for key, value in settings_of(engine).items() if key not in _OWN_KEYS}
     settings["dynmo"] = engine.dynmo.model_dump(mode="json", exclude=_OWN_BLOCK_KEYS)
     origins = {index: asdict(origin) for index, origin in initial_model.layers.items()}
     return JobSpec(
@@ -71,12 +72,6 @@ def job_spec_of(engine: Engine, world: World, initial_model: InitialModelSpec) -
             **{f'"{key}" in the configuration': _digest(value) for key, value in settings.items()},
         },
     )
-
-
-def _settings(engine: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration as it was given. Private; read in DeepSpeed 0.19.8, runtime/config.py."""
-    settings: dict[str, Any] = engine._config._param_dict
-    return settings
 
 
 def _digest(value: Any) -> str:

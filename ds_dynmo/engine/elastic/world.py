@@ -1,8 +1,7 @@
 """The processes that take part: end the present world and go on in a smaller or a larger one, in the same processes.
 
 A torch world cannot be resized. So its groups are destroyed, and those who go on meet in a new one by the store of the
-launch, which rank 0's process holds; rank 0 therefore always goes on. All that DeepSpeed 0.19.8 keeps of a world, and
-builds once, is made right here: its grid, its module's and its engine's attributes, and its globals.
+launch, which rank 0's process holds; rank 0 therefore always goes on.
 
 Stages of other launches can join: they are numbered after those of the job's own launch, and so are their ranks.
 """
@@ -17,10 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from deepspeed.utils import groups
 
 from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, within
 from ds_dynmo.errors import ConfigError, MigrationError
@@ -89,6 +85,11 @@ class World:
         return list(range(stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage))
 
     @property
+    def rank(self) -> int:
+        """The rank of this process in the present world."""
+        return dist.get_rank()
+
+    @property
     def timeout_seconds(self) -> float:
         """How long collectives of the default group wait, and whoever makes it anew."""
         return self._timeout.total_seconds()
@@ -142,14 +143,14 @@ class World:
 
     def begin(
         self, stages: Sequence[int], generation: int, *, timeout_seconds: float, replica_multiplier: int = 1
-    ) -> ProcessTopology:
+    ) -> tuple[ProcessTopology, Any]:
         """Meet the ranks of ``stages``, every one of which calls this, in the world of this number.
 
         Args:
             replica_multiplier: of the launch's replicas, one after the other in ``stages``.
 
         Returns:
-            Its topology.
+            Its topology, and DeepSpeed's group of all its ranks.
 
         Raises:
             MigrationError: names the ranks that did not come.
@@ -169,7 +170,7 @@ class World:
             timeout=self._timeout,
             device_id=self._device if topology.world_size() > 1 else None,  # as DeepSpeed does
         )
-        return topology
+        return topology, deepspeed.comm.new_group(ranks=range(topology.world_size()))
 
     def unresponsive_ranks(self, timeout_seconds: float) -> list[int]:
         """Find ranks of the present world, as numbered at the launch, that do not call this too within the time-out."""
@@ -208,52 +209,6 @@ def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: f
     except RuntimeError:
         return [launch_rank for launch_rank in launch_ranks if not store.check([str(launch_rank)])]
     return []
-
-
-def refit_deepspeed(engine: Any, topology: ProcessTopology) -> None:
-    """Rebuild from the new world all that DeepSpeed 0.19.8 built from the old one. Collective.
-
-    Read in runtime/pipe/{module,topology,engine,p2p}.py, runtime/engine.py and utils/groups.py. The grid is made anew
-    in place: the engine, its optimizer, activation checkpointing and users hold it.
-    """
-    module, grid = engine.module, engine.grid
-    module.world_group = deepspeed.comm.new_group(ranks=range(dist.get_world_size()))
-    module.global_rank, module.world_size = dist.get_rank(), dist.get_world_size()
-    module._topo, module.num_stages = topology, topology.get_dim("pipe")
-    vars(grid).clear()
-    type(grid).__init__(grid, topology=topology, process_group=module.world_group)
-    module.stage_id = grid.get_stage_id()
-
-    groups.mpu = grid  # which destroying a world resets
-    if ds_checkpointing.mpu is not None:  # as its configure() does
-        ds_checkpointing.mpu = grid
-        ds_checkpointing.mp_rank = grid.get_model_parallel_rank()
-        ds_checkpointing.mp_size = grid.get_model_parallel_world_size()
-        ds_checkpointing.mp_group = grid.get_model_parallel_group()
-    engine.world_size, engine.global_rank = module.world_size, module.global_rank
-    engine.data_parallel_group = groups._get_data_parallel_group()
-    engine.dp_world_size = groups._get_data_parallel_world_size()
-    engine.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
-    engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
-    engine.mp_world_size = groups._get_model_parallel_world_size()
-    engine.checkpoint_mp_rank = grid.get_model_parallel_rank() if engine.mp_world_size > 1 else 0
-    writer = engine.local_rank if engine.use_node_local_storage() else groups._get_sequence_data_parallel_rank()
-    engine.save_non_zero_checkpoint = engine.checkpoint_engine.is_data_parallel_writer(writer)
-    engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
-    engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
-    engine.is_pipe_parallel = grid.pipe_parallel_size > 1
-    engine.is_data_parallel = grid.data_parallel_size > 1
-    if engine.is_pipe_parallel:  # which a launch of one stage has not done
-        p2p.init_process_groups(grid)
-
-
-def forget_batch(engine: Any) -> None:
-    """Free all buffers of the last batch, and forget which shapes were announced to neighbours."""
-    engine.reset_activation_shape()
-    engine.first_gradient_send = True
-    engine.num_pipe_buffers = 0
-    for buffers in engine.pipe_buffers.values():
-        buffers.clear()
 
 
 def store_part(store: BoundedStore, name: str) -> BoundedStore:

@@ -17,12 +17,13 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.comm.bounded import within
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter import batch_buffers, process_groups
 from ds_dynmo.engine.elastic import job_snapshot, secret
 from ds_dynmo.engine.elastic.data_position import DataPosition
 from ds_dynmo.engine.elastic.interfaces import Balancer, Engine, Migrator, Stateful
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.repack_plan import RepackPlan
-from ds_dynmo.engine.elastic.world import World, forget_batch, refit_deepspeed
+from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.migration.migrate import MigrationContext, migrate, rehearse
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
@@ -110,8 +111,8 @@ class WorldChange:
         """Free all that this rank has of the model, and stop training on it."""
         engine = self.engine
         self.context.state.forget()
-        forget_batch(engine)
-        engine.loss = engine.total_loss = engine.total_additional_losses = None
+        batch_buffers.free_buffers(engine)
+        batch_buffers.free_losses(engine)
         self.balancer.forget_profile()
         engine.released = True
         gc.collect()  # parameters are held by cycles through what DeepSpeed binds on them
@@ -140,13 +141,13 @@ class WorldChange:
         timeout_seconds = engine.dynmo.timeout_seconds
 
         def begin() -> None:
-            topology = self.world.begin(
+            topology, group = self.world.begin(
                 stages, generation, timeout_seconds=timeout_seconds, replica_multiplier=replica_multiplier
             )
-            refit_deepspeed(engine, topology)
+            process_groups.refit(engine, topology, world_group=group, rank=self.world.rank)
 
         within(timeout_seconds + self.world.timeout_seconds, begin)
-        forget_batch(engine)
+        batch_buffers.free_buffers(engine)
         self.comm.connect("repack")
         if self.ranks.secret is not None:
             name = f"{self.ranks.job_name}/{generation}"
