@@ -20,7 +20,7 @@ from ds_dynmo.plan import Profile, check_partition
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What ranks tell each other for a decision.
+    """What all ranks know for a decision.
 
     Attributes:
         memory_limit: bytes, the least of all ranks'.
@@ -32,7 +32,7 @@ class RankFacts:
 
 
 class StageDecision:
-    """Chooses a number of stages among those that the job has ranks for.
+    """Chooses a number of stages, and a partition over them.
 
     Args:
         context: this rank's stage as it is now.
@@ -52,7 +52,7 @@ class StageDecision:
 
     @property
     def most_stages(self) -> int:
-        """How many stages there are ranks for, and layers, or groups of them that stay together."""
+        """The most stages that there are ranks for, and layers, or groups of layers that stay together."""
         return min(self._ranks.stages.most, self._groups.num_groups)
 
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
@@ -75,12 +75,12 @@ class StageDecision:
         return partition
 
     def predicted_seconds(self, partition: tuple[int, ...]) -> float | None:
-        """Seconds of an iteration at ``partition``; None before the first profile."""
+        """Predict the seconds of an iteration at ``partition``; None before the first profile."""
         profile = self._balancer.profile
         return None if profile is None else self._iteration_seconds(profile, partition)
 
     def first_seconds_with(self, partition: tuple[int, ...]) -> float | None:
-        """What counts as an iteration at the start of the run, once ranks that joined are taken onto ``partition``."""
+        """Predict what counts as an iteration at the start of the run, once ranks that joined are taken in."""
         known, profile = self._balancer.cost_model.first_seconds, self._balancer.profile
         if known is None or profile is None:
             return None
@@ -96,7 +96,7 @@ class StageDecision:
         return float(given.pipeline.on(len(partition) - 1).iteration_seconds(partition))
 
     def _gather_facts(self) -> RankFacts:
-        """All that has to be gathered for a decision. Collective."""
+        """Gather what a decision takes. Collective."""
         if self._balancer.profile is not None:
             return RankFacts(self._balancer.memory_limit_bytes(), ())
         context = self._context()
@@ -127,9 +127,9 @@ class StageDecision:
         return self._best(planner).partition, f"best by planner {self._engine.dynmo.repack.planner}"
 
     def _best(self, planner: Planner) -> Packing:
-        """As the planner says; ranks that joined since the last decision are taken if that makes training faster.
+        """Ask the planner; ranks that joined since the last decision are taken in if that makes training faster.
 
-        What they make of its throughput is then what counts as that of its start: else they would be released next.
+        The throughput with them then counts as that of the start: else they would be released next.
         """
         present = self._engine.partition
         if self._ranks.has_new:
@@ -141,7 +141,7 @@ class StageDecision:
         return planner.best()
 
     def _planner(self, memory_limit: int | None, *, smoothed: bool) -> Planner:
-        """Plan for one pipeline alone: what extra replicas add comes on top."""
+        """Make a planner of one pipeline: what extra replicas add comes on top."""
         engine, cost_model, profile = self._engine, self._balancer.cost_model, self._balancer.profile
         assert profile is not None
         whole = self.of_whole_batch(profile)
@@ -155,7 +155,7 @@ class StageDecision:
         )
 
     def _agree(self, decide: Callable[[], tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:
-        """What ``decide`` gives, the same partition on every rank. Collective.
+        """Call ``decide``, and make sure that every rank got the same partition. Collective.
 
         Raises:
             PartitionError: where ``decide`` does.

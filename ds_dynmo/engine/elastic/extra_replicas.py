@@ -11,7 +11,7 @@ from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fata
 
 
 def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
-    """How many times the launch's replicas fit on the ranks at work, over so many stages. Collective.
+    """Choose how many times the launch's replicas go on, over so many stages. Collective.
 
     Once where half of the stages are not free, a batch cannot be split evenly, or a rank has no data of its own to
     read.
@@ -26,7 +26,7 @@ def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
 
 
 def merge_replicas(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int) -> RepackResult:
-    """Like :func:`shrink`, where there are extra replicas: onto any number of the stages at work. Collective.
+    """Merge extra replicas into one pipeline, and go on with any number of the stages at work. Collective.
 
     Raises:
         MigrationError: harmless; a layer cannot be sent.

@@ -18,7 +18,7 @@ from ds_dynmo.engine.elastic.world import World, launch_store, store_part
 
 
 class JobRanks:
-    """The same on every rank at work. Construction is collective.
+    """Keeps track of the job's ranks, alike on every rank at work. Construction is collective.
 
     Attributes:
         world: the ranks at work.
@@ -59,9 +59,9 @@ class JobRanks:
         self.parked = tuple(stage for stage in self.parked if stage not in stages)
 
     def released_and_staying(self) -> tuple[list[RankLocation], list[RankLocation]]:
-        """Where the ranks of this launch run that were released for good, and all that are at work or wait.
+        """List the ranks of this launch that were released for good, and all ranks that are at work or wait.
 
-        What a launch that joined runs on is its own to give back.
+        A launch that joined gives its own ranks back.
         """
         present = set(self.world.launch_ranks((*self.world.stages, *self.parked)))
         locations = self.locations.values()

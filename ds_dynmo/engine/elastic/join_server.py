@@ -239,25 +239,25 @@ def _end(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 def ready_key(rank: int) -> str:
-    """Where a rank that was let in says that it can be called."""
+    """Name the key where a rank that was let in says that it can be called."""
     return f"ready/{rank}"
 
 
 def slot_key(number: int) -> str:
-    """Where a client asks."""
+    """Name the key where a client asks."""
     return f"join/slot/{number}"
 
 
 def message_key(what: str, nonce: str) -> str:
-    """Where the messages of the handshake are in which the client drew ``nonce``."""
+    """Name the key of a message of the handshake in which the client drew ``nonce``."""
     return f"join/{what}/{nonce}"
 
 
 def read_message(raw: bytes) -> dict[str, str]:
-    """A message: texts by name.
+    """Read a message: texts by name.
 
     Raises:
-        ValueError: it is none, or longer than any honest one.
+        ValueError: it is invalid, or longer than any honest one.
     """
     if len(raw) > _LONGEST_MESSAGE:
         raise ValueError(f"{len(raw)} bytes")

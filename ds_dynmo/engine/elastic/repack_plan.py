@@ -1,4 +1,4 @@
-"""From a partition over another number of stages to the ranks and the moves that it takes. Pure."""
+"""Plan which ranks and moves it takes to get to a partition over another number of stages. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JobStages:
 
     @property
     def most(self) -> int:
-        """How many stages there can be: those at work, those that are parked, and those that joined.
+        """The most stages that there can be: those at work, those that are parked, and those that joined.
 
         The last of several reads the data: the launch's last stage does, which has read it from the start, or one
         that joined.
@@ -61,7 +61,7 @@ def in_order(stages: Sequence[int], last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RepackPlan:
-    """How layers get onto another number of stages.
+    """The way of the layers onto another number of stages.
 
     Attributes:
         stages: of the job, in the order of the world in which layers move.

@@ -17,7 +17,7 @@ FILE = "launch.json"
 
 @dataclass(frozen=True)
 class Launch:
-    """What to launch.
+    """A job to launch anew.
 
     Attributes:
         num_stages, ranks: of the new job.
@@ -64,7 +64,7 @@ def save_for_restart(
 
 
 def write_launch(folder: str, launch: Launch) -> None:
-    """Write it beside the checkpoint, in one rename."""
+    """Write ``launch`` beside the checkpoint, in one rename."""
     new = Path(folder) / f"{FILE}.new"
     states = {name: state if _is_json(state) else None for name, state in launch.states.items()}
     new.write_text(json.dumps({**vars(launch), "states": states}, indent=2) + "\n")

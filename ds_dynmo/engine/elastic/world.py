@@ -1,4 +1,4 @@
-"""The processes that take part: end the present world and go on in a smaller or a larger one, in the same processes.
+"""End the present world of processes and go on in a smaller or a larger one, in the same processes.
 
 A torch world cannot be resized. So its groups are destroyed, and those who go on meet in a new one by the store of the
 launch, which rank 0's process holds; rank 0 therefore always goes on.
@@ -32,8 +32,8 @@ class World:
 
     Attributes:
         stages: of the job, those that take part, in order: ``stages[s]`` is the number at the launch of stage ``s``;
-            where freed ranks are further replicas, those of the first replicas and then, in the same order, those of
-            each further ones.
+            where there are extra replicas, those of the first replicas and then, in the same order, those of each
+            copy of them.
         replica_multiplier: how many times the launch's replicas are there.
         launch_rank: this process's rank at the launch.
         store: what the job's processes tell each other by, beside their process groups.
@@ -96,7 +96,7 @@ class World:
 
     @property
     def generation(self) -> int:
-        """How many worlds there were before this one."""
+        """The number of worlds before this one."""
         return self._generation
 
     def launch_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class World:
 
     @property
     def has_replica_axis(self) -> bool:
-        """Can there be further replicas?"""
+        """Can there be extra replicas?"""
         return "data" in self.axes
 
     @property
@@ -248,13 +248,13 @@ def store_at(address: str, timeout_seconds: float) -> BoundedStore:
 
 
 def _bound_device() -> torch.device | None:
-    """What DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none yet."""
+    """Get what DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none yet."""
     accelerator = get_accelerator()
     return torch.device(accelerator.current_device_name()) if accelerator.device_name() == "cuda" else None
 
 
 def _timeout() -> timedelta:
-    """How long collectives of the default group wait. Private in torch; read in 2.13.0."""
+    """Get how long collectives of the default group wait. Private in torch; read in 2.13.0."""
     group = dist.distributed_c10d._get_default_group()
     device = torch.device(get_accelerator().device_name() if dist.get_backend() == "nccl" else "cpu")
     timeout: timedelta = group._get_backend(device).options._timeout

@@ -1,4 +1,4 @@
-"""The steps that every change of the number of stages is made of: end a world, begin the next, move layers in one.
+"""End a world of stages, begin the next, move layers in one: the steps of every change of the number of stages.
 
 Before the first world ends, or layers move, nothing has changed and any failure leaves training as it was. From then on
 a failure is fatal, and says so: :func:`fatal_from_here`.

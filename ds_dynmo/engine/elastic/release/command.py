@@ -1,4 +1,4 @@
-"""A program of the user's own is told which accelerators are free."""
+"""Tell a program of the user's own which accelerators are free."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Kubernetes:
         self._done: set[str] = set()  # pods; those that were deleted are not known any more when they are named again
 
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
-        """One request per pod. A pod that the API server does not know is reported as such, and counts as done."""
+        """Make one request per pod. A pod that the API server does not know is reported as such, and counts as done."""
         if nameless := [at.rank for at in released if at.pod is None]:
             raise ReleaseRefused(f"ranks {nameless}: {_NAMELESS}")
         left, needed = ({at.pod for at in locations if at.pod is not None} for locations in (released, staying))

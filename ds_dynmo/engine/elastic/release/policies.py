@@ -1,4 +1,4 @@
-"""The policies by name; here those that concern the released processes alone."""
+"""Choose a policy by its name; those that concern the released processes alone are here."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.5  # between looks whether processes have ended
 
 
 class PolicyRunner:
-    """One per job, on rank 0. A later release takes the place of one that is still being tried.
+    """Runs a policy on rank 0, one release at a time: a later one takes the place of one that is still being tried.
 
     Args:
         warn, inform: report a line, of a refusal and of what was done.

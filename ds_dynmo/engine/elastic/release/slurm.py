@@ -43,7 +43,7 @@ class Slurm:
         self._timeout_seconds = timeout_seconds
 
     def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
-        """One update for all nodes; those that have left the job already count as done."""
+        """Make one update for all nodes; those that have left the job already count as done."""
         job, began_with = os.environ.get(JOB), os.environ.get(NODES)
         if not job or not began_with:
             raise ReleaseRefused(f"this process does not run in a job of Slurm: {JOB} or {NODES} is not set")
