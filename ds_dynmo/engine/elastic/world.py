@@ -248,7 +248,7 @@ def store_at(address: str, timeout_seconds: float) -> BoundedStore:
 
 
 def _bound_device() -> torch.device | None:
-    """Get what DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none yet."""
+    """Get what DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none."""
     accelerator = get_accelerator()
     return torch.device(accelerator.current_device_name()) if accelerator.device_name() == "cuda" else None
 
