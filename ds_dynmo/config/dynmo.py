@@ -134,7 +134,7 @@ class DynMoConfig(Block):
 
         balancer, known = current_name(balancer), names()
         if balancer not in known:
-            raise ValueError(f"is no registered balancer; {suggest(balancer, known)}")
+            raise ValueError(f"is not a registered balancer; {suggest(balancer, known)}")
         return balancer
 
     @field_validator("balance_by")
@@ -187,7 +187,7 @@ class DynMoConfig(Block):
             if partition.startswith(TYPE_PREFIX):
                 parse_type_partition(partition)
             elif partition not in NAMED_PARTITIONS:
-                raise ValueError(f"is no way to partition; {suggest(partition, (*NAMED_PARTITIONS, TYPE_PREFIX))}")
+                raise ValueError(f"is not a way to partition; {suggest(partition, (*NAMED_PARTITIONS, TYPE_PREFIX))}")
             return partition
         if not isinstance(partition, list | tuple) or any(type(bound) is not int for bound in partition):
             raise ValueError("should be null, a string or a list of ints")

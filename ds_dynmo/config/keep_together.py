@@ -41,5 +41,5 @@ def _check_type_rule(rule: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f'"{pattern}" is no regular expression ({error})') from error
+        raise ValueError(f'"{pattern}" is not a regular expression ({error})') from error
     return rule

@@ -38,7 +38,7 @@ def _parse_type(text: str) -> tuple[str, float]:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f'"{pattern}" is no regular expression ({error}); {separators}') from error
+        raise ConfigError(f'"{pattern}" is not a regular expression ({error}); {separators}') from error
     if ":" not in text:
         return pattern, 1.0
     try:

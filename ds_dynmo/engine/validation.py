@@ -240,7 +240,7 @@ def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
             return
         kind = getattr(torch.optim, name, None)
         if kind is None:
-            raise ConfigError(f'optimizer.type = "{name}" is no optimizer of torch.optim: its state cannot be moved')
+            raise ConfigError(f'optimizer.type = "{name}" is not one of torch.optim: its state cannot be moved')
         _check_kind(kind, f'optimizer.type = "{name}"', flat)
     elif isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(optimizer, flat=flat)

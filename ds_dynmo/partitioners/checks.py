@@ -41,7 +41,7 @@ def _plain(cost: float) -> float:
     if type(cost) is float:
         return cost
     if cost is None or isinstance(cost, str | bytes):
-        raise TypeError(f"{cost!r} is no number")
+        raise TypeError(f"{cost!r} is not a number")
     try:
         return operator.index(cost)  # type: ignore[arg-type]  # refuses floats: the other way
     except TypeError:

@@ -264,7 +264,7 @@ def test_rules_that_do_not_suit_are_refused_before_anything_begins() -> None:
     blocks: list[tuple[dict[str, Any], str, str]] = [
         ({"keep_together": [[6, 7, 8]]}, "ConfigError", "keep_together[0] = [6, 7, 8]: there is no layer 8"),
         ({"keep_together": ["type:Attention"]}, "ConfigError", "no layer's name matches 'Attention'"),
-        ({"keep_together": ["type:("]}, "ConfigError", "is no regular expression"),
+        ({"keep_together": ["type:("]}, "ConfigError", "is not a regular expression"),
         (
             {"keep_together": [[0, 1, 2, 3, 4, 5, 6, 7]]},
             "ConfigError",

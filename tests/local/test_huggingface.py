@@ -356,7 +356,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     refused(tmp_path, r"config\.json: cannot be read")
     refused(write_config(tmp_path, model_type="bert"), r'config\.json: model_type "bert": should be one of gpt2, llama')
     refused(write_config(tmp_path), r"has no file model\.safetensors; .*config\.json instead")
-    refused(write_config(tmp_path, hidden_size="wide"), r"config\.json: is no config of a llama model")
+    refused(write_config(tmp_path, hidden_size="wide"), r"config\.json: is not a config of a llama model")
     refused(
         {**MODELS["llama"], "hiden_size": 8}, "hiden_size: a llama config has no such key; did you mean hidden_size"
     )

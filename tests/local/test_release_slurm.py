@@ -76,7 +76,7 @@ def test_the_node_of_the_batch_script_stays(cluster: Cluster, tmp_path: Path, mo
 
 def test_hosts_that_are_no_nodes_of_the_job(cluster: Cluster, job: str) -> None:
     elsewhere = [RankLocation(1, "node2.example.org", "cuda:0")]
-    with pytest.raises(ReleaseRefused, match=r"\['node2.example.org'\] are no nodes of job .* started by srun"):
+    with pytest.raises(ReleaseRefused, match=r"\['node2.example.org'\] are not nodes of job .* started by srun"):
         policy().release(elsewhere, locations(1, 3))
     assert cluster.job(job)["NodeList"] == "node[1-3]"
 

@@ -83,7 +83,7 @@ def test_slices_are_joined_from_what_ranks_tell() -> None:
 
 @pytest.mark.parametrize("change", ["{", "[]", '{"format": 1}', '{"format": 3}', "null"])
 def test_what_is_no_manifest(change: str) -> None:
-    with pytest.raises(ValueError, match=r"it is no manifest|its format is not 3|Expecting property name"):
+    with pytest.raises(ValueError, match=r"it is not a manifest|its format is not 3|Expecting property name"):
         Manifest.from_json(change)
 
 

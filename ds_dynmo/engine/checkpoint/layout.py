@@ -219,7 +219,7 @@ class Manifest:
                 **read,
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no manifest: {error}") from error
+            raise ValueError(f"it is not a manifest: {error}") from error
         for layout in manifest.slices:
             if not len(layout.stages) == len(layout.numbers) == manifest.num_stages:
                 raise ValueError(f"it has {len(layout.stages)} stages but the partition {list(manifest.partition)}")

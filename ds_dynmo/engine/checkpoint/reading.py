@@ -51,7 +51,7 @@ class SavedCheckpoint:
         if name not in self._read:
             self._read[name] = safe_load(self._checked(name), mapped=True)
         if name.startswith("mp_rank_") and not isinstance(self._read[name], dict):
-            raise CheckpointError(f"{self.path(name)}: is no file of DeepSpeed's")
+            raise CheckpointError(f"{self.path(name)}: is not a file of DeepSpeed's")
         return self._read[name]
 
     def read_to(self, device: Any, name: str) -> Any:

@@ -129,7 +129,7 @@ def _read(library: Any, values: dict[str, Any], place: str) -> Any:
             copy.deepcopy(values)
         )  # the library changes nested ones
     except Exception as error:  # the library's own checks raise many kinds
-        raise ConfigError(f"{place}: is no config of a {kind} model: {error}") from error
+        raise ConfigError(f"{place}: is not a config of a {kind} model: {error}") from error
 
 
 def _check_keys(config: Any, values: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class Slurm:
             raise ReleaseRefused(f"this process does not run in a job of Slurm: {JOB} or {NODES} is not set")
         hosts = {at.host for at in released}
         if unknown := sorted(hosts - set(self._hostnames(began_with))):
-            raise ReleaseRefused(f"{unknown} are no nodes of job {job}, {began_with}: ranks should be started by srun")
+            raise ReleaseRefused(f"{unknown} are not nodes of job {job}, {began_with}: ranks should be started by srun")
         described = self._scontrol("show", "job", "--oneliner", job)
         needed = {at.host for at in staying} | {_field("BatchHost", described)}
         left = sorted({at.host for at in released} - needed)
