@@ -17,7 +17,7 @@ from ds_dynmo.partitioners.history import CostHistory, MoveCosts
 from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
-from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow, rounds
+from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto, with_empty
@@ -65,7 +65,6 @@ __all__ = [
     "propose",
     "register",
     "relative_speeds",
-    "rounds",
     "simulate",
     "takes",
     "uniform",

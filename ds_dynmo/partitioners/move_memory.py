@@ -2,14 +2,16 @@
 
 A migration holds the old and the new of some things at once, in this order:
 
-1. Layers travel, in :func:`rounds`. What was sent is freed at the end of its round, what arrives stands beside it.
-   Buffers of gradients are free. Under a flat optimizer the weights lie in the stage's old flat buffer and, those that
-   stay and those that arrive, in the new one as well.
-2. The optimizer's shards follow, one kind of state after the other: of that kind the old and the new shards.
-3. The buffers of gradients are made anew.
+1. Buffers of gradients are freed, and whatever arrives is allocated beside what is there. Under a flat optimizer the
+   weights lie in the stage's old flat buffer and, those that stay and those that arrive, in the new one as well.
+2. Layers travel. Small tensors travel packed together: their bytes are held once more, on both sides, while they do.
+3. All that was sent is freed at once, when the layers change places.
+4. The optimizer's shards follow, one kind of state after the other: of that kind the old and the new shards.
+5. The buffers of gradients are made anew.
 
-Small tensors travel packed together: their bytes are held once more, on both sides, while they do. Activations are
-held in none of this: it happens between two batches.
+Where a batch trains meanwhile, it needs the buffers of gradients, and the optimizer's shards travel with the layers:
+there are old and new ones of all kinds.
+Activations are in none of this.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_dynmo.errors import PartitionError
-from ds_dynmo.plan import HeldBytes, LayerMove, MigrationPlan
+from ds_dynmo.plan import HeldBytes, MigrationPlan
 
-__all__ = ["Overflow", "between", "migration_peaks", "overflow", "rounds"]
+__all__ = ["Overflow", "between", "migration_peaks", "overflow"]
 
 
 @dataclass(frozen=True)
@@ -35,36 +37,15 @@ class Overflow:
         return f"stage {self.stage} would hold {self.peak_bytes} bytes while layers move, its limit is {self.limit}"
 
 
-def rounds(moves: Iterable[LayerMove]) -> list[list[LayerMove]]:
-    """``moves`` in rounds: in each, a stage sends one layer at most and receives one at most.
-
-    >>> moves = [LayerMove(2, 0, 1), LayerMove(3, 0, 1), LayerMove(5, 1, 2)]
-    >>> [[move.layer for move in round_] for round_ in rounds(moves)]
-    [[2, 5], [3]]
-    """
-    found: list[list[LayerMove]] = []
-    for move in moves:
-        free = (
-            round_
-            for round_ in found
-            if all(move.source != other.source and move.destination != other.destination for other in round_)
-        )
-        chosen = next(free, None)
-        if chosen is None:
-            found.append([move])
-        else:
-            chosen.append(move)
-    return found
-
-
 def migration_peaks(
-    plan: MigrationPlan, layers: Sequence[HeldBytes], first_uses: Sequence[int | None]
+    plan: MigrationPlan, layers: Sequence[HeldBytes], first_uses: Sequence[int | None], *, overlapped: bool = False
 ) -> tuple[int, ...]:
     """Per stage, the most bytes that its ranks hold at once while ``plan`` is carried out.
 
     Args:
         layers: per layer, what it holds on a rank of any stage that has it.
         first_uses: per layer, the first that uses the same parameters: itself, unless it is tied; None: a function.
+        overlapped: a batch trains while layers travel.
 
     Raises:
         PartitionError: not one of each per layer of the plan.
@@ -74,17 +55,16 @@ def migration_peaks(
         raise PartitionError(
             f"a plan of {num_layers} layers needs as many bytes and first uses, got {len(layers)} and {len(first_uses)}"
         )
+    before = [_owners(plan.old, stage, first_uses) for stage in range(num_stages)]
     after = [_owners(plan.new, stage, first_uses) for stage in range(num_stages)]
-    in_turn = rounds(move for move in plan.moves if move.layer in after[move.destination].values())
+    sent = [move for move in plan.moves if move.layer in after[move.destination].values()]
     return tuple(
         _peak(
-            stage,
-            in_turn,
-            layers,
-            first_uses,
-            _owners(plan.old, stage, first_uses),
-            after[stage],
-            range(plan.old[stage], plan.old[stage + 1]),
+            _sum(layers, before[stage].values()),
+            _sum(layers, after[stage].values()),
+            [layers[move.layer] for move in sent if move.destination == stage],
+            [layers[move.layer] for move in sent if move.source == stage],
+            overlapped=overlapped,
         )
         for stage in range(num_stages)
     )
@@ -137,28 +117,25 @@ def _owners(partition: Sequence[int], stage: int, first_uses: Sequence[int | Non
     return owners
 
 
+def _sum(layers: Sequence[HeldBytes], numbers: Iterable[int]) -> HeldBytes:
+    return sum((layers[number] for number in numbers), start=HeldBytes())
+
+
 def _peak(
-    stage: int,
-    in_turn: Sequence[Sequence[LayerMove]],
-    layers: Sequence[HeldBytes],
-    first_uses: Sequence[int | None],
-    before: dict[int, int],
-    after: dict[int, int],
-    here: range,
+    old: HeldBytes,
+    new: HeldBytes,
+    arriving: Sequence[HeldBytes],
+    leaving: Sequence[HeldBytes],
+    *,
+    overlapped: bool,
 ) -> int:
-    """Of one stage, which owns the layers ``here``."""
-    old = sum((layers[layer] for layer in before.values()), start=HeldBytes())
-    new = sum((layers[layer] for layer in after.values()), start=HeldBytes())
-    freed = set(before) - {use for use, layer in after.items() if layer in here}  # once they are sent
-    held = peak = old.own + old.flat + new.flat + old.shards
-    shards_staged = 0
-    for round_ in in_turn:
-        leaving = [move.layer for move in round_ if move.source == stage]
-        arriving = [move.layer for move in round_ if move.destination == stage]
-        held += sum(layers[layer].own for layer in arriving)
-        peak = max(peak, held + sum(layers[layer].staged for layer in [*leaving, *arriving]))
-        held -= sum(layers[layer].own for layer in leaving if first_uses[layer] in freed)
-        freed.difference_update(first_uses[layer] for layer in leaving)
-        shards_staged += sum(min(layers[layer].staged, layers[layer].largest_shard) for layer in [*leaving, *arriving])
+    """Of one stage, from what its layers hold before and after, and those that are sent to it and from it."""
+    travelling = [*arriving, *leaving]
+    travels = old.total + new.flat + sum(layer.own + layer.staged for layer in arriving)
+    travels += sum(layer.staged for layer in leaving)
+    if overlapped:
+        return max(travels + new.shards, new.total)
+    travels -= old.gradients
     of_one_kind = max(old.shards + new.largest_shard, new.shards + old.largest_shard)
-    return max(old.total, peak, new.own + new.flat + of_one_kind + shards_staged, new.total)
+    shards_staged = sum(min(layer.staged, layer.largest_shard) for layer in travelling)
+    return max(old.total, travels, new.own + new.flat + of_one_kind + shards_staged, new.total)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo import MigrationError
-from ds_dynmo.engine.migration import migrate
+from ds_dynmo.engine.migration import arriving
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import batches, build, layers_of, partitions, state, whole
@@ -58,7 +58,7 @@ def _no_load_signal(engine: Any) -> None:
 HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
     "decide": lambda engine: setattr(engine, "_decide", broken),
-    "prepare": lambda engine: setattr(engine._state, "_holdings" if engine._wrapper else "prepare", broken),
+    "prepare": lambda engine: setattr(engine._state, "_inventory" if engine._wrapper else "prepare", broken),
     "pack": lambda engine: setattr(engine._state, "content", broken),
 }
 
@@ -83,7 +83,7 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             message = str(error)
     if engine.global_rank == rank:
         for owner in (engine, engine._state):
-            for name in ("_decide", "prepare", "_holdings", "content"):
+            for name in ("_decide", "prepare", "_inventory", "content"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)
@@ -111,12 +111,12 @@ def test_before_bytes_move_training_goes_on(point: str, rank: int, precision: st
 
 
 def _arriving(engine: Any) -> None:
-    migrate.ArrivingLayer.open = broken  # type: ignore[method-assign]
+    arriving.ArrivingLayer.materialize = broken  # type: ignore[method-assign]
 
 
 FATAL: dict[str, Callable[[Any], None]] = {
-    "headers": lambda engine: setattr(engine._comm, "exchange_headers", broken),
-    "send": lambda engine: setattr(engine._comm, "exchange", broken),
+    "headers": lambda engine: setattr(engine._comm.p2p, "exchange_headers", broken),
+    "send": lambda engine: setattr(engine._comm.p2p, "post", broken),
     "unpack": _arriving,
     "rebuild": lambda engine: setattr(engine._layers, "rebuild", broken),
     "rewrap": lambda engine: setattr(engine._state, "settle", broken),

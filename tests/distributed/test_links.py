@@ -60,7 +60,7 @@ def _first(pull: Callable[[], None], owner: Any, name: str) -> None:
 
 
 def _while_layers_move(engine: Any, data: Any, pull: Callable[[], None]) -> None:
-    _first(pull, engine._comm, "exchange_headers")
+    _first(pull, engine._comm.p2p, "exchange_headers")
     engine.repack(2)
 
 

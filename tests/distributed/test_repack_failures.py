@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.migration import migrate
-from ds_dynmo.engine.migration.packing import ArrivingLayer
+from ds_dynmo.engine.migration.arriving import ArrivingLayer
+from ds_dynmo.engine.migration.migrator import Migrator
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
@@ -126,9 +126,9 @@ def killed(case: Case, who: str) -> str:
             return f"{error} {len(losses)} {parked}"
         return "went on"
     if home == 2 and who == "sending":
-        migrate._exchange = _leave
+        Migrator.start = _leave  # type: ignore[method-assign]
     elif home == 2 and who == "failing":
-        migrate._rebuild = _fail
+        Migrator._rebuild = _fail  # type: ignore[method-assign]
     elif home == 2:
         engine.repacker.world.begin = _leave
     try:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ds_dynmo.engine.optimizer.flat_layout import Buffer, BufferKey, Member, runs, shard_size, stage_buffers
+from ds_dynmo.engine.optimizer.flat_layout import Buffer, BufferKey, Member, plan_transfers, shard_size, stage_buffers
 
 Stages = dict[int, dict[BufferKey, Buffer]]
 
@@ -33,7 +33,7 @@ def test_buffers_hold_their_members_in_order() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_element_arrives_once(seed: int) -> None:
-    """Fill the old shards with names of elements, follow the runs, and read the new shards."""
+    """Fill the old shards with names of elements, follow the transfers, and read the new shards."""
     chooser = random.Random(seed)
     before, after, stages, layers = chooser.choice([1, 2, 3]), chooser.choice([1, 2, 3]), chooser.choice([1, 2, 4]), 9
     members = {
@@ -70,7 +70,7 @@ def test_every_element_arrives_once(seed: int) -> None:
                     shard, place = divmod(offset + element, buffer.shard)
                     memory[stage, shard, container][place] = (key, element)  # type: ignore[call-overload]
     arrived = {(s, d, c): [None] * b.shard for s in new for c, b in new[s].items() for d in range(after)}
-    for run in runs(old, new, source_of, (before, after)):
+    for run in plan_transfers(old, new, source_of, (before, after)):
         row = memory[(*run.source, run.old)][run.start_old : run.start_old + run.numel]
         target = arrived[(*run.destination, run.new)]
         assert target[run.start_new : run.start_new + run.numel] == [None] * run.numel
@@ -99,7 +99,7 @@ def test_neighbours_travel_together() -> None:
         1: stage_buffers(["1", "2", "3"], members, 1, 1, after=True),
     }
     sources = {(0, "0"): 0, (1, "1"): 0, (1, "2"): 0, (1, "3"): 1}
-    assert [(run.source, run.destination, run.numel) for run in runs(old, new, sources, (1, 1))] == [
+    assert [(run.source, run.destination, run.numel) for run in plan_transfers(old, new, sources, (1, 1))] == [
         ((0, 0), (0, 0), 10),
         ((0, 0), (1, 0), 20),
         ((1, 0), (1, 0), 10),

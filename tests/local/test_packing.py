@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.migration.packing import ArrivingLayer, LayerContent, PackedLayer, pack
+from ds_dynmo.engine.migration.arriving import ArrivingLayer
+from ds_dynmo.engine.migration.content import LayerContent
+from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.optimizer.state import PerParameterState
 
 

@@ -66,5 +66,5 @@ def exchange_round(node: DiffusionNode, comm: Communicator) -> None:
     expects_left, expects_right = node.expects
     outgoing = {stage: message for stage, message in ((left, to_left), (right, to_right)) if message is not None}
     sources = [stage for stage, expected in ((left, expects_left), (right, expects_right)) if expected]
-    received = comm.exchange_lists(outgoing, sources)
+    received = comm.p2p.exchange_lists(outgoing, sources)
     node.receive(received.get(left), received.get(right))

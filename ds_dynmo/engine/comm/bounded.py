@@ -26,7 +26,7 @@ class NoAnswer(RuntimeError):
 
 
 class _Line:
-    """Asks one question at a time, in a thread that ends when nobody holds this any more."""
+    """Ask one question at a time, in a thread that ends when nobody holds this any more."""
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -35,7 +35,7 @@ class _Line:
         weakref.finalize(self, self._questions.put, None)
 
     def ask(self, question: Callable[[], Any], seconds: float) -> Any:
-        """What ``question`` gives.
+        """Call ``question`` in the thread, and return what it returns.
 
         Raises:
             NoAnswer: not within so many seconds, or an earlier question was not answered yet.
@@ -66,7 +66,7 @@ def _ask(questions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | No
 
 
 def within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, which waits for the store in functions of torch's own.
+    """Call ``make``, which waits for the store in functions of torch's own, and return what it returns.
 
     Raises:
         NoAnswer: not within so many seconds.
@@ -95,7 +95,7 @@ class BoundedStore:
         self._line = _Line()
 
     def view(self, raw: Any) -> BoundedStore:
-        """Another store over the same connection, such as a part of this one."""
+        """Make another store over the same connection, such as a part of this one."""
         other = copy(self)
         other.raw = raw
         return other
@@ -105,20 +105,20 @@ class BoundedStore:
         self._ask(lambda: self.raw.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """A key that is there; what is not is waited for, as long as any operation may take."""
+        """Read a key. One that is not there is waited for, as long as any operation may take."""
         value: bytes = self._ask(lambda: self.raw.get(key))
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Are they all there?"""
+        """Tell whether all keys are there."""
         return bool(self._ask(lambda: self.raw.check(list(keys))))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a count; what it is then."""
+        """Add to a counter, and return its new value."""
         return int(self._ask(lambda: self.raw.add(key, amount)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a key if it is as ``expected``; empty: if it is not there. What it is then."""
+        """Write a key if its value is ``expected`` (empty: if it is not there), and return its value afterwards."""
         value: bytes = self._ask(lambda: self.raw.compare_set(key, expected, desired))
         return value
 
@@ -127,7 +127,7 @@ class BoundedStore:
         self._ask(lambda: self.raw.delete_key(key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until they are all there.
+        """Wait until all keys are there.
 
         Raises:
             RuntimeError: they are not, within the time-out.

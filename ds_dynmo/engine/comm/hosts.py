@@ -19,7 +19,7 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun, and of DeepSpe
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse, before any process group is made, what the launcher's environment shows already.
+    """Refuse what the launcher's environment shows already, before any process group is made.
 
     Raises:
         ConfigError: ranks are on other hosts, and this one would give out an address that only it can reach.
@@ -31,7 +31,7 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds: float) -> None:
-    """Refuse ranks on several hosts of which one would give out an address that only it can reach. Collective.
+    """Refuse ranks on several hosts if one of them would offer an address that only it can reach. Collective.
 
     Nothing comes of it if a rank does not take part within the time-out: what follows says so.
 
@@ -72,7 +72,7 @@ def _refusal(hosts: list[str]) -> str:
 
 
 def _loopback(environment: Mapping[str, str]) -> str | None:
-    """This host and the address that gloo would give out, where only the host itself can reach that one."""
+    """Name this host and the address that gloo would offer, if only the host itself can reach it."""
     if environment.get(INTERFACE):
         return None
     host = socket.gethostname()
@@ -85,7 +85,7 @@ def _loopback(environment: Mapping[str, str]) -> str | None:
 
 
 def _usable_address(host: str) -> str | None:
-    """The first address of the name that can be bound to here, as torch 2.13.0 and gloo choose it."""
+    """Find the first address of the name that this host can bind to, as torch 2.13.0 and gloo choose it."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError:
@@ -101,7 +101,7 @@ def _usable_address(host: str) -> str | None:
 
 
 def _identity() -> str:
-    """Of this host, or of this container: those that have one network have the same."""
+    """Identify this host, or this container: those that share a network have the same identity."""
     facts = [socket.gethostname()]
     for read in (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

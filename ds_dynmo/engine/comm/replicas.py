@@ -16,17 +16,17 @@ from torch import nn
 
 
 def is_own(parameter: nn.Parameter) -> bool:
-    """Has every replica another one?"""
+    """Tell whether every replica has another one."""
     return bool(getattr(parameter, "replica_own", False))
 
 
 def has_own(module: nn.Module) -> bool:
-    """Is one of its parameters such a one?"""
+    """Tell whether a module has such a parameter."""
     return any(map(is_own, module.parameters()))
 
 
 def shares_out(module: nn.Module) -> bool:
-    """Would a part of it have such parameters if there were several replicas? It says so by ``shares_out``."""
+    """Tell whether a part would have such parameters if there were several replicas: it has ``shares_out``."""
     return any(getattr(part, "shares_out", False) for part in module.modules())
 
 

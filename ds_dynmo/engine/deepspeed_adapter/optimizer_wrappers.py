@@ -74,6 +74,11 @@ class FlatWrapper(ABC):
 
     @property
     @abstractmethod
+    def flats(self) -> list[torch.Tensor]:
+        """Per group, the flat buffer in which its weights lie."""
+
+    @property
+    @abstractmethod
     def gradient_bytes_per_element(self) -> int:
         """What the wrapper keeps per parameter element for gradients of its own, in bytes."""
 
@@ -163,6 +168,10 @@ class Bf16Wrapper(FlatWrapper):
     @property
     def groups(self) -> Groups:
         return list(self._wrapper.bf16_groups)
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        return list(self._wrapper.bf16_groups_flat)
 
     @property
     def gradient_bytes_per_element(self) -> int:
@@ -257,6 +266,10 @@ class ZeroWrapper(FlatWrapper):
     @property
     def groups(self) -> Groups:
         return list(self._wrapper.bit16_groups)
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        return list(self._wrapper.bit16_groups_flat)
 
     @property
     def gradient_bytes_per_element(self) -> int:

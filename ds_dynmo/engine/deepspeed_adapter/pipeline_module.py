@@ -152,16 +152,16 @@ class StageLayers:
                 found[index] = module
         return found
 
-    def unit(self, index: int) -> str:
-        """What the parameters of layer ``index`` are known by: its number, or the key that it shares with others."""
+    def param_owner(self, index: int) -> str:
+        """Name the owner of layer ``index``'s parameters: its number, or the key that it shares with others."""
         key = self.key(index)
         return str(index) if key is None else f"tied {key}"
 
-    def units(self, partition: Sequence[int], stage: int) -> dict[str, int]:
-        """The units of a stage with the layer that owns each there, in the order of :meth:`parameters`."""
+    def param_owners(self, partition: Sequence[int], stage: int) -> dict[str, int]:
+        """List the owners of a stage's parameters, each with its layer there, in the order of :meth:`parameters`."""
         start, stop = partition[stage], partition[stage + 1]
         owners = [index for index in range(start, stop) if self.owner(index, partition)]
-        return {self.unit(index): index for index in self._in_order(owners, start, stop)}
+        return {self.param_owner(index): index for index in self._in_order(owners, start, stop)}
 
     def every_module(self) -> Iterator[nn.Module]:
         """Every part of every layer that runs here, tied aliases too."""

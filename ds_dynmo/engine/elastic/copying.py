@@ -10,8 +10,9 @@ import pickle
 from collections.abc import Sequence
 from functools import partial
 
+from ds_dynmo.engine.migration.arriving import ArrivingLayer
+from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.migrate import MigrationContext, packed_layer
-from ds_dynmo.engine.migration.packing import ArrivingLayer, LayerContent
 
 
 def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas: int) -> None:
@@ -29,19 +30,19 @@ def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas
     source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)
     mine = {index: layer.header for index, layer in packed.items()}
     if has_layers:
-        context.comm.exchange_bytes(dict.fromkeys(_ranks_of_copies(context, num_replicas), pickle.dumps(mine)), [])
-    headers = mine if has_layers else pickle.loads(context.comm.exchange_bytes({}, [source])[source])
+        context.comm.p2p.exchange_bytes(dict.fromkeys(_ranks_of_copies(context, num_replicas), pickle.dumps(mine)), [])
+    headers = mine if has_layers else pickle.loads(context.comm.p2p.exchange_bytes({}, [source])[source])
     arrived: dict[int, LayerContent] = {}
     for index, header in headers.items():
         if has_layers:
-            context.comm.exchange(
+            context.comm.p2p.exchange(
                 [(rank, flat) for rank in _ranks_of_copies(context, num_replicas) for flat in packed[index].tensors], []
             )
             continue
         arrival = ArrivingLayer(header)
         arrival.bind(context.names, context.device)
         arrival.allocate(context.device, lambda position: None)
-        context.comm.exchange([], [(source, flat) for flat in arrival.recv_buffers])
+        context.comm.p2p.exchange([], [(source, flat) for flat in arrival.recv_buffers])
         arrived[index] = arrival.materialize(partial(context.layers.build, index, context.device))
     if not has_layers:
         modules = {index: content.module for index, content in arrived.items()}

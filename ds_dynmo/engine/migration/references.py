@@ -1,68 +1,31 @@
 """What a layer refers to and does not own: it arrives as the destination's own counterpart, never as a copy.
 
 A layer owns the modules, parameters and buffers that are registered in it and in no other layer, and whatever else
-only it refers to. All that moves. An object that was shared when the model was built is found under one name on every
-rank, a path from
+only it refers to. All that moves. Of an object that was shared when the model was built, its name travels
+(:mod:`ds_dynmo.engine.migration.names`).
 
-- the layer list: what two of its entries refer to, such as a configuration that several LayerSpecs take;
-- the ``PipelineModule``: its attributes, the process grid among them;
-- the globals of a Python module: what a function returns as *the* arguments, registry or process group.
-
-What travels is the name. What layers share without a name would become a copy of each layer's own, and a tensor of
-another layer would be shipped with this one: both are refused before bytes move, with the attribute's path. A user
-settles it by declaring attributes to be the rank's (``rank_attributes`` in the "dynmo" block, or of a module's class):
-where the layer arrives, those are what it has when it is built anew from its spec.
+What layers share without a name would become a copy of each layer's own, and a tensor of another layer would be shipped
+with this one: both are refused before bytes move, with the attribute's path. A user settles it by declaring attributes
+to be the rank's (``rank_attributes`` in the "dynmo" block, or of a module's class): where the layer arrives, those are
+what it has when it is built anew from its spec.
 """
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_dynmo.engine.serialization.object_graph import (
-    MODULE_MACHINERY,
-    Path,
-    Step,
-    children,
-    follow,
-    is_frozen,
-    members,
-    text,
-    walk,
-)
+from ds_dynmo.engine.migration.names import Name, Names
+from ds_dynmo.engine.serialization.object_graph import Path, Step, children, is_frozen, members, text, walk
 from ds_dynmo.engine.serialization.pickling import can_be_pickled
 
 RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attributes that belong to the rank
-
-_LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
-_NO_GLOBALS_OF_A_MODEL = frozenset({*sys.stdlib_module_names, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"})
-_GLOBALS_DEPTH = 3
-_MOST_ENTRIES = 10_000  # of a container that is looked into for names: a loss function may hold a whole data set
-_OF_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers; private, read in DeepSpeed 0.19.8
-    ("_layer_specs", "forward_funcs", "fwd_map", "tied_modules", "tied_comms", "tied_weight_attrs")
-)
-
-
-@dataclass(frozen=True)
-class Name:
-    """Where an object is on every rank: an anchor, and steps from there.
-
-    ``anchor`` is ``("layer", number)``, ``("pipeline", None)`` or ``("globals", name of a Python module)``.
-    """
-
-    anchor: tuple[str, Any]
-    path: Path
-
-    def __str__(self) -> str:
-        kind, key = self.anchor
-        return {_LAYER: f"layers[{key}]", _PIPELINE: "the PipelineModule"}.get(kind, str(key)) + text(self.path)
 
 
 @dataclass(frozen=True)
@@ -96,7 +59,7 @@ class Outside:
 
 
 class References:
-    """The names of one rank's objects. Construction is collective.
+    """What the layers of one rank refer to. Construction is collective.
 
     Args:
         pipeline: DeepSpeed's module, as built.
@@ -112,103 +75,24 @@ class References:
         gather: Callable[[Any], list[Any]],
         rank_attributes: Iterable[str] = (),
     ) -> None:
-        self._pipeline = pipeline
         self._modules = modules
+        self._names = Names(pipeline, modules, gather)
         self._rank_attributes = frozenset(rank_attributes)
-        users = self._users(gather)
-        # Both with the objects themselves, so that no other takes the id of one.
-        self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
-        self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
-
-    # -- names ----------------------------------------------------------------------------------------
 
     def is_shared(self, value: Any) -> bool:
-        """Does ``value`` have a name, so that it belongs to the rank rather than to a layer?"""
-        return id(value) in self._names
-
-    def is_own(self, part: nn.Module) -> bool:
-        """Is ``part``, which is registered in a layer, registered in no other?"""
-        return id(part) not in self._in_several
+        """Tell whether ``value`` has a name, so that it belongs to the rank rather than to a layer."""
+        return self._names.is_shared(value)
 
     def empty(self, layer: nn.Module) -> None:
-        """Free the memory of a layer that is not here any more, but for what other layers use too."""
+        """Free the memory of a layer that left, except for what other layers use too."""
         for part in layer.modules():
-            if self.is_own(part):
+            if self._names.is_own(part):
                 part._apply(lambda tensor: torch.empty_like(tensor, device="meta"), recurse=False)
-
-    def _users(self, gather: Callable[[Any], list[Any]]) -> dict[int, tuple[nn.Module, set[int]]]:
-        """By ``id``, each module that layers register, with those layers; uses of one key count as the first of them.
-
-        Layers given as modules are on every rank. Which of the modules among the arguments of LayerSpecs a layer took,
-        the ranks tell that have built it.
-        """
-        users: dict[int, tuple[nn.Module, set[int]]] = {}
-        first_use = self._first_uses()
-        given = {i: spec for i, spec in enumerate(self._pipeline._layer_specs) if isinstance(spec, nn.Module)}
-        for layer, module in {**given, **self._modules()}.items():
-            for part in module.modules():
-                users.setdefault(id(part), (part, set()))[1].add(first_use[layer])
-        specs = [((("item", i),), s) for i, s in enumerate(self._pipeline._layer_specs) if isinstance(s, LayerSpec)]
-        arguments = {path: part for path, part in walk(specs, lambda _: True) if isinstance(part, nn.Module)}
-        mine = {path: sorted(users[id(part)][1]) for path, part in arguments.items() if id(part) in users}
-        for theirs in gather(mine):
-            for path in theirs.keys() & arguments.keys():
-                users.setdefault(id(arguments[path]), (arguments[path], set()))[1].update(theirs[path])
-        return users
-
-    def _first_uses(self) -> list[int]:
-        """Per layer, the first that is tied to it: itself, unless it is a later use of a key."""
-        first: dict[str | int, int] = {}
-        specs = self._pipeline._layer_specs
-        keys = [str(spec.key) if isinstance(spec, TiedLayerSpec) else layer for layer, spec in enumerate(specs)]
-        return [first.setdefault(key, layer) for layer, key in enumerate(keys)]
-
-    def _find_names(self, owner: Mapping[int, int]) -> dict[int, tuple[Any, Name]]:
-        """By ``id``, what has a name. ``owner``: by ``id`` of a module, the only layer that registers it."""
-        found: dict[int, tuple[Any, Name]] = {}
-        users: dict[int, int] = {}
-        for layer, spec in enumerate(self._pipeline._layer_specs):
-
-            def enter(value: Any, layer: int = layer) -> bool:
-                """Not what another layer owns, nor, a third time, what two entries refer to with all that is in it."""
-                return owner.get(id(value), layer) == layer and users[id(value)] <= 2
-
-            for path, value in walk([((), spec)], enter):
-                found.setdefault(id(value), (value, Name((_LAYER, layer), path)))
-                users[id(value)] = users.get(id(value), 0) + 1
-        names = {key: found[key] for key, count in users.items() if count > 1}
-        attributes = [((step,), value) for step, value in children(self._pipeline) if not _is_of_pipeline(step[1])]
-        for path, value in walk(attributes, lambda value: id(value) not in owner and not _is_data(value)):
-            names.setdefault(id(value), (value, Name((_PIPELINE, None), path)))
-        return {
-            k: entry for k, entry in names.items() if k not in owner and not isinstance(entry[0], tuple | frozenset)
-        }
-
-    def _global_names(self, wanted: Mapping[int, Any], layer: nn.Module) -> dict[int, Name]:
-        """Names of the objects among ``wanted`` that are in the globals of a Python module.
-
-        Of any module that is no part of Python, torch, numpy or DeepSpeed the globals themselves; of the packages that
-        the layer's classes are of, and of the program, also what those hold.
-        """
-        packages = {type(part).__module__.partition(".")[0] for part in layer.modules()} | {"__main__"}
-        found: dict[int, Name] = {}
-        for module_name, module in list(sys.modules.items()):
-            package = module_name.partition(".")[0]
-            if package in _NO_GLOBALS_OF_A_MODEL or module is None:
-                continue
-            held = [((("attribute", name),), value) for name, value in list(vars(module).items())]
-            reached: Iterator[tuple[Path, Any]] = iter(held)
-            if package in packages:
-                reached = walk([(path, v) for path, v in held if _is_of(v, module_name)], _is_holder, _GLOBALS_DEPTH)
-            for path, value in reached:
-                if id(value) in wanted:
-                    found.setdefault(id(value), Name((_GLOBALS, module_name), path))
-        return found
 
     # -- a layer that leaves --------------------------------------------------------------------------
 
     def outside(self, layer: nn.Module, marks: Mapping[str, Any]) -> Outside:
-        """What ``layer`` refers to that does not move with it.
+        """Find what ``layer`` refers to that does not move with it.
 
         Args:
             marks: what else travels with it and may refer to anything, by a name for messages.
@@ -218,7 +102,7 @@ class References:
                 another layer's, or to one without values; the message has the attribute's path.
         """
         found = Outside()
-        own_modules = {id(part): part for part in layer.modules() if self.is_own(part)}
+        own_modules = {id(part): part for part in layer.modules() if self._names.is_own(part)}
         own_tensors = {id(t) for part in own_modules.values() for t in _registered(part)}
         nameless: dict[int, tuple[Path, Any]] = {}
 
@@ -230,14 +114,14 @@ class References:
             if id(value) in own_tensors or id(value) in own_modules:
                 if isinstance(value, torch.Tensor):
                     _check_has_values(path, value)
-            elif id(value) in self._names:
+            elif (name := self._names.of(value)) is not None:
                 if isinstance(value, nn.Parameter):
                     _check_is_no_others(path, value, self._others(layer))
-                found.references[id(value)] = self._reference(self._names[id(value)][1], path, value, layer)
+                found.references[id(value)] = self._reference(name, path, value, layer)
             elif not is_frozen(value):
                 nameless[id(value)] = (path, value)
         if nameless:
-            named = self._global_names({key: value for key, (_, value) in nameless.items()}, layer)
+            named = self._names.in_globals({key: value for key, (_, value) in nameless.items()}, layer)
             for key, name in named.items():
                 found.references[key] = self._reference(name, *nameless[key], layer)
             travels = {id(value) for _, value in _walk_layer(roots, enter, self._rank_attributes_of, found)}
@@ -249,7 +133,7 @@ class References:
         return found
 
     def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
-        """Refuse to send layers away that others, which stay, hold parts of: those would be left with nothing.
+        """Refuse to send layers away if layers that stay hold parts of them: those parts would be empty.
 
         Args:
             leaving: by number.
@@ -261,7 +145,7 @@ class References:
         tensors: list[tuple[torch.Tensor, tuple[int, str]]] = []
         for number, layer in leaving.items():
             for path, part in layer.named_modules():
-                if not self.is_own(part):
+                if not self._names.is_own(part):
                     continue
                 owner[id(part)] = number, path or "the layer itself"
                 tensors += [(t, (number, name)) for name, t in _named_tensors(path, part) if self._is_held_by_it(t)]
@@ -269,7 +153,7 @@ class References:
         gone = set(map(id, leaving.values()))
 
         def enter(value: Any) -> bool:
-            return id(value) not in owner and id(value) not in self._names
+            return id(value) not in owner and not self._names.is_shared(value)
 
         for number, layer in self._modules().items():
             if id(layer) in gone:
@@ -286,8 +170,8 @@ class References:
                     )
 
     def _is_held_by_it(self, tensor: torch.Tensor) -> bool:
-        """Is a tensor that a layer registers gone with it? One that is the rank's stays, unless it is a weight."""
-        return isinstance(tensor, nn.Parameter) or id(tensor) not in self._names
+        """Tell whether a tensor leaves with the layer that registers it. The rank's stay, unless they are weights."""
+        return isinstance(tensor, nn.Parameter) or not self._names.is_shared(tensor)
 
     def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
         return {number: module for number, module in self._modules().items() if module is not layer}
@@ -297,8 +181,10 @@ class References:
         return frozenset(name for name in declared if name in vars(module))
 
     def _check_no_parts(self, named: Iterable[tuple[Path, Any]], others: Mapping[int, nn.Module]) -> None:
-        """Refuse what is in the globals, but another layer's: on another rank it is not what that layer has by now."""
-        owner = {id(part): number for number, other in others.items() for part in other.modules() if self.is_own(part)}
+        """Refuse what is in the globals but is another layer's: on another rank it differs from what that layer has."""
+        owner = {
+            id(part): number for number, other in others.items() for part in other.modules() if self._names.is_own(part)
+        }
         for path, value in named:
             if isinstance(value, nn.Parameter):
                 _check_is_no_others(path, value, others)
@@ -309,7 +195,7 @@ class References:
                 )
 
     def _check_nameless(self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, found: Outside) -> None:
-        """Refuse what is another layer's too."""
+        """Refuse what another layer refers to as well."""
         others = self._others(layer)
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):
@@ -317,7 +203,7 @@ class References:
                 _check_is_no_others(path, value, others)
         named = dict.fromkeys(found.references, 0)
         for number, other in others.items():
-            for _, value in walk([((), other)], lambda value: id(value) not in self._names, children=_all_of):
+            for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
                 # What cannot be pickled does not travel: the layer gets what its spec builds anew.
                 if id(value) in nameless and can_be_pickled(value, named):
                     path, shared = nameless[id(value)]
@@ -346,7 +232,7 @@ class References:
     # -- a layer that arrives -------------------------------------------------------------------------
 
     def resolve(self, reference: Reference, device: torch.device) -> Any:
-        """The counterpart of an object here.
+        """Find the counterpart of an object here.
 
         Args:
             device: where a module that a layer computes with has to be.
@@ -355,10 +241,8 @@ class References:
             LookupError: there is none, it is another kind of object, or holds other tensors.
         """
         name = reference.name
-        kind, key = name.anchor
-        start = {_LAYER: self._layer_spec, _PIPELINE: lambda _: self._pipeline}.get(kind, sys.modules.get)(key)
         try:
-            value = follow(start, name.path)
+            value = self._names.find(name)
         except LookupError as error:
             raise LookupError(f"{reference.where} refers to {name}, which this rank does not have: {error}") from error
         if _kind(value) != reference.kind:
@@ -374,9 +258,6 @@ class References:
                 )
         return value
 
-    def _layer_spec(self, layer: int) -> Any:
-        return self._pipeline._layer_specs[layer]
-
 
 def _walk_layer(
     roots: Sequence[tuple[Path, Any]],
@@ -384,7 +265,7 @@ def _walk_layer(
     rank_attributes: Callable[[nn.Module], frozenset[str]],
     found: Outside,
 ) -> Iterator[tuple[Path, Any]]:
-    """Like :func:`walk`, without the attributes that belong to the rank, which are noted in ``found``."""
+    """Walk as :func:`walk` does, without attributes that belong to the rank, which are noted in ``found``."""
 
     def refers_to(value: Any) -> Iterator[tuple[Step, Any]]:
         if not isinstance(value, nn.Module):
@@ -399,7 +280,7 @@ def _walk_layer(
 
 
 def _all_of(value: Any) -> Iterator[tuple[Step, Any]]:
-    """What ``value`` refers to, by whatever way."""
+    """List what ``value`` refers to, in whatever way."""
     yield from children(value)
     yield from members(value)
 
@@ -437,7 +318,7 @@ def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """The tensor ``part`` of what was found here, where and in the precision that the layer computes in.
+    """Find the tensor ``part`` of what was found here, on the device and in the precision that the layer computes in.
 
     A rank on which no layer computed with a module has it as it was given, not as DeepSpeed prepared it for the others.
     """
@@ -460,24 +341,6 @@ def _sum(tensor: torch.Tensor) -> int:
         return -1
     data = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
     return zlib.crc32(data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if data.numel() else 0
-
-
-def _is_of_pipeline(name: str) -> bool:
-    """Is it a layer or holds some, or is it what every module has, such as the hooks of an engine?"""
-    return name in _OF_LAYERS or name.isdigit() or name in MODULE_MACHINERY
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES
-
-
-def _is_of(value: Any, module_name: str) -> bool:
-    """Not a class or a function that a module imports from elsewhere."""
-    return getattr(value, "__module__", module_name) == module_name if isinstance(value, type) else True
-
-
-def _is_holder(value: Any) -> bool:
-    return not isinstance(value, nn.Module | LayerSpec | torch.Tensor)
 
 
 def _kind(value: Any) -> str:

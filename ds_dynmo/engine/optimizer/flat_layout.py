@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 ParamOwner = str  # a layer's number, or the key of a tied layer
-Key = tuple[ParamOwner, int]  # a parameter: its unit, its position among the unit's parameters
+ParamKey = tuple[ParamOwner, int]  # a parameter: its owner, its position among the owner's parameters
 BufferKey = tuple[int, bool]  # a flat buffer: parameter group, parked or not
+ShardOwner = tuple[int, int]  # a rank of a tensor-parallel slice: stage, data-parallel index
 
 
 @dataclass(frozen=True)
@@ -40,23 +41,22 @@ class Member:
 class Buffer:
     """One flat buffer of one stage: ``offsets`` of its parameters, and ``shard`` elements per data-parallel rank."""
 
-    offsets: Mapping[Key, int]
-    numel: Mapping[Key, int]
+    offsets: Mapping[ParamKey, int]
+    numel: Mapping[ParamKey, int]
     shard: int
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """``numel`` elements that lie in a row here and there.
+    """``numel`` elements that lie in a row in an old shard and in a new one.
 
     Attributes:
-        source, destination: (stage, data-parallel index).
         old, new: the buffers.
         start_old, start_new: first element within the two shards.
     """
 
-    source: tuple[int, int]
-    destination: tuple[int, int]
+    source: ShardOwner
+    destination: ShardOwner
     old: BufferKey
     new: BufferKey
     start_old: int
@@ -65,17 +65,17 @@ class Transfer:
 
 
 def stage_buffers(
-    units: Sequence[ParamOwner],
+    owners: Sequence[ParamOwner],
     members: Mapping[ParamOwner, Sequence[Member]],
     num_groups: int,
     shards: int,
     *,
     after: bool,
 ) -> dict[BufferKey, Buffer]:
-    """The buffers of a stage that holds ``units``, in this order.
+    """Lay out the buffers of a stage that holds the parameters of ``owners``, in this order.
 
     Args:
-        members: the parameters of each unit, in their present order.
+        members: the parameters of each owner, in their present order.
         shards: data-parallel size.
         after: as it is to be (``park``) rather than as it is (``parked``).
     """
@@ -83,11 +83,11 @@ def stage_buffers(
     for group in range(num_groups):
         for parked in (False, True):
             offsets, numel, total = {}, {}, 0
-            for unit in units:
-                own = members.get(unit, ())
+            for owner in owners:
+                own = members.get(owner, ())
                 for member in sorted(own, key=lambda member: member.position) if after else own:
                     if member.group == group and (member.park if after else member.parked) == parked:
-                        key = (unit, member.position)
+                        key = (owner, member.position)
                         offsets[key], numel[key] = total, member.numel
                         total += member.numel
             buffers[group, parked] = Buffer(offsets, numel, shard_size(total, shards, parked=parked))
@@ -95,7 +95,7 @@ def stage_buffers(
 
 
 def shard_size(total: int, shards: int, *, parked: bool = False) -> int:
-    """Elements per rank: padded to 2 x ``shards`` as DeepSpeed 0.19.8 does. A live buffer is never empty.
+    """Count elements per rank: padded to 2 x ``shards`` as DeepSpeed 0.19.8 does. A live buffer is never empty.
 
     >>> shard_size(7, 2), shard_size(0, 2), shard_size(0, 2, parked=True)
     (4, 2, 0)
@@ -104,51 +104,51 @@ def shard_size(total: int, shards: int, *, parked: bool = False) -> int:
     return -(-total // (2 * shards)) * 2
 
 
-def runs(
+def plan_transfers(
     old: Mapping[int, Mapping[BufferKey, Buffer]],
     new: Mapping[int, Mapping[BufferKey, Buffer]],
     source_of: Mapping[tuple[int, ParamOwner], int],
     shards: tuple[int, int],
 ) -> Iterator[Transfer]:
-    """Everything that has to be copied or sent, in one order on every rank.
+    """List everything that has to be copied or sent, in one order on every rank.
 
     Args:
         old, new: per stage, its buffers before and after.
-        source_of: the stage that gives a unit to a stage: itself where the unit stays.
+        source_of: the stage from which a stage gets an owner's parameters: itself where they stay.
         shards: of each buffer, before and after.
     """
     for stage in sorted(new):
-        for container in sorted(new[stage]):
-            for source, old_container, start_old, start_new, numel in _rows(stage, container, old, new, source_of):
+        for key in sorted(new[stage]):
+            for source, old_key, start_old, start_new, numel in _rows(stage, key, old, new, source_of):
                 yield from _cut(
-                    (source, stage, old_container, container),
+                    (source, stage, old_key, key),
                     (start_old, start_new, numel),
-                    (old[source][old_container].shard, new[stage][container].shard),
+                    (old[source][old_key].shard, new[stage][key].shard),
                     shards,
                 )
 
 
 def _rows(
     stage: int,
-    container: BufferKey,
+    buffer_key: BufferKey,
     old: Mapping[int, Mapping[BufferKey, Buffer]],
     new: Mapping[int, Mapping[BufferKey, Buffer]],
     source_of: Mapping[tuple[int, ParamOwner], int],
 ) -> Iterator[tuple[int, BufferKey, int, int, int]]:
-    """The parameters of a new buffer that an old one has, those that lie in a row there as well taken together."""
-    buffer, group = new[stage][container], container[0]
-    places, gaps = [], 0
+    """List the rows of a new buffer that an old one has: parameters that lie side by side in both are one row."""
+    buffer, group = new[stage][buffer_key], buffer_key[0]
+    found, gaps = [], 0
     for key, start_new in buffer.offsets.items():
         source = source_of[stage, key[0]]
         held = next((c for c in ((group, False), (group, True)) if key in old[source][c].offsets), None)
         if held is None:
             gaps += 1  # what lies on either side of a new one is no row, however much went from between them
             continue
-        places.append((source, held, old[source][held].offsets[key], start_new, buffer.numel[key], gaps))
-    for _, row in groupby(places, key=lambda place: (place[0], place[1], place[2] - place[3], place[5])):
-        found = list(row)
-        source, held, start_old, start_new, *_ = found[0]
-        yield source, held, start_old, start_new, sum(place[4] for place in found)
+        found.append((source, held, old[source][held].offsets[key], start_new, buffer.numel[key], gaps))
+    for _, group_of_row in groupby(found, key=lambda each: (each[0], each[1], each[2] - each[3], each[5])):
+        row = list(group_of_row)
+        source, held, start_old, start_new, *_ = row[0]
+        yield source, held, start_old, start_new, sum(each[4] for each in row)
 
 
 def _cut(
@@ -157,7 +157,7 @@ def _cut(
     sizes: tuple[int, int],
     shards: tuple[int, int],
 ) -> Iterator[Transfer]:
-    """A row, cut at the boundaries of the old and of the new shards."""
+    """Cut a row at the boundaries of the old and of the new shards."""
     source, stage, old, new = where
     start_old, start_new, numel = row
     done = 0

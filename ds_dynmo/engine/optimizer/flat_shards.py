@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.comm.communicator import SMALL_BYTES
+from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
 from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import FlatWrapper
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.optimizer.flat_layout import BufferKey, shard_size
@@ -72,19 +72,19 @@ class FlatShards:
     # -- by container ---------------------------------------------------------------------------------
 
     def held(self, container: BufferKey) -> dict[str, torch.Tensor]:
-        """This rank's shard of each kind of state."""
+        """Return this rank's shard of each kind of state."""
         group, parked = container
         return self._parked[group] if parked else self.live(group)
 
     def live(self, group: int) -> dict[str, torch.Tensor]:
-        """Of the group's live buffer: what DeepSpeed's optimizer holds."""
+        """Return the shards of the group's live buffer: what DeepSpeed's optimizer holds."""
         master = self._wrapper.masters[group]
         state = self._wrapper.inner.state.get(master, {})
         tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and v.shape == master.shape}
         return {MASTER: master.detach(), **tensors}
 
     def scalars(self, group: int) -> dict[str, Any]:
-        """What the optimizer's state of a group has beside tensors of a shard's size."""
+        """Return what the optimizer's state of a group has beside tensors of a shard's size."""
         master = self._wrapper.masters[group]
         state = self._wrapper.inner.state.get(master, {})
         return {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.shape == master.shape)}
@@ -132,7 +132,7 @@ class FlatShards:
             tensors.clear()
 
     def follow_weights(self) -> None:
-        """The fp32 weights become what the parameters are."""
+        """Set the fp32 weights to what the parameters are."""
         for number, tensors in self._parked.items():
             for parked, group in ((False, self.members[number]), (True, self.parked[number])):
                 held = tensors.get(MASTER) if parked else self._wrapper.masters[number].data
@@ -142,7 +142,7 @@ class FlatShards:
     def cut(
         self, group: Sequence[nn.Parameter], pieces: Mapping[int, Pieces], name: str, *, parked: bool
     ) -> torch.Tensor:
-        """This rank's shard of one kind of state; weights where there are no pieces of the fp32 ones, zeros else."""
+        """Cut this rank's shard of one kind of state. Without pieces: the parameters as fp32 weights, else zeros."""
         size = self._size(group, parked=parked)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
         offset = -self._grid.data_parallel_id * size
@@ -163,7 +163,7 @@ class FlatShards:
     # -- by parameter ---------------------------------------------------------------------------------
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The group's scalars if it trains, and of each kind of state this rank's part with the place it begins at."""
+        """Return a parameter's part in each shard, with where it begins, and its group's scalars if it trains."""
         number = self.membership.group(parameter)
         if number is None:
             return {}
@@ -180,7 +180,7 @@ class FlatShards:
         return found
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
-        """These elements, and what this rank holds of their state, become 0."""
+        """Set these elements, and what this rank holds of their state, to 0."""
         parameter.detach().masked_fill_(where, 0)
         for held in self.state_of(parameter).values():
             if isinstance(held, tuple):  # this rank's part of the master weights or of a moment
@@ -188,7 +188,7 @@ class FlatShards:
                 part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
-        """That a rank holds for it beside the weight: gradient, and its share of the state."""
+        """Count what a rank holds for a parameter beside the weight: gradient, and its share of the state."""
         number = self.membership.group(parameter)
         if number is None:
             return 0
@@ -201,7 +201,7 @@ class FlatShards:
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
 
     def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
-        """Of a parameter with all that a rank holds for it between two batches."""
+        """Count a parameter and all that a rank holds for it between two batches."""
         number = self.membership.group(parameter)
         if number is None:
             return held_alone([parameter])

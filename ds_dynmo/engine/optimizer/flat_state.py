@@ -3,19 +3,18 @@
 A shard of the fp32 weights or of a moment is the unit that DeepSpeed's wrappers know, and its boundaries have
 nothing to do with layers. When layers move, every stage's buffers change, and with them the shards of layers that
 stay. So all ranks work out where each interval lies before and after
-(:mod:`ds_dynmo.engine.optimizer.flat_layout`), copy what stays on a rank, and send the rest directly, one kind of
-state after the other.
+(:mod:`ds_dynmo.engine.optimizer.flat_layout`), copy what stays on a rank, and send the rest directly
+(:mod:`ds_dynmo.engine.optimizer.resharding`).
 
-What a stage holds beside its state of before, or of after: while layers travel the new flat weights, filled
-meanwhile with those that stay; once the old ones are freed, one kind of state, new and old. Buffers of gradients are
-freed first and made anew last. :mod:`ds_dynmo.partitioners.move_memory` counts all of it before a byte moves.
+What a stage holds beside its state of before, or of after: while layers travel the new flat weights; once the old ones
+and the buffers of gradients are freed, one kind of state, new and old. State that travels ahead of a batch is there
+twice, all kinds of it. :mod:`ds_dynmo.partitioners.move_memory` counts all of it before a byte moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +23,20 @@ from torch import nn
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import FlatWrapper, unbind
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.migration.packing import LayerContent, parameter_attributes, parameter_hooks
-from ds_dynmo.engine.optimizer.flat_layout import Member, ParamOwner, shard_size
+from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
+from ds_dynmo.engine.optimizer.flat_layout import Member, ParamOwner, ShardOwner, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import FlatShards, Pieces
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
-from ds_dynmo.engine.optimizer.resharding import exchange_shards
-from ds_dynmo.engine.optimizer.resharding_plan import MASTER, Holdings, Relayout, work_out
+from ds_dynmo.engine.optimizer.resharding import Resharding
+from ds_dynmo.engine.optimizer.resharding_plan import (
+    MASTER,
+    Inventory,
+    ReshardingPlan,
+    merge_scalars,
+    plan_resharding,
+)
+from ds_dynmo.engine.optimizer.state import Transfers
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 
@@ -54,12 +60,12 @@ class FlatState:
         self._wrapper, self._layers, self._comm, self._grid = wrapper, layers, comm, grid
         self._placeholders = list(placeholders)
         self._shards = FlatShards(wrapper, layers, grid, groups)
-        self._next: Relayout | None = None
+        self._next: Resharding | None = None
         self._flats: dict[int, torch.Tensor] = {}  # per group, the weights' next flat buffer while layers move
+        self._lacks_gradients = False  # their buffers are freed, and made anew by wrapping
         self._linked = False
-        self._exchanged: dict[
-            ParamOwner, list[Member]
-        ] = {}  # of layers some of whose parameters are others since a load
+        # Of layers some of whose parameters are others since a load.
+        self._exchanged: dict[ParamOwner, list[Member]] = {}
         self._weights_lead = False
         self._mark_tied()
 
@@ -68,6 +74,10 @@ class FlatState:
     @property
     def _stage(self) -> int:
         return int(self._grid.get_stage_id())
+
+    @property
+    def _shard_owner(self) -> ShardOwner:
+        return self._stage, int(self._grid.data_parallel_id)
 
     @property
     def members(self) -> list[list[nn.Parameter]]:
@@ -89,12 +99,15 @@ class FlatState:
         return self._shards.membership
 
     def group_of(self, parameter: nn.Parameter) -> int | None:
-        """The number of a parameter's group; None if no group has it."""
+        """Return the number of a parameter's group; None if no group has it."""
         return self._membership.group(parameter)
 
     def is_current(self) -> bool:
-        """Is every parameter where its ``requires_grad`` says: trainable ones with the optimizer, others parked?"""
+        """Tell whether every parameter is where its ``requires_grad`` says: with the optimizer, or parked."""
         return all(self._membership.is_current(p) for p in self._layers.parameters() if p in self._membership)
+
+    def _frozen(self) -> set[int]:
+        return {id(parameter) for parameter in self._layers.parameters() if not parameter.requires_grad}
 
     # -- OptimizerState -------------------------------------------------------------------------------
 
@@ -113,16 +126,31 @@ class FlatState:
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         self._shards.zero_elements(parameter, where)
 
-    def prepare(self, plan: MigrationPlan) -> int:
-        """Gather what every stage holds and work out all copies and messages."""
-        self._next = None
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
+        """Gather what every stage holds, plan all copies and messages, and allocate the next flat weights."""
+        self.abandon()
         if not plan.moves:
             return 0
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
-        self._next = work_out(plan, every, self._layers, self._grid)
-        me = self._grid.get_stage_id(), self._grid.data_parallel_id
-        width_bytes = sum(dtype.itemsize for dtype in self._next.kinds.values())
-        return sum(run.numel * width_bytes for run in self._next.runs if run.source == me != run.destination)
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
+        planned = plan_resharding(plan, every, self._layers, self._grid)
+        self._next = self._resharding(planned)
+        if not overlapped:  # between two batches they are zeros, and make room for weights
+            self._wrapper.free_gradients()
+            self._lacks_gradients = True
+        for (group, parked), buffer in planned.new[self._stage].items():
+            if not parked:
+                self._next_flat(group, buffer.shard)
+        if overlapped:
+            self._next.allocate()
+        bytes_per_element = sum(dtype.itemsize for dtype in planned.kinds.values())
+        leaving = (t.numel for t in planned.transfers if t.source == self._shard_owner != t.destination)
+        return sum(leaving) * bytes_per_element
+
+    def abandon(self) -> None:
+        self._next = None
+        self._flats.clear()
+        if self._lacks_gradients:
+            self._wrap(self._wrapper.groups, self._wrapper.flats)
 
     def content(self, module: nn.Module) -> LayerContent:
         parameters = list(module.parameters())
@@ -139,29 +167,35 @@ class FlatState:
             group_options={n: options_of(groups[n]) for n in numbers if n is not None},
         )
 
-    def start(self) -> None:
-        self._wrapper.free_gradients()
-
-    def work_meanwhile(self, staying: Mapping[int, nn.Module]) -> Callable[[], None] | None:
-        return partial(self._keep, staying)
-
-    def _keep(self, staying: Mapping[int, nn.Module]) -> None:
-        """Put the weights of layers that stay where they are to lie."""
-        for index, module in staying.items():
-            for position, parameter in enumerate(module.parameters()):
-                place = self.recv_buffer_of(index, position)
-                if place is not None:
-                    unbind(parameter)
-                    place.copy_(parameter.data.view(-1))
-                    parameter.data = place.view(parameter.shape)
-
     def recv_buffer_of(self, index: int, position: int) -> torch.Tensor | None:
         assert self._next is not None, "prepare comes first"
-        key = self._layers.unit(index), position
-        for (group, parked), buffer in self._next.new[self._stage].items():
+        key = self._layers.param_owner(index), position
+        for (group, parked), buffer in self._next.plan.new[self._stage].items():
             if not parked and key in buffer.offsets:
                 return self._next_flat(group, buffer.shard).narrow(0, buffer.offsets[key], buffer.numel[key])
         return None
+
+    def transfers(self) -> Transfers:
+        assert self._next is not None, "prepare comes first"
+        return self._next.transfers()
+
+    def refresh(self) -> None:
+        assert self._next is not None, "prepare comes first"
+        tp_rank = self._grid.get_slice_parallel_rank()
+        scalars = {number: self._shards.scalars(number) for number in self._shards.numbers}
+        every = self._comm.gather_objects((tp_rank, scalars))
+        counted = merge_scalars(of_rank for of_slice, of_rank in every if of_slice == tp_rank)
+        self._next.plan = replace(self._next.plan, scalars=counted)
+
+    def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
+        """Copy the weights of layers that stay to where they will lie."""
+        for index, module in staying.items():
+            for position, parameter in enumerate(module.parameters()):
+                there = self.recv_buffer_of(index, position)
+                if there is not None:
+                    unbind(parameter)
+                    there.copy_(parameter.data.view(-1))
+                    parameter.data = there.view(parameter.shape)
 
     def _next_flat(self, group: int, shard: int) -> torch.Tensor:
         if group not in self._flats:
@@ -174,27 +208,41 @@ class FlatState:
             self._membership.leave(parameter)
 
     def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
-        following, self._next = self._next, None
-        assert following is not None, "prepare comes first"
+        resharding, self._next = self._next, None
+        assert resharding is not None, "prepare comes first"
         for content in arrived.values():
             for parameter, number in zip(content.parameters, content.groups):
                 if number is not None:
                     self._membership.join(parameter, number)
         self._take_options(parameters, arrived)
         self._wrapper.free_gradients()
-        groups, flats = self._rebuild_buffers(parameters)
+        groups, flats = self._rebuild_buffers(parameters, self._parked_by(resharding.plan))
         self._wrapper.free_weights()
-        self._exchange(following)
+        self._run(resharding)
         self._wrap(groups, flats)
 
+    def _parked_by(self, plan: ReshardingPlan) -> set[int]:
+        """Find the parameters of this stage, by ``id``, that lie in a parked buffer from now on.
+
+        One that was frozen or unfrozen since the plan was made follows when the engine is told of it.
+        """
+        parked = {key for (_, parked), buffer in plan.new[self._stage].items() if parked for key in buffer.offsets}
+        return {
+            id(parameter)
+            for index, module in self._layers.modules().items()
+            for position, parameter in enumerate(module.parameters())
+            if (self._layers.param_owner(index), position) in parked
+        }
+
     def _rebuild_buffers(
-        self, parameters: Sequence[nn.Parameter]
+        self, parameters: Sequence[nn.Parameter], parked: Container[int]
     ) -> tuple[list[list[nn.Parameter]], list[torch.Tensor]]:
-        """The groups' parameters, placeholders where there are none, and the flat buffers that they now lie in."""
+        """Rebuild the flat buffers; return the groups' parameters, or placeholders, and the buffers they lie in."""
         for parameter in parameters:
             if parameter in self._membership:
                 unbind(parameter)
-                if self._membership.follow(parameter) and not parameter.requires_grad:
+                is_parked = id(parameter) in parked
+                if self._membership.put(parameter, parked=is_parked) and is_parked:
                     parameter.data = parameter.data.clone()  # no longer a part of the flat weights
         live = self._membership.by_group(parameters, parked=False)
         groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
@@ -203,33 +251,34 @@ class FlatState:
         return groups, flats
 
     def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
-        """Point DeepSpeed's wrapper at them; the shards are in place."""
+        """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""
         self._wrapper.rewrap(groups, flats)
+        self._lacks_gradients = False
         self._linked = self._wrapper.link_state()
         self._mark_tied()
         counted = {frozenset(self._shards.scalars(n)) for n in self._shards.numbers if len(self._shards.live(n)) > 1}
         assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
 
-    def plan_scatter_shards(self, partition: Sequence[int], num_replicas: int) -> Relayout:
+    def plan_scatter_shards(self, partition: Sequence[int], num_replicas: int) -> ReshardingPlan:
         return self._reshard(partition, num_replicas, (num_replicas, self._shards.count))
 
     def scatter_shards(
-        self, plan: Relayout, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
+        self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
     ) -> None:
-        self._next = plan
+        self._next = self._resharding(plan)
         self.settle(parameters, arrived)
 
     def gather_shards(self, partition: Sequence[int], num_replicas: int) -> None:
-        self._exchange(self._reshard(partition, num_replicas, (self._shards.count, num_replicas)))
+        self._run(self._resharding(self._reshard(partition, num_replicas, (self._shards.count, num_replicas))))
 
-    def _reshard(self, partition: Sequence[int], num_replicas: int, shards: tuple[int, int]) -> Relayout:
-        """Other shards of the same buffers; ``num_replicas`` replicas say what is in them."""
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
-        known = [holdings for holdings in every if holdings.replica < num_replicas]
-        return work_out(MigrationPlan.between(partition, partition), known, self._layers, self._grid, shards)
+    def _reshard(self, partition: Sequence[int], num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
+        """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
+        known = [inventory for inventory in every if inventory.replica < num_replicas]
+        return plan_resharding(MigrationPlan.between(partition, partition), known, self._layers, self._grid, shards)
 
     def rebuild_buffers(self) -> None:
-        self._wrap(*self._rebuild_buffers(self._layers.parameters()))
+        self._wrap(*self._rebuild_buffers(self._layers.parameters(), self._frozen()))
 
     def use_grid(self) -> None:
         self._wrapper.use_grid(self._grid)
@@ -247,15 +296,17 @@ class FlatState:
         self._linked = False
 
     def after_step(self) -> None:
-        """Called after every batch."""
+        """Link the optimizer's state once there is some. Called after every batch."""
         if not self._linked:
             self._linked = self._wrapper.link_state()
 
     def refit(self, partition: Sequence[int]) -> None:
         """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._holdings)
-        if any(m.parked != m.park for h in every for members in h.members.values() for m in members):
-            self._next = work_out(MigrationPlan.between(partition, partition), every, self._layers, self._grid)
+        assert self._next is None, "layers are on their way"
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
+        if any(m.parked != m.park for inventory in every for members in inventory.members.values() for m in members):
+            stays = MigrationPlan.between(partition, partition)
+            self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))
             self.settle(self._layers.parameters(), {})
         if self._weights_lead:
             self._shards.follow_weights()
@@ -264,7 +315,7 @@ class FlatState:
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
-        """What DeepSpeed's files have no place for."""
+        """Collect what DeepSpeed's files have no place for."""
         shards = self._shards
         return {
             "parked": {number: dict(shards.held((number, True))) for number in shards.numbers},
@@ -298,12 +349,12 @@ class FlatState:
         for parameter, _, _ in members:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
-        self._wrap(*self._rebuild_buffers(self._layers.parameters()))
+        self._wrap(*self._rebuild_buffers(self._layers.parameters(), self._frozen()))
 
     def weights_loaded(
         self, before: Mapping[tuple[int, str], nn.Parameter], after: Mapping[tuple[int, str], nn.Parameter]
     ) -> None:
-        """Weights were loaded without the optimizer's state: the fp32 weights follow, the rest stays as it is.
+        """Follow weights that were loaded without the optimizer's state: fp32 weights change, moments stay.
 
         A parameter that had to become another one starts without state, in the group of the one that it was.
         :meth:`refit` carries this out and has to follow.
@@ -315,12 +366,12 @@ class FlatState:
         layers: dict[ParamOwner, list[tuple[nn.Parameter, nn.Parameter | None]]] = {}
         for key, parameter in before.items():
             if parameter in self._membership:
-                layers.setdefault(self._layers.unit(key[0]), []).append((parameter, after.get(key)))
+                layers.setdefault(self._layers.param_owner(key[0]), []).append((parameter, after.get(key)))
         position = {id(p): n for module in self._layers.modules().values() for n, p in enumerate(module.parameters())}
-        for unit, pairs in layers.items():
+        for owner, pairs in layers.items():
             if all(old is new for old, new in pairs):
                 continue
-            members = self._exchanged[unit] = []
+            members = self._exchanged[owner] = []
             for number, (old, new) in enumerate(pairs):
                 if old is new:
                     members.append(self._member(old, position[id(old)]))
@@ -343,51 +394,53 @@ class FlatState:
             park=not parameter.requires_grad,
         )
 
-    def _holdings(self) -> Holdings:
+    def _inventory(self) -> Inventory:
         members: dict[ParamOwner, list[Member]] = {}
         for index, module in self._layers.modules().items():
-            unit = self._layers.unit(index)
-            members[unit] = self._exchanged.get(unit) or [
+            owner = self._layers.param_owner(index)
+            members[owner] = self._exchanged.get(owner) or [
                 self._member(parameter, position)
                 for position, parameter in enumerate(module.parameters())
                 if parameter in self._membership
             ]
         shards = self._shards
-        containers = [(number, parked) for number in shards.numbers for parked in (False, True)]
-        return Holdings(
+        buffers = [(number, parked) for number in shards.numbers for parked in (False, True)]
+        return Inventory(
             stage=self._stage,
-            slice=self._grid.get_slice_parallel_rank(),
+            tp_rank=self._grid.get_slice_parallel_rank(),
             replica=self._grid.data_parallel_id,
             num_groups=len(self._placeholders),
             members=members,
-            kinds={c: {name: tensor.dtype for name, tensor in shards.held(c).items()} for c in containers},
+            kinds={key: {name: tensor.dtype for name, tensor in shards.held(key).items()} for key in buffers},
             scalars={number: shards.scalars(number) for number in shards.numbers},
         )
 
-    # -- carrying out ---------------------------------------------------------------------------------
+    # -- settling -------------------------------------------------------------------------------------
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
-        """A group that was empty here takes its options, the learning rate too, from what arrives."""
-        joining_ranks = {id(p) for content in arrived.values() for p in content.parameters}
+        """Give a group that was empty here its options, such as the learning rate, from what arrives."""
+        joining = {id(p) for content in arrived.values() for p in content.parameters}
         for number, group in enumerate(self._wrapper.inner.param_groups):
-            if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining_ranks):
+            if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
                 for content in arrived.values():
                     group.update(content.group_options.get(number, {}))
 
-    def _exchange(self, plan: Relayout) -> None:
-        """Put the state where ``plan`` says."""
-        exchange_shards(
+    def _resharding(self, plan: ReshardingPlan) -> Resharding:
+        return Resharding(
             plan,
-            {container: dict(self._shards.held(container)) for container in plan.old[self._stage]},
-            place=(self._stage, self._grid.data_parallel_id),
-            comm=self._comm,
-            rank_of=lambda place: int(self._grid.stage_to_global(place[0], data=place[1])),
+            {key: dict(self._shards.held(key)) for key in plan.old[self._stage]},
+            owner=self._shard_owner,
+            rank_of=lambda owner: int(self._grid.stage_to_global(owner[0], data=owner[1])),
             device=self._shards.device,
-            replace=lambda name, fresh: self._shards.replace(name, fresh, plan.scalars),
         )
 
+    def _run(self, resharding: Resharding) -> None:
+        """Carry out the resharding."""
+        scalars = resharding.plan.scalars
+        resharding.run(self._comm.p2p, lambda kind, fresh: self._shards.replace(kind, fresh, scalars))
+
     def _flatten(self, number: int, group: list[nn.Parameter]) -> torch.Tensor:
-        """The weights of a group in one buffer, of which the parameters become views; some lie there already."""
+        """Put the weights of a group into one buffer, of which the parameters become views. Some lie there already."""
         flat = self._next_flat(number, shard_size(sum(parameter.numel() for parameter in group), self._shards.count))
         offset = 0
         for parameter in group:

@@ -26,36 +26,36 @@ class Membership:
         return id(parameter) in self._group
 
     def group(self, parameter: nn.Parameter) -> int | None:
-        """The number of a parameter's group; None if it is in none."""
+        """Return the number of a parameter's group; None if it is in none."""
         return self._group.get(id(parameter))
 
     def is_parked(self, parameter: nn.Parameter) -> bool:
-        """Does it lie in its group's parked buffer?"""
+        """Tell whether it lies in its group's parked buffer."""
         return id(parameter) in self._parked
 
     def join(self, parameter: nn.Parameter, group: int) -> None:
-        """It is in ``group`` from now on, and parked if it is frozen."""
+        """Put it into ``group``, parked if it is frozen."""
         self._group[id(parameter)] = group
-        self.follow(parameter)
+        self.put(parameter, parked=not parameter.requires_grad)
 
-    def follow(self, parameter: nn.Parameter) -> bool:
-        """It is where its ``requires_grad`` says from now on; True if it was not."""
-        if self.is_current(parameter):
+    def put(self, parameter: nn.Parameter, *, parked: bool) -> bool:
+        """Put it into that buffer of its group; True if it was in the other."""
+        if self.is_parked(parameter) == parked:
             return False
         self._parked ^= {id(parameter)}
         return True
 
     def is_current(self, parameter: nn.Parameter) -> bool:
-        """Is it where its ``requires_grad`` says: with the optimizer if it trains, else parked?"""
+        """Tell whether it is where its ``requires_grad`` says: with the optimizer if it trains, else parked."""
         return parameter.requires_grad != self.is_parked(parameter)
 
     def leave(self, parameter: nn.Parameter) -> None:
-        """It was sent away."""
+        """Take it out of its group: it was sent away."""
         self._group.pop(id(parameter), None)
         self._parked.discard(id(parameter))
 
     def by_group(self, parameters: Iterable[nn.Parameter], *, parked: bool) -> list[list[nn.Parameter]]:
-        """Per group, those of ``parameters`` that lie in that buffer of it, in their order."""
+        """List, per group, those of ``parameters`` that lie in that buffer of it, in their order."""
         found: list[list[nn.Parameter]] = [[] for _ in range(self._num_groups)]
         for parameter in parameters:
             if parameter in self and self.is_parked(parameter) == parked:

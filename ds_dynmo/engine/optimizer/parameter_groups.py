@@ -21,7 +21,7 @@ Options = dict[str, Any]
 
 
 def options_of(group: dict[str, Any]) -> Options:
-    """A group's options without its parameters."""
+    """Return a group's options without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -55,7 +55,7 @@ def complete_groups(
 
 
 def _named(options: list[Options]) -> list[str]:
-    """A name per group: its options, and how many groups before it have the same."""
+    """Name each group by its options, and by how many groups before it have the same."""
     names: list[str] = []
     for entry in options:
         text = repr(sorted((name, _plain(value)) for name, value in entry.items()))
@@ -110,7 +110,7 @@ class Placeholders:
 
 
 def merged_order(orders: list[list[str]]) -> list[str]:
-    """One order that holds every name, each rank's own order kept as far as they agree.
+    """Merge orders into one that holds every name; each rank's own order is kept as far as they agree.
 
     >>> merged_order([["a", "c"], ["b", "c"], ["a", "b"]])
     ['a', 'b', 'c']

@@ -13,95 +13,115 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
-from ds_dynmo.engine.comm.communicator import SMALL_BYTES
-from ds_dynmo.engine.migration.packing import LayerContent, num_bytes, parameter_attributes, parameter_hooks
+from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PeerTensor
+from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
+from ds_dynmo.engine.migration.tensors import num_bytes
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
+Transfers = tuple[list[PeerTensor], list[PeerTensor]]  # what is sent and what is received
+
 
 class OptimizerState(Protocol):
-    """The optimizer's part in a migration. The methods are called in this order, on every rank."""
+    """The optimizer's part in a migration."""
 
     def trained(self) -> dict[int, nn.Parameter] | None:
-        """The parameters that it updates, or would if they were not frozen, by ``id``; None: there is no optimizer."""
+        """Return the parameters that it updates, frozen ones too, by ``id``; None: there is no optimizer."""
         ...
 
-    def prepare(self, plan: MigrationPlan) -> int:
-        """Find out what has to be sent. May gather; changes nothing.
+    # -- the phases of a migration, in this order, on every rank ------------------------------------------
+
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
+        """Find out what has to be sent, and allocate what is received. May gather.
+
+        Args:
+            overlapped: batches train before :meth:`settle`, so that all state travels ahead.
 
         Returns:
             Bytes this rank will send apart from those in its layers.
         """
         ...
 
+    def abandon(self) -> None:
+        """Return to what was before :meth:`prepare`: nothing will move."""
+        ...
+
     def content(self, module: nn.Module) -> LayerContent:
-        """A layer with all of the optimizer's that travels inside it."""
-        ...
-
-    def start(self) -> None:
-        """Layers are about to move: free what is made anew when they have."""
-        ...
-
-    def work_meanwhile(self, staying: Mapping[int, nn.Module]) -> Callable[[], None] | None:
-        """What is to be done once, while layers travel, for those that stay; None: nothing."""
+        """Collect a layer with all of the optimizer's that travels inside it."""
         ...
 
     def recv_buffer_of(self, index: int, position: int) -> torch.Tensor | None:
-        """Where to receive a parameter of layer ``index``, which arrives: flat memory, or None for its own."""
+        """Return flat memory to receive a parameter of an arriving layer in; None: it gets memory of its own."""
+        ...
+
+    def transfers(self) -> Transfers:
+        """List the state that travels ahead, apart from that in layers."""
+        ...
+
+    def refresh(self) -> None:
+        """Take note of what batches changed since :meth:`prepare`. May gather."""
+        ...
+
+    def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
+        """Do what has to be done for layers that stay, while others are on their way."""
         ...
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These parameters were sent away: let go of what is held for them."""
+        """Free what is held for parameters that were sent away."""
         ...
 
     def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
-        """The stage's parameters are now ``parameters``, in this order; ``arrived`` are the layers that came."""
+        """Take over ``parameters``, the stage's from now on, in this order; ``arrived`` are the layers that came."""
         ...
 
+    # -- what is held -------------------------------------------------------------------------------------
+
     def static_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of gradients and optimizer state of a parameter, on this rank."""
+        """Count bytes of gradients and optimizer state of a parameter, on this rank."""
         ...
 
     def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
-        """Of a parameter with all that is held for it on this rank between two batches."""
+        """Count a parameter and all that is held for it on this rank between two batches."""
         ...
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What the optimizer holds for a parameter, as far as it is on this rank; for tests and reports."""
+        """Return what the optimizer holds for a parameter on this rank; for tests and reports."""
         ...
 
+    # -- stages that get other replicas -------------------------------------------------------------------
+
     def use_grid(self) -> None:
-        """The grid that was given at the start is now that of another world."""
+        """Take note that the grid is now that of another world."""
         ...
 
     def plan_scatter_shards(self, partition: Sequence[int], num_replicas: int) -> Any:
-        """Find out how the state of so many replicas is shared by all that there are now. May gather."""
+        """Plan how the state of so many replicas is shared by all that there are now. May gather."""
         ...
 
     def scatter_shards(
         self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
     ) -> None:
-        """Like :meth:`settle`, where more replicas hold the stages than before, by :meth:`plan_scatter_shards`."""
+        """Settle as :meth:`settle` does, where more replicas hold the stages than before."""
         ...
 
     def gather_shards(self, partition: Sequence[int], num_replicas: int) -> None:
-        """From now on so many replicas hold all of the state; :meth:`rebuild_buffers` follows in their new world."""
+        """Gather all state on so many replicas; :meth:`rebuild_buffers` follows in their new world."""
         ...
 
     def rebuild_buffers(self) -> None:
-        """After :meth:`gather_shards`, in the new world."""
+        """Rebuild the buffers in the new world, after :meth:`gather_shards`."""
         ...
 
     def clear(self) -> None:
-        """All layers of this stage are gone without having been sent: let go of all parameters."""
+        """Free what is held for all parameters: the stage's layers are gone without having been sent."""
         ...
 
     def forget(self) -> None:
-        """This stage has no layer any more: let go of all that is still held."""
+        """Free all that is still held: this stage has no layer any more."""
         ...
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
-        """Set a parameter to 0 where ``where``, bool in its shape, says so, and all that is held per element of it."""
+        """Set elements of a parameter, and all that is held for them, to 0. ``where``: bool, in its shape."""
         ...
 
 
@@ -124,13 +144,16 @@ class PerParameterState:
             return None
         return {id(parameter): parameter for group in self._groups for parameter in group["params"]}
 
-    def prepare(self, plan: MigrationPlan) -> int:
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
         if plan.moves:
             self.count_steps_per_parameter()
         return 0
 
+    def abandon(self) -> None:
+        pass
+
     def count_steps_per_parameter(self, everywhere: Callable[[Any], list[Any]] | None = None) -> None:
-        """Mend DeepSpeed's FusedAdam: it counts the steps of a group on the last parameter that had a gradient.
+        """Correct DeepSpeed's FusedAdam: it counts a group's steps on the last parameter that had a gradient.
 
         Args:
             everywhere: collective, gathers one value of every rank: the count then is the whole model's, as it has
@@ -161,14 +184,17 @@ class PerParameterState:
             group_options={n: options_of(self._groups[n]) for n in numbers if n is not None},
         )
 
-    def start(self) -> None:
-        pass
-
-    def work_meanwhile(self, staying: Mapping[int, nn.Module]) -> Callable[[], None] | None:
-        return None
-
     def recv_buffer_of(self, index: int, position: int) -> torch.Tensor | None:
         return None
+
+    def transfers(self) -> Transfers:
+        return [], []
+
+    def refresh(self) -> None:
+        self.count_steps_per_parameter()
+
+    def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
+        pass
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         gone = {id(parameter) for parameter in parameters}
@@ -178,11 +204,11 @@ class PerParameterState:
             del self._state[parameter]
 
     def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
-        joining_ranks: dict[int, list[nn.Parameter]] = {}
+        joining: dict[int, list[nn.Parameter]] = {}
         for content in arrived.values():
             for parameter, number, state in zip(content.parameters, content.groups, content.optimizer_state):
                 if number is not None:
-                    joining_ranks.setdefault(number, []).append(parameter)
+                    joining.setdefault(number, []).append(parameter)
                 if state is not None:
                     self._state[parameter] = state
         place = {id(parameter): position for position, parameter in enumerate(parameters)}
@@ -190,7 +216,7 @@ class PerParameterState:
             if not group["params"]:
                 for content in arrived.values():
                     group.update(content.group_options.get(number, {}))
-            members = [*group["params"], *joining_ranks.get(number, [])]
+            members = [*group["params"], *joining.get(number, [])]
             group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
             group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
 
@@ -239,7 +265,7 @@ class PerParameterState:
 
 
 def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:
-    """Of tensors in memory of their own."""
+    """Count tensors in memory of their own."""
     sizes = [num_bytes(tensor) for tensor in tensors]
     return HeldBytes(own=sum(sizes), staged=sum(size for size in sizes if size <= SMALL_BYTES))
 

@@ -48,7 +48,7 @@ def check(optimizer: Any, configured: Any, layers: StageLayers, state: Optimizer
 
 
 def strangers(optimizer: torch.optim.Optimizer, layers: StageLayers) -> list[list[int]]:
-    """The shapes of the optimizer's parameters that no layer of this stage has."""
+    """List the shapes of the optimizer's parameters that no layer of this stage has."""
     here = {id(parameter) for parameter in layers.parameters()}
     return [list(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
 
@@ -71,7 +71,7 @@ TiedGroups = dict[tuple[str, int], set[int | None]]  # by key and number of the 
 
 
 def groups_of_ties(optimizer: torch.optim.Optimizer, layers: StageLayers) -> TiedGroups:
-    """In which parameter groups of the optimizer each tied weight of this stage is."""
+    """Find in which parameter groups of the optimizer each tied weight of this stage is."""
     number = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     found: TiedGroups = {}
     for key, weights in layers.tied_by_key():
@@ -81,7 +81,7 @@ def groups_of_ties(optimizer: torch.optim.Optimizer, layers: StageLayers) -> Tie
 
 
 def refuse_ties_apart(every: Sequence[TiedGroups]) -> None:
-    """Refuse a weight of tied layers whose copies are in different groups: their steps would differ, and so they.
+    """Refuse a weight of tied layers whose copies are in different groups: they would diverge.
 
     Args:
         every: each rank's :func:`groups_of_ties`; groups have the same number on all.

@@ -10,7 +10,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.migration.packing import num_bytes
+from ds_dynmo.engine.migration.tensors import num_bytes
 from ds_dynmo.engine.optimizer.state import OptimizerState, held_alone
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.errors import PartitionError

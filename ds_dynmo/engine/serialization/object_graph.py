@@ -61,12 +61,12 @@ MODULE_MACHINERY = frozenset(vars(nn.Module()))  # attributes that every module 
 
 
 def is_constant(value: Any) -> bool:
-    """Is ``value`` something that cannot change and holds nothing that can, or that pickle writes as a name?"""
+    """Tell whether ``value`` cannot change and holds nothing that can, or is pickled as a name."""
     return isinstance(value, _CONSTANTS) or _is_importable(value)
 
 
 def is_frozen(value: Any) -> bool:
-    """Can ``value`` itself not change, though it may hold what can: a tuple, a frozen dataclass or pydantic model?"""
+    """Tell whether ``value`` itself cannot change, though what it holds may: a tuple, a frozen dataclass or model."""
     if isinstance(value, tuple | frozenset):
         return True
     if dataclasses.is_dataclass(value):
@@ -76,14 +76,14 @@ def is_frozen(value: Any) -> bool:
 
 
 def children(value: Any) -> Iterator[tuple[Step, Any]]:
-    """What ``value`` refers to directly, constants left out, in an order that is the same on every rank."""
+    """List what ``value`` refers to directly, without constants, in an order that is the same on every rank."""
     for step, child in _all_children(value):
         if not is_constant(child):
             yield step, child
 
 
 def members(value: Any) -> Iterator[tuple[Step, Any]]:
-    """What ``value`` refers to by no step that leads to its counterpart: what a set holds, and the keys of a dict."""
+    """List what ``value`` refers to by no step that leads to its counterpart: members of a set, keys of a dict."""
     held: Iterable[Any] = ()
     if isinstance(value, set | frozenset):
         held = list(value)
@@ -93,7 +93,7 @@ def members(value: Any) -> Iterator[tuple[Step, Any]]:
 
 
 def follow(start: Any, path: Sequence[Step]) -> Any:
-    """What ``path`` leads to from ``start``.
+    """Follow ``path`` from ``start``.
 
     Raises:
         LookupError: it leads nowhere here.
@@ -112,7 +112,7 @@ def follow(start: Any, path: Sequence[Step]) -> Any:
 
 
 def text(path: Sequence[Step]) -> str:
-    """``path`` as Python writes it: ``.attention.bias[0]``."""
+    """Write ``path`` as Python does: ``.attention.bias[0]``."""
     return "".join(map(_step_text, path))
 
 
@@ -122,7 +122,7 @@ def walk(
     depth: int | None = None,
     children: Callable[[Any], Iterable[tuple[Step, Any]]] = children,
 ) -> Iterator[tuple[Path, Any]]:
-    """Every object that can be reached from ``roots``, each once, by one of the shortest paths.
+    """Visit every object that can be reached from ``roots``, each once, by one of the shortest paths.
 
     Args:
         enter: does the walk go on from this object (which is given all the same)?
@@ -141,7 +141,7 @@ def walk(
 
 
 def copy_of_modules(layer: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of a layer's modules and tensors; whatever else they refer to, both refer to.
+    """Copy a layer's modules and tensors; whatever else they refer to, both refer to.
 
     Args:
         memo: as ``copy.deepcopy`` takes it: by ``id``, what is to stand for a tensor or a module.
@@ -158,7 +158,7 @@ def copy_of_modules(layer: nn.Module, memo: dict[int, Any] | None = None) -> nn.
 
 
 def _is_importable(value: Any) -> bool:
-    """Is it a function, or the like, under its own name in its Python module?"""
+    """Tell whether it is a function, or the like, under its own name in its Python module."""
     if not callable(value) or isinstance(value, nn.Module | types.MethodType | functools.partial):
         return False
     try:

@@ -17,7 +17,7 @@ from ds_dynmo.engine.serialization.pickling import dump, load
 
 
 def to_bytes(value: Any) -> bytes:
-    """``value`` pickled, its tensors on the CPU.
+    """Pickle ``value``, its tensors on the CPU.
 
     Raises:
         TypeError: a tensor without data ("meta"). What cannot be pickled raises what ``pickle`` raises.
@@ -28,7 +28,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes, device: torch.device) -> Any:
-    """What :func:`to_bytes` was given on another rank of this job; what was not on the CPU there is on ``device``."""
+    """Load what :func:`to_bytes` wrote on another rank. What was not on the CPU there goes to ``device``."""
     shell, tensors, on_cpu = pickle.loads(data)
     return load(shell, [tensor if stays else _moved(tensor, device) for tensor, stays in zip(tensors, on_cpu)])
 

@@ -28,7 +28,7 @@ _NO_REFERENCES: Mapping[int, int] = {}
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles anything; tensors are collected, each object once, and references are written as their numbers."""
+    """Pickle anything: tensors are collected, each once, and references are written as their numbers."""
 
     def __init__(self, file: io.BytesIO, references: Mapping[int, int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -48,7 +48,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads what :class:`_Pickler` wrote on another rank of the same job."""
+    """Load what :class:`_Pickler` wrote on another rank of the same job."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], references: Sequence[Any]) -> None:
         super().__init__(file)
@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> tuple[bytes, list[torch.Tensor]]:
-    """``value`` as bytes that refer to its tensors by number, and the tensors.
+    """Pickle ``value`` to bytes that refer to its tensors by number, and return the tensors too.
 
     Args:
         references: by ``id``, the number of each object that is not pickled: who loads it has one of its own.
@@ -72,12 +72,12 @@ def dump(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> tuple[by
 
 
 def load(data: bytes, tensors: Sequence[torch.Tensor], references: Sequence[Any] = ()) -> Any:
-    """What was dumped, around ``tensors`` and ``references``."""
+    """Load what was dumped, around ``tensors`` and ``references``."""
     return _Unpickler(io.BytesIO(data), tensors, references).load()
 
 
 def can_be_pickled(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> bool:
-    """Would :func:`dump` take it?"""
+    """Tell whether :func:`dump` would take it."""
     try:
         dump(value, references)
     except NOT_PICKLABLE:
@@ -163,7 +163,7 @@ def assemble(shell: nn.Module, parts: Dismantled) -> nn.Module:
 
 
 def missing_in(shell: nn.Module, parts: Dismantled, path: str = "") -> list[str]:
-    """Paths of the parts that ``shell`` has no module for."""
+    """List the paths of parts that ``shell`` has no module for."""
     missing = []
     for name, child in parts.children.items():
         if isinstance(child, Dismantled):
@@ -178,7 +178,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Whatever is drawn inside leaves every random number generator as it was."""
+    """Leave every random number generator as it was, whatever is drawn inside."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         yield

@@ -13,15 +13,19 @@ from ds_dynmo.plan import HeldBytes, MigrationPlan, check_partition
 from tests.pure.partitioners.instances import random_start
 
 
-def peaks(old: list[int], new: list[int], layers: list[HeldBytes], first_uses: list[int | None]) -> tuple[int, ...]:
-    return migration_peaks(MigrationPlan.between(old, new), layers, first_uses)
+def peaks(
+    old: list[int], new: list[int], layers: list[HeldBytes], first_uses: list[int | None], *, overlapped: bool = False
+) -> tuple[int, ...]:
+    return migration_peaks(MigrationPlan.between(old, new), layers, first_uses, overlapped=overlapped)
 
 
-def test_layers_stand_beside_those_that_stay_until_they_are_sent() -> None:
+def test_layers_stand_beside_those_that_leave_until_all_change_places() -> None:
     layers = [HeldBytes(own=own) for own in (10, 20, 30, 40)]
-    # In one round stage 1 gets 20 and has still to send 40; in the other nothing moves there.
     assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3]) == (30, 90)
     assert peaks([0, 2, 3, 4], [0, 1, 2, 4], layers, [0, 1, 2, 3]) == (30, 50, 70)
+    # Stage 1 gets 20 and 30 and still has 40 and 50, which it sends.
+    layers = [HeldBytes(own=own) for own in (10, 20, 30, 40, 50, 60)]
+    assert peaks([0, 3, 5, 6], [0, 1, 3, 6], layers, [0, 1, 2, 3, 4, 5]) == (60, 140, 150)
 
 
 def test_small_tensors_are_held_twice_while_they_travel() -> None:
@@ -36,6 +40,12 @@ def test_flat_weights_stand_twice_while_layers_travel_and_one_kind_of_state_afte
     assert peaks([0, 2, 4], [0, 1, 4], [layer] * 4, [0, 1, 2, 3]) == (36, 54)
     zero1 = HeldBytes(flat=2, shards=12, largest_shard=4)
     assert peaks([0, 2, 4], [0, 1, 4], [zero1] * 4, [0, 1, 2, 3]) == (30, 50)
+
+
+def test_all_state_stands_twice_while_a_batch_trains() -> None:
+    layer = HeldBytes(flat=2, shards=12, largest_shard=4, gradients=4)
+    assert peaks([0, 2, 4], [0, 1, 4], [layer] * 4, [0, 1, 2, 3], overlapped=True) == (36 + 2 + 12, 36 + 6 + 36)
+    assert peaks([0, 2, 4], [0, 1, 4], [HeldBytes(own=10)] * 4, [0, 1, 2, 3], overlapped=True) == (20, 30)
 
 
 def test_every_stage_lays_its_flat_buffers_out_anew() -> None:
@@ -58,7 +68,7 @@ def test_tied_layers_count_once_on_a_stage_and_on_every_stage_that_has_them() ->
     assert migration_peaks(plan, layers, uses) == (120, 110)
 
 
-def test_a_function_holds_nothing_and_takes_no_round() -> None:
+def test_a_function_holds_nothing_and_is_not_sent() -> None:
     layers = [HeldBytes(own=10), HeldBytes(), HeldBytes(own=30), HeldBytes(own=40)]
     assert peaks([0, 3, 4], [0, 1, 4], layers, [0, None, 2, 3]) == (40, 70)
 

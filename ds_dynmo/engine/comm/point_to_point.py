@@ -1,0 +1,141 @@
+"""Messages from rank to rank: byte strings between stages, and the tensors of layers on a group of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_dynmo.engine.comm.bounded import within
+from ds_dynmo.engine.comm.pending import PendingExchange
+from ds_dynmo.engine.comm.transfer_stream import TransferStream
+
+SMALL_BYTES = 1 << 16  # a tensor of no more travels in one message with others
+
+PeerTensor = tuple[int, torch.Tensor]  # a tensor and the rank it goes to or comes from
+
+
+class PointToPoint:
+    """One rank's messages to others. Construction is collective.
+
+    Byte strings travel on the control group, on the CPU. Tensors travel on a process group of their own: messages of
+    one group arrive in the order in which they were sent, so layers under way would hold up, or be taken for, the
+    activations of a batch that runs meanwhile.
+
+    Args:
+        grid: DeepSpeed's ``PipelineParallelGrid``.
+        control: the gloo group of small numbers.
+        device: the engine's device.
+        timeout_seconds: how long an operation waits for the other ranks.
+    """
+
+    def __init__(self, grid: Any, control: Any, device: torch.device, timeout_seconds: float) -> None:
+        self._grid, self._control, self._device = grid, control, device
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._layers = within(2 * timeout_seconds, lambda: dist.new_group(timeout=self._timeout))
+        self._stream = TransferStream(device)
+        if device.type != "cpu":
+            # NCCL connects a group at its first operation, in which all ranks have to take part; in a move some do not.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._layers)
+
+    # -- byte strings ---------------------------------------------------------------------------------
+
+    def exchange_lists(self, outgoing: dict[int, list[float]], sources: Sequence[int]) -> dict[int, list[float]]:
+        """Send a list of floats to each stage of ``outgoing``; receive one from each stage of ``sources``."""
+        packed = {stage: torch.tensor(numbers, dtype=torch.float64) for stage, numbers in outgoing.items()}
+        received = self.exchange_headers({stage: t.numpy().tobytes() for stage, t in packed.items()}, sources)
+        return {
+            stage: torch.frombuffer(bytearray(data), dtype=torch.float64).tolist() for stage, data in received.items()
+        }
+
+    def exchange_headers(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
+        """Send one byte string to each stage of ``outgoing``; receive one from each stage of ``sources``."""
+        rank_of = self._grid.stage_to_global
+        stages = {rank_of(stage): stage for stage in sources}
+        received = self.exchange_bytes({rank_of(stage): header for stage, header in outgoing.items()}, list(stages))
+        return {stages[rank]: header for rank, header in received.items()}
+
+    def exchange_bytes(self, outgoing: dict[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
+        """Send one byte string to each rank of ``outgoing``; receive one from each rank of ``sources``."""
+        sizes_out = {rank: torch.tensor([len(data)]) for rank, data in outgoing.items()}
+        sizes_in = {rank: torch.zeros(1, dtype=torch.int64) for rank in sources}
+        self._swap(sizes_out, sizes_in)
+        out = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in outgoing.items() if data}
+        arriving = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes_in.items()}
+        self._swap(out, arriving)
+        return {rank: data.numpy().tobytes() for rank, data in arriving.items()}
+
+    def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
+        works: list[Any] = [
+            dist.irecv(tensor, rank, group=self._control) for rank, tensor in incoming.items() if tensor.numel()
+        ]
+        works += [dist.isend(tensor, rank, group=self._control) for rank, tensor in outgoing.items() if tensor.numel()]
+        for work in works:
+            work.wait(self._timeout)
+
+    # -- tensors --------------------------------------------------------------------------------------
+
+    def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> PendingExchange:
+        """Begin to send contiguous tensors to ranks and to receive into others, in place, and return at once.
+
+        Between two ranks, both sides have to name the same sizes in the same order, from one call to the next too.
+        Small tensors of a pair travel together in one message; large ones are sent from and received into their own
+        memory. Until the exchange is done, nobody may write to what is sent, or touch what is received.
+        """
+        operations: list[Any] = []
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with self._stream.after_compute():
+            for peer, message in _messages(receives):
+                whole = message[0] if len(message) == 1 else _staging(message)
+                buffer = self._transportable(whole, copy=False)
+                if buffer is not whole:
+                    staged.append((whole, buffer))
+                if len(message) > 1:
+                    staged += zip(message, torch.split(whole, [tensor.numel() for tensor in message]))
+                operations.append(dist.P2POp(dist.irecv, buffer, peer, group=self._layers))
+            for peer, message in _messages(sends):
+                whole = message[0] if len(message) == 1 else torch.cat(message)
+                buffer = self._transportable(whole, copy=True)
+                operations.append(dist.P2POp(dist.isend, buffer, peer, group=self._layers))
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return PendingExchange(
+            works, [operation.tensor for operation in operations], staged, self._stream, self._timeout
+        )
+
+    def exchange(
+        self,
+        sends: Sequence[PeerTensor],
+        receives: Sequence[PeerTensor],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Send and receive as :meth:`post` does, and wait; ``meanwhile`` is called while tensors are under way."""
+        pending = self.post(sends, receives)
+        if meanwhile is not None:
+            meanwhile()
+        pending.wait()
+
+    def _transportable(self, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+        """Return ``tensor``, or a copy of it where the group's backend can reach it (NCCL: the accelerator)."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        return tensor.to(self._device) if copy else torch.empty_like(tensor, device=self._device)
+
+
+def _messages(tensors: Sequence[PeerTensor]) -> list[tuple[int, list[torch.Tensor]]]:
+    """Sort tensors into messages, as bytes: per peer one of all small tensors, and one for each large one."""
+    small: dict[tuple[int, str], list[torch.Tensor]] = {}
+    large: list[tuple[int, list[torch.Tensor]]] = []
+    for peer, tensor in tensors:
+        flat = tensor.detach().view(torch.uint8)
+        if flat.numel() > SMALL_BYTES:
+            large.append((peer, [flat]))
+        elif flat.numel():
+            small.setdefault((peer, flat.device.type), []).append(flat)
+    return [(peer, flats) for (peer, _), flats in small.items()] + large
+
+
+def _staging(message: list[torch.Tensor]) -> torch.Tensor:
+    return torch.empty(sum(t.numel() for t in message), dtype=torch.uint8, device=message[0].device)

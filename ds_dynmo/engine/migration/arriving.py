@@ -1,0 +1,113 @@
+"""A layer that arrives: what it is received into, and the layer that is made of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.migration.content import LayerContent, register_hooks
+from ds_dynmo.engine.migration.references import References
+from ds_dynmo.engine.migration.tensors import TensorMeta, bytes_of, restored, restored_sparse
+from ds_dynmo.engine.serialization.pickling import Dismantled, assemble, load, random_state_kept
+
+RecvBufferOf = Callable[[int], torch.Tensor | None]
+
+
+class ArrivingLayer:
+    """A layer on its way: :meth:`allocate`, receive into the buffers, :meth:`materialize`.
+
+    Attributes:
+        constants, others: what :attr:`PackedLayer.constants` and :attr:`PackedLayer.others` are received into.
+    """
+
+    def __init__(self, header: bytes) -> None:
+        self._shell, self._metas, self._references = pickle.loads(header)
+        self._counterparts: list[Any] = []
+        self._makers: list[Callable[[], torch.Tensor]] = []
+        self._data: dict[int, torch.Tensor] = {}
+        self._constant_data: list[torch.Tensor] = []
+        self.constants: list[torch.Tensor] = []
+        self.others: list[torch.Tensor] = []
+
+    @property
+    def recv_buffers(self) -> list[torch.Tensor]:
+        """All that is received, in the order of :attr:`PackedLayer.tensors`."""
+        return [*self.constants, *self.others]
+
+    def bind(self, names: References, device: torch.device) -> None:
+        """Find what the layer refers to on this rank. Changes no layer.
+
+        Raises:
+            LookupError: something is not here, or is something else.
+        """
+        self._counterparts = [names.resolve(reference, device) for reference in self._references]
+
+    def allocate(self, device: torch.device, buffer_of: RecvBufferOf, sent_ahead: ArrivingLayer | None = None) -> None:
+        """Allocate the receive buffers.
+
+        Args:
+            buffer_of: by position, the flat memory in which a parameter is to lie; None: memory of its own.
+            sent_ahead: has what was received before.
+        """
+        known = sent_ahead._constant_data if sent_ahead is not None else []
+        self._makers = [self._maker(number, meta, device, buffer_of, known) for number, meta in enumerate(self._metas)]
+
+    def _maker(
+        self,
+        number: int,
+        meta: TensorMeta,
+        device: torch.device,
+        buffer_of: RecvBufferOf,
+        known: Sequence[torch.Tensor],
+    ) -> Callable[[], torch.Tensor]:
+        if meta.base is not None:
+            return lambda: restored(meta, self._view(meta))
+        if meta.strides is None:
+            parts = [self._recv_buffer(part, device, buffer_of) for part in meta.parts]
+            return lambda: restored(meta, restored_sparse(meta, parts))
+        if meta.sent_ahead is not None:
+            data = known[meta.sent_ahead]
+        else:
+            data = self._recv_buffer(meta, device, buffer_of)
+        self._data[number] = data
+        if meta.constant:
+            self._constant_data.append(data)
+        return lambda: restored(meta, data)
+
+    def _recv_buffer(self, meta: TensorMeta, device: torch.device, buffer_of: RecvBufferOf) -> torch.Tensor:
+        given = buffer_of(meta.position) if meta.position is not None and meta.is_contiguous else None
+        if given is not None and given.dtype == meta.dtype:
+            data = given.view(meta.shape)
+        else:
+            assert meta.strides is not None, "sparse tensors come in parts"
+            where = torch.device("cpu") if meta.on_cpu else device
+            data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=where)
+        if data.numel():
+            (self.constants if meta.constant else self.others).append(bytes_of(data))
+        return data
+
+    def _view(self, meta: TensorMeta) -> torch.Tensor:
+        assert meta.base is not None and meta.strides is not None
+        base = self._data[meta.base]
+        return base.as_strided(meta.shape, meta.strides, base.storage_offset() + meta.offset)
+
+    def materialize(self, build: Callable[[], nn.Module]) -> LayerContent:
+        """Build the layer, once its buffers are filled. ``build`` makes one that cannot be pickled from its spec."""
+        content: LayerContent = load(self._shell, [make() for make in self._makers], self._counterparts)
+        if isinstance(content.module, Dismantled):
+            with random_state_kept():
+                shell = build()
+            content.module = assemble(shell, content.module)
+        for parameter, gradient, attributes, hooks in zip(
+            content.parameters, content.gradients, content.attributes, content.hooks
+        ):
+            parameter.grad = gradient
+            vars(parameter).update(attributes)
+            register_hooks(parameter, hooks)
+        self._makers, self._data, self._constant_data = [], {}, []
+        self.constants, self.others = [], []
+        return content

@@ -1,0 +1,180 @@
+"""Names by which an object that several layers refer to is found on every rank.
+
+An object that was shared when the model was built is under one path on every rank, from
+
+- the layer list: what two of its entries refer to, such as a configuration that several LayerSpecs take;
+- the ``PipelineModule``: its attributes, the process grid among them;
+- the globals of a Python module: what a function returns as *the* arguments, registry or process group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY, Path, children, follow, text, walk
+
+_LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
+_NO_GLOBALS_OF_A_MODEL = frozenset({*sys.stdlib_module_names, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"})
+_GLOBALS_DEPTH = 3
+_MOST_ENTRIES = 10_000  # of a container that is looked into for names: a loss function may hold a whole data set
+_OF_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers; private, read in DeepSpeed 0.19.8
+    ("_layer_specs", "forward_funcs", "fwd_map", "tied_modules", "tied_comms", "tied_weight_attrs")
+)
+
+
+@dataclass(frozen=True)
+class Name:
+    """Where an object is on every rank: an anchor, and steps from there.
+
+    ``anchor`` is ``("layer", number)``, ``("pipeline", None)`` or ``("globals", name of a Python module)``.
+    """
+
+    anchor: tuple[str, Any]
+    path: Path
+
+    def __str__(self) -> str:
+        kind, key = self.anchor
+        return {_LAYER: f"layers[{key}]", _PIPELINE: "the PipelineModule"}.get(kind, str(key)) + text(self.path)
+
+
+class Names:
+    """The names of one rank's objects. Construction is collective.
+
+    Args:
+        pipeline: DeepSpeed's module, as built.
+        modules: gives the layers that this rank has at present, by number.
+        gather: one picklable value of every rank.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineModule,
+        modules: Callable[[], Mapping[int, nn.Module]],
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        self._pipeline = pipeline
+        self._modules = modules
+        users = self._users(gather)
+        # Both with the objects themselves, so that no other takes the id of one.
+        self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
+        self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
+
+    def of(self, value: Any) -> Name | None:
+        """Name ``value`` from the layer list or the ``PipelineModule``; None: it has no name."""
+        entry = self._names.get(id(value))
+        return entry[1] if entry is not None else None
+
+    def is_shared(self, value: Any) -> bool:
+        """Tell whether ``value`` has a name, so that it belongs to the rank rather than to a layer."""
+        return id(value) in self._names
+
+    def is_own(self, part: nn.Module) -> bool:
+        """Tell whether ``part``, which is registered in a layer, is registered in no other."""
+        return id(part) not in self._in_several
+
+    def find(self, name: Name) -> Any:
+        """Find what has this name on this rank.
+
+        Raises:
+            LookupError: nothing has.
+        """
+        kind, key = name.anchor
+        if kind == _LAYER:
+            start = self._pipeline._layer_specs[key]
+        else:
+            start = self._pipeline if kind == _PIPELINE else sys.modules.get(key)
+        return follow(start, name.path)
+
+    def _users(self, gather: Callable[[Any], list[Any]]) -> dict[int, tuple[nn.Module, set[int]]]:
+        """Map the ``id`` of each module that layers register to those layers. Uses of one key count as the first use.
+
+        Layers given as modules are on every rank. Which of the modules among the arguments of LayerSpecs a layer took,
+        the ranks tell that have built it.
+        """
+        users: dict[int, tuple[nn.Module, set[int]]] = {}
+        first_use = self._first_uses()
+        given = {i: spec for i, spec in enumerate(self._pipeline._layer_specs) if isinstance(spec, nn.Module)}
+        for layer, module in {**given, **self._modules()}.items():
+            for part in module.modules():
+                users.setdefault(id(part), (part, set()))[1].add(first_use[layer])
+        specs = [((("item", i),), s) for i, s in enumerate(self._pipeline._layer_specs) if isinstance(s, LayerSpec)]
+        arguments = {path: part for path, part in walk(specs, lambda _: True) if isinstance(part, nn.Module)}
+        mine = {path: sorted(users[id(part)][1]) for path, part in arguments.items() if id(part) in users}
+        for theirs in gather(mine):
+            for path in theirs.keys() & arguments.keys():
+                users.setdefault(id(arguments[path]), (arguments[path], set()))[1].update(theirs[path])
+        return users
+
+    def _first_uses(self) -> list[int]:
+        """Find, per layer, the first that is tied to it: itself, unless it is a later use of a key."""
+        first: dict[str | int, int] = {}
+        specs = self._pipeline._layer_specs
+        keys = [str(spec.key) if isinstance(spec, TiedLayerSpec) else layer for layer, spec in enumerate(specs)]
+        return [first.setdefault(key, layer) for layer, key in enumerate(keys)]
+
+    def _find_names(self, owner: Mapping[int, int]) -> dict[int, tuple[Any, Name]]:
+        """Map an ``id`` to its name. ``owner``: by ``id`` of a module, the only layer that registers it."""
+        found: dict[int, tuple[Any, Name]] = {}
+        users: dict[int, int] = {}
+        for layer, spec in enumerate(self._pipeline._layer_specs):
+
+            def enter(value: Any, layer: int = layer) -> bool:
+                """Stop at what another layer owns, and, the third time, at what two entries refer to."""
+                return owner.get(id(value), layer) == layer and users[id(value)] <= 2
+
+            for path, value in walk([((), spec)], enter):
+                found.setdefault(id(value), (value, Name((_LAYER, layer), path)))
+                users[id(value)] = users.get(id(value), 0) + 1
+        names = {key: found[key] for key, count in users.items() if count > 1}
+        attributes = [((step,), value) for step, value in children(self._pipeline) if not _is_of_pipeline(step[1])]
+        for path, value in walk(attributes, lambda value: id(value) not in owner and not _is_data(value)):
+            names.setdefault(id(value), (value, Name((_PIPELINE, None), path)))
+        return {
+            k: entry for k, entry in names.items() if k not in owner and not isinstance(entry[0], tuple | frozenset)
+        }
+
+    def in_globals(self, wanted: Mapping[int, Any], layer: nn.Module) -> dict[int, Name]:
+        """Name those of the objects ``wanted`` that are in the globals of a Python module.
+
+        Of any module that is no part of Python, torch, numpy or DeepSpeed the globals themselves; of the packages that
+        the layer's classes are of, and of the program, also what those hold.
+        """
+        packages = {type(part).__module__.partition(".")[0] for part in layer.modules()} | {"__main__"}
+        found: dict[int, Name] = {}
+        for module_name, module in list(sys.modules.items()):
+            package = module_name.partition(".")[0]
+            if package in _NO_GLOBALS_OF_A_MODEL or module is None:
+                continue
+            held = [((("attribute", name),), value) for name, value in list(vars(module).items())]
+            reached: Iterator[tuple[Path, Any]] = iter(held)
+            if package in packages:
+                reached = walk([(path, v) for path, v in held if _is_of(v, module_name)], _is_holder, _GLOBALS_DEPTH)
+            for path, value in reached:
+                if id(value) in wanted:
+                    found.setdefault(id(value), Name((_GLOBALS, module_name), path))
+        return found
+
+
+def _is_of_pipeline(name: str) -> bool:
+    """Tell whether it holds layers, or is what every module has, such as the hooks of an engine."""
+    return name in _OF_LAYERS or name.isdigit() or name in MODULE_MACHINERY
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict) and len(value) > _MOST_ENTRIES
+
+
+def _is_of(value: Any, module_name: str) -> bool:
+    """Tell whether it is not a class that a module imports from elsewhere."""
+    return getattr(value, "__module__", module_name) == module_name if isinstance(value, type) else True
+
+
+def _is_holder(value: Any) -> bool:
+    return not isinstance(value, nn.Module | LayerSpec | torch.Tensor)

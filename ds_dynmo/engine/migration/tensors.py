@@ -1,0 +1,137 @@
+"""Tensors as they travel: flat bytes, and a description by which the receiver allocates the same tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a tensor is, so that whoever receives it can allocate it.
+
+    Attributes:
+        strides: None for a sparse tensor, which travels as its dense ``parts``.
+        position: among the layer's parameters, if it is one of them.
+        constant: only the optimizer's step changes it.
+        sent_ahead: its number among the constant tensors that were sent before: it does not travel again.
+        base, offset: the number of the tensor in whose memory it lies, and where, in elements: it does not travel.
+    """
+
+    is_parameter: bool
+    requires_grad: bool
+    on_cpu: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None
+    layout: torch.layout = torch.strided
+    is_coalesced: bool = False
+    parts: tuple[TensorMeta, ...] = ()
+    position: int | None = None
+    constant: bool = False
+    sent_ahead: int | None = None
+    base: int | None = None
+    offset: int = 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == torch.empty(self.shape, device="meta").stride()
+
+
+def describe(tensor: torch.Tensor) -> tuple[TensorMeta, list[torch.Tensor]]:
+    """Describe a tensor, and give the flat byte tensors that it travels as: views of its memory where possible."""
+    data = tensor.detach()
+    if data.layout != torch.strided:
+        parts = [describe(part) for part in dense_parts(data)]
+        meta = replace(meta_of(tensor), parts=tuple(meta for meta, _ in parts))
+        return meta, [flat for _, flats in parts for flat in flats]
+    if not _is_dense(data):
+        data = data.contiguous()
+    return replace(meta_of(tensor), strides=data.stride()), ([bytes_of(data)] if data.numel() else [])
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """Describe a tensor, without the parts of a sparse one."""
+    return TensorMeta(
+        is_parameter=isinstance(tensor, nn.Parameter),
+        requires_grad=tensor.requires_grad and tensor.is_leaf,
+        on_cpu=tensor.device.type == "cpu",
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        strides=tensor.stride() if tensor.layout == torch.strided else None,
+        layout=tensor.layout,
+        is_coalesced=tensor.layout == torch.sparse_coo and tensor.is_coalesced(),
+    )
+
+
+def find_bases(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Map each tensor that lies in another's memory to that one, by number: a view stays a view."""
+    found: dict[int, int] = {}
+    strided = [n for n, tensor in enumerate(tensors) if tensor.layout == torch.strided and tensor.numel()]
+    order = sorted(strided, key=lambda n: (str(tensors[n].device), tensors[n].data_ptr(), -_span(tensors[n]), n))
+    base: int | None = None
+    for number in order:
+        tensor = tensors[number]
+        if base is not None and _lies_in(tensor, tensors[base]):
+            found[number] = base
+        elif _is_dense(tensor):
+            base = number
+    return found
+
+
+def _lies_in(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    end = base.data_ptr() + _span(base)
+    inside = base.data_ptr() <= tensor.data_ptr() and tensor.data_ptr() + _span(tensor) <= end
+    return inside and tensor.device == base.device and tensor.dtype == base.dtype
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Count the bytes from the first element to the last."""
+    return (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that hold a tensor's values: itself, or the parts of a sparse CSR or COO tensor."""
+    data = tensor.detach()
+    if data.layout == torch.strided:
+        return (data,)
+    if data.layout == torch.sparse_csr:
+        return data.crow_indices(), data.col_indices(), data.values()
+    if data.layout == torch.sparse_coo:
+        return data._indices(), data._values()  # as they are: coalescing would change the order of later sums
+    raise TypeError(f"a tensor of layout {data.layout} cannot be sent")
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes of a tensor's memory (torch's ``nbytes`` knows no sparse one)."""
+    return sum(part.nbytes for part in dense_parts(tensor))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether there are no gaps and no overlap: a permutation of a contiguous tensor."""
+    strides, shape = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], -shape[axis]))
+    return tensor.permute(order).is_contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View the memory of a dense tensor as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+def restored(meta: TensorMeta, data: torch.Tensor) -> torch.Tensor:
+    """Make the tensor that ``meta`` describes, in the memory of ``data``."""
+    if meta.is_parameter:
+        return nn.Parameter(data, requires_grad=meta.requires_grad)
+    return data.requires_grad_() if meta.requires_grad else data
+
+
+def restored_sparse(meta: TensorMeta, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Make the sparse tensor that ``meta`` describes from its dense parts."""
+    if meta.layout == torch.sparse_csr:
+        crow, col, values = parts
+        return torch.sparse_csr_tensor(crow, col, values, meta.shape, dtype=meta.dtype)
+    indices, values = parts
+    return torch.sparse_coo_tensor(indices, values, meta.shape, is_coalesced=meta.is_coalesced)
