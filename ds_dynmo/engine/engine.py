@@ -20,6 +20,7 @@ from ds_dynmo.engine.balancing import trigger
 from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
 from ds_dynmo.engine.balancing.policy import CostModel, Decision, accept_move, costs_and_speeds, decide, predict
 from ds_dynmo.engine.comm import replicas
+from ds_dynmo.engine.deepspeed_adapter.checkpointing import checkpoint_any_input
 from ds_dynmo.engine.elastic import ElasticEngine
 from ds_dynmo.engine.files import check_writable
 from ds_dynmo.engine.migration.migrate import MigrationContext, migrate
@@ -70,10 +71,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._tied_trainable: list[list[float]] = []
         self._composed_of: dict[type, Any] | None = None
         self._schedule_ran = False  # in this batch
-        if self._reentrant_checkpointing():
-            self.module.activation_checkpoint_func = frozen_prefix.checkpoint_any_input(
-                self.module.activation_checkpoint_func
-            )
+        checkpoint_any_input(self.module)
         check_sharing(self._layers, self._comm)
         self._names = References(self.module, self._layers.modules, self._comm.gather_objects, dynmo.rank_attributes)
         self._layers.split_uses()

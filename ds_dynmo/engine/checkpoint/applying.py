@@ -15,6 +15,7 @@ from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_counters, restore_random_states
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.engine.checkpoint.universal import universal_info
+from ds_dynmo.engine.deepspeed_adapter import files
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,13 @@ def _put_progress(engine: Any, manifest: Manifest, loaded: Loaded, options: Load
     if not options.module_only:
         if options.scheduler and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(engine, common["lr_scheduler"])))
-        if engine.random_ltd_enabled() and "random_ltd" in common:
-            engine.random_ltd_scheduler.load_state_dict(common["random_ltd"])
-        if engine.curriculum_learning_enabled() and engine.training_dataloader is not None and "data_sampler" in common:
-            engine.training_dataloader.data_sampler.load_state_dict(common["data_sampler"])
+        files.restore_data_efficiency(engine, common)
         engine.global_steps = common["global_steps"]
         engine.global_samples = common.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = common["skipped_steps"]
-        engine.loaded_checkpoint_mp_world_size = common["mp_world_size"]
         if not manifest.stock:
             restore_counters(engine, manifest.state, same_partition=list(manifest.partition) == engine.partition)
-    engine.loaded_checkpoint_dp_world_size = common["dp_world_size"]
+    files.note_degrees(engine, common, tensor_parallel=not options.module_only)
     if loaded.random is not None:
         restore_random_states(loaded.random)
 

@@ -12,10 +12,12 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 
+from ds_dynmo.engine.deepspeed_adapter.files import writes_optimizer_shards
+
 
 def universal_info(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's conversion to a universal checkpoint asks the client for: a weight may be on several stages."""
-    if not engine.save_zero_checkpoint:
+    if not writes_optimizer_shards(engine):
         return {}
     tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in engine._layers.tied_keys()]
     for tie in engine._layers.own_uses:  # a later use may have the weight by another name, and weights of its own

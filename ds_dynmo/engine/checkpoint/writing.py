@@ -28,6 +28,7 @@ from ds_dynmo.engine.checkpoint.replica_files import add_own
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.engine.checkpoint.universal import universal_info
+from ds_dynmo.engine.deepspeed_adapter import files
 from ds_dynmo.errors import CheckpointError, ConfigError
 
 
@@ -75,13 +76,8 @@ def save(
 def _check_supported(engine: Any, tag: str) -> None:
     if os.path.basename(tag) != tag or tag in ("", ".", ".."):
         raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
-    if engine.use_node_local_storage():
-        raise ConfigError(
-            "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
-            "layer reads it; write to storage that all nodes share"
-        )
-    if engine.checkpoint_engine.is_decoupled():
-        raise ConfigError("a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo")
+    if (problem := files.cannot_write(engine)) is not None:
+        raise ConfigError(problem)
 
 
 def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
@@ -96,18 +92,16 @@ def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude
     layers.refresh_tied_aliases(training=engine.module.training)
     parent, name = os.path.split(folder)
     client_state = universal_info(engine) | client_state
-    engine._save_checkpoint(parent, name, client_state=client_state, exclude_frozen_parameters=exclude_frozen)
-    if engine.save_zero_checkpoint:
-        engine._save_zero_checkpoint(parent, name)
+    files.write(engine, parent, name, client_state, exclude_frozen=exclude_frozen)
     replica, slice_index = engine.grid.get_data_parallel_id(), engine.grid.get_slice_parallel_rank()
     for index, module in layers.counted_modules().items():
         weights = replica == 0 and layers.stored_use(index) is None
         extras = extras_of(module, engine._origin.layers[index], weights=weights, is_shared=engine._names.is_shared)
         extras = add_own(extras, module, engine._state)
         torch.save(extras, os.path.join(folder, layer_file(index, replica, slice_index)))
-    files = optimizer_files(engine)
-    if isinstance(files, FlatFiles):
-        torch.save(files.extras(), os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
+    of_optimizer = optimizer_files(engine)
+    if isinstance(of_optimizer, FlatFiles):
+        torch.save(of_optimizer.extras(), os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
     torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica, slice_index)))
 
 

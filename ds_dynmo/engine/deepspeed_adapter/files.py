@@ -1,10 +1,50 @@
-"""What DeepSpeed writes into a checkpoint, and what an engine says of one."""
+"""What DeepSpeed writes into a checkpoint, and takes from one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
 def slice_number(engine: Any) -> int:
     """The number of this rank's tensor-parallel slice in the names of DeepSpeed's files."""
     return int(engine.grid.get_model_parallel_rank()) if engine.mp_world_size > 1 else 0
+
+
+def writes_optimizer_shards(engine: Any) -> bool:
+    """Does this rank write a file of its own for its shard of the optimizer's state?"""
+    return bool(engine.save_zero_checkpoint)
+
+
+def cannot_write(engine: Any) -> str | None:
+    """What in the configuration keeps checkpoints from being complete once they are written, in words."""
+    if engine.use_node_local_storage():
+        return (
+            "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
+            "layer reads it; write to storage that all nodes share"
+        )
+    if engine.checkpoint_engine.is_decoupled():
+        return "a checkpoint writer that goes on after save_checkpoint returned is not supported with dynmo"
+    return None
+
+
+def write(engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
+    """Write DeepSpeed's files of this rank."""
+    engine._save_checkpoint(folder, tag, client_state=dict(client_state), exclude_frozen_parameters=exclude_frozen)
+    if writes_optimizer_shards(engine):
+        engine._save_zero_checkpoint(folder, tag)
+
+
+def restore_data_efficiency(engine: Any, common: Mapping[str, Any]) -> None:
+    """Put back the states of DeepSpeed's data efficiency library that its file for all layers holds."""
+    if engine.random_ltd_enabled() and "random_ltd" in common:
+        engine.random_ltd_scheduler.load_state_dict(common["random_ltd"])
+    if engine.curriculum_learning_enabled() and engine.training_dataloader is not None and "data_sampler" in common:
+        engine.training_dataloader.data_sampler.load_state_dict(common["data_sampler"])
+
+
+def note_degrees(engine: Any, common: Mapping[str, Any], *, tensor_parallel: bool) -> None:
+    """Note the degrees of parallelism that a checkpoint was written with, as DeepSpeed does."""
+    if tensor_parallel:
+        engine.loaded_checkpoint_mp_world_size = common["mp_world_size"]
+    engine.loaded_checkpoint_dp_world_size = common["dp_world_size"]

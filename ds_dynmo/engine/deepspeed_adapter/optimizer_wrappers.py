@@ -365,7 +365,11 @@ def flat_wrapper(optimizer: Any) -> FlatWrapper | None:
     """The view of ``optimizer`` if it is one of DeepSpeed's flat wrappers; None for a plain optimizer."""
     if isinstance(optimizer, BF16_Optimizer):
         return Bf16Wrapper(optimizer)
-    return ZeroWrapper(optimizer) if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for flat in optimizer.bit16_groups_flat:
+            flat.detach_()  # in 0.18.9 it hangs on the graph that flattened it, and gloo cannot gather into it
+        return ZeroWrapper(optimizer)
+    return None
 
 
 def without_groups(state: Mapping[str, Any], keep: list[int]) -> dict[str, Any]:

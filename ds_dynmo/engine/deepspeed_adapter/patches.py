@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_dynmo.config import DynMoConfig
@@ -127,9 +126,6 @@ class PatchedPipelineEngine(PipelineEngine):
             timer_names = [name for name in timer_names if name in self._timers_started]
             self._timers_started.difference_update(timer_names)
         super()._stop_timers(timer_names)
-
-    def _reentrant_checkpointing(self) -> bool:
-        return self.module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
 
     # -- the stage by older names, until all parts take it as an argument ------------------------------
 

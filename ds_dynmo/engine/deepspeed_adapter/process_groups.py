@@ -61,8 +61,3 @@ def _refit_engine(engine: Any, grid: Any) -> None:
     engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
     engine.is_pipe_parallel = grid.pipe_parallel_size > 1
     engine.is_data_parallel = grid.data_parallel_size > 1
-
-
-def checkpointing_mpu() -> Any:
-    """What activation checkpointing was told of the tensor-parallel slices; None: nothing."""
-    return ds_checkpointing.mpu

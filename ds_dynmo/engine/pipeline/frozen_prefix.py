@@ -9,14 +9,13 @@ functions stand in for pipeline instructions or go around them; they take the en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
+from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.errors import ConfigError
 
@@ -138,53 +137,32 @@ def _nothing(engine: Any, buffer_id: int) -> None:
 
 
 def _skip_backward(engine: Any, buffer_id: int) -> None:
-    engine.pipe_buffers["output_tensors"][buffer_id] = None
-    engine.pipe_buffers["outputs"][buffer_id] = None
+    buffers.free_outputs(engine, buffer_id)
 
 
 def _through_nothing(backward: Instruction) -> Instruction:
     """Call ``backward`` where there is nothing to go back through, with something of no elements."""
 
     def backward_pass(engine: Any, buffer_id: int) -> None:
-        loss, gradients = engine.loss, engine.grad_layer
         nothing = torch.empty(0, device=engine.device, requires_grad=True)
-        engine.pipe_buffers["outputs"][buffer_id] = nothing.view(0)
-        engine.loss, engine.grad_layer = nothing.sum(), torch.empty_like(nothing)
-        try:
+        buffers.set_outputs(engine, buffer_id, nothing.view(0))
+        with buffers.backward_from(engine, nothing.sum(), torch.empty_like(nothing)):
             backward(engine, buffer_id=buffer_id)
-        finally:
-            engine.loss, engine.grad_layer = loss, gradients
         _skip_backward(engine, buffer_id)
 
     return backward_pass
 
 
 def _free_input(engine: Any, buffer_id: int) -> None:
-    engine.pipe_buffers["inputs"][buffer_id] = None
+    buffers.free_inputs(engine, buffer_id)
 
 
 def _without_gradient(receive: Instruction) -> Instruction:
     def instruction(engine: Any, buffer_id: int) -> None:
         receive(engine, buffer_id=buffer_id)
-        inputs = engine.pipe_buffers["inputs"][buffer_id]
+        inputs = buffers.inputs_of(engine, buffer_id)
         for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
             if isinstance(tensor, torch.Tensor):
                 tensor.requires_grad_(False)
 
     return instruction
-
-
-def checkpoint_any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Reentrant checkpointing that also works where no input needs a gradient.
-
-    Reentrant checkpointing loses the gradients of a segment none of whose inputs requires one (token ids, the
-    output of a frozen prefix): such a segment is checkpointed the non-reentrant way.
-    """
-
-    @wraps(checkpoint)
-    def any_input(function: Callable[..., Any], *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-            return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
-        return checkpoint(function, *inputs)
-
-    return any_input

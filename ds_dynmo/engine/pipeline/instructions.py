@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe import engine as deepspeeds
 from deepspeed.runtime.pipe import schedule
 
+from ds_dynmo.engine.deepspeed_adapter import buffers
+from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.pipeline import frozen_prefix
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
@@ -25,11 +26,6 @@ from ds_dynmo.errors import ConfigError
 Instruction = Callable[..., None]
 Instructions = Mapping[type, Instruction]
 Around = Callable[[Instruction], Instruction]
-
-
-def is_deepspeeds(instruction: Instruction) -> bool:
-    """Is it DeepSpeed's own function? (A name would be copied by ``functools.wraps``.)"""
-    return getattr(instruction, "__globals__", None) is vars(deepspeeds)
 
 
 def is_own_kind(kind: type) -> bool:
@@ -189,9 +185,9 @@ def _from_all_outputs(backward: Instruction) -> Instruction:
     """
 
     def backward_pass(engine: Any, buffer_id: int) -> None:
-        outputs = engine.pipe_buffers["outputs"][buffer_id]
+        outputs = buffers.outputs_of(engine, buffer_id)
         if isinstance(outputs, tuple) and not engine.is_last_stage() and not engine.is_pipe_partitioned:
-            engine.pipe_buffers["outputs"][buffer_id] = _waiting_for_each_other(outputs)
+            buffers.set_outputs(engine, buffer_id, _waiting_for_each_other(outputs))
         backward(engine, buffer_id=buffer_id)
 
     return backward_pass

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
+from ds_dynmo.engine.deepspeed_adapter.checkpointing import checkpointing_mpu, deepspeeds_tracker
 from ds_dynmo.errors import ConfigError
 
 State = torch.Tensor | torch.Generator
@@ -39,10 +39,10 @@ _KEY = struct.Struct("<Qq")
 
 def find_trackers() -> dict[str, Any]:
     """The trackers of this process by name, each once; a library that is not loaded has none."""
-    found = {"deepspeed.checkpointing": ds_checkpointing.get_cuda_rng_tracker()}
+    found = {"deepspeed.checkpointing": deepspeeds_tracker()}
     for name in _MODULES:
         found[name] = _tracker_of(sys.modules.get(name))
-    found["mpu"] = _tracker_of(ds_checkpointing.mpu)
+    found["mpu"] = _tracker_of(checkpointing_mpu())
     each: dict[int, str] = {}
     for name, tracker in found.items():
         each.setdefault(id(tracker), name)

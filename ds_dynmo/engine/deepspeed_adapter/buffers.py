@@ -1,0 +1,66 @@
+"""The buffers of DeepSpeed's pipeline engine, one for each micro-batch in flight, by the number in an instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import engine as deepspeeds
+
+
+def is_deepspeeds(instruction: Any) -> bool:
+    """Is it the function by which DeepSpeed carries out an instruction? (A name would be copied by ``wraps``.)"""
+    return getattr(instruction, "__globals__", None) is vars(deepspeeds)
+
+
+def inputs_of(engine: Any, buffer_id: int) -> Any:
+    """What a stage received or loaded: a tensor or a tuple."""
+    return engine.pipe_buffers["inputs"][buffer_id]
+
+
+def outputs_of(engine: Any, buffer_id: int) -> Any:
+    """What the layers of a stage gave: a tensor or a tuple."""
+    return engine.pipe_buffers["outputs"][buffer_id]
+
+
+def set_outputs(engine: Any, buffer_id: int, outputs: Any) -> None:
+    """Let the backward pass begin at ``outputs``."""
+    engine.pipe_buffers["outputs"][buffer_id] = outputs
+
+
+def free_inputs(engine: Any, buffer_id: int) -> None:
+    """Let go of what a stage received, as DeepSpeed does once it has sent the gradient of it."""
+    engine.pipe_buffers["inputs"][buffer_id] = None
+
+
+def free_outputs(engine: Any, buffer_id: int) -> None:
+    """Let go of what the layers gave, as DeepSpeed does once it has gone back through them."""
+    engine.pipe_buffers["output_tensors"][buffer_id] = None
+    engine.pipe_buffers["outputs"][buffer_id] = None
+
+
+@contextmanager
+def backward_from(engine: Any, loss: torch.Tensor, gradient: torch.Tensor) -> Iterator[None]:
+    """Inside, a backward pass begins at ``loss`` on the last stage, with ``gradient`` on the others."""
+    before = engine.loss, engine.grad_layer
+    engine.loss, engine.grad_layer = loss, gradient
+    try:
+        yield
+    finally:
+        engine.loss, engine.grad_layer = before
+
+
+def forget_batch(engine: Any) -> None:
+    """Let go of all buffers of the last batch and of what neighbours were told about them."""
+    engine.reset_activation_shape()
+    engine.first_gradient_send = True
+    engine.num_pipe_buffers = 0
+    for buffers in engine.pipe_buffers.values():
+        buffers.clear()
+
+
+def forget_losses(engine: Any) -> None:
+    """Let go of the losses of the last batch: DeepSpeed would add those of an evaluation to them."""
+    engine.total_loss = engine.total_additional_losses = None
