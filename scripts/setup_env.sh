@@ -15,11 +15,11 @@
 ds_dynmo_setup_env() {
     local root python prefix candidate stamp
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" || return 1
-    stamp="$root/.venv/ds_dynmo_installed" # the checkout's place and the setup.py that was installed
+    stamp="$root/.venv/ds_dynmo_installed" # written when .venv is complete: where the checkout was then
 
     if [[ -x "$root/.venv/bin/python" && "${PYTHON:-$root/.venv/}" == "$root/.venv/"* ]] &&
         { [[ -z "${VIRTUAL_ENV:-}" ]] || [[ "$VIRTUAL_ENV" == "$root/.venv" ]]; } &&
-        ds_dynmo_stamp "$root" | cmp -s - "$stamp"; then
+        [[ -f "$stamp" && "$(head -n 1 "$stamp")" == "$root" ]] && ds_dynmo_complete "$root/.venv/bin/python" "$root"; then
         ds_dynmo_use "$root/.venv"
         return
     fi
@@ -38,7 +38,7 @@ ds_dynmo_setup_env() {
 
     prefix="$("$python" -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")')"
     if [[ -n "$prefix" && "$prefix" != "$root/.venv" ]]; then
-        if ! ds_dynmo_complete "$prefix/bin/python" "$root/setup.py"; then
+        if ! ds_dynmo_complete "$prefix/bin/python" "$root"; then
             ds_dynmo_say "installing what is missing into the active environment $prefix"
             ds_dynmo_install "$prefix/bin/python" "$root" || return 1
         fi
@@ -63,24 +63,24 @@ ds_dynmo_setup_env() {
         fi
     fi
     ds_dynmo_install "$root/.venv/bin/python" "$root" || return 1
-    ds_dynmo_stamp "$root" >"$stamp"
+    echo "$root" >"$stamp"
     ds_dynmo_use "$root/.venv"
 }
 
-ds_dynmo_stamp() {
-    echo "$1"
-    cat "$1/setup.py"
-}
-
-# Does interpreter $1 have everything that setup.py $2 asks for, in the versions it asks for?
+# Does interpreter $1 have everything that pyproject.toml in $2 asks for, in the versions it asks for?
 ds_dynmo_complete() {
-    "$1" - "$2" <<'PYTHON_CODE' 2>/dev/null
-import ast, importlib.metadata, sys
+    "$1" - "$2/pyproject.toml" <<'PYTHON_CODE' 2>/dev/null
+import importlib.metadata, sys
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
 from pip._vendor.packaging.requirements import Requirement
 
-call = next(node for node in ast.walk(ast.parse(open(sys.argv[1]).read())) if getattr(node, "keywords", None))
-arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg in ("install_requires", "extras_require")}
-for text in arguments["install_requires"] + arguments["extras_require"]["test"]:
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+for text in project["dependencies"] + project["optional-dependencies"]["test"]:
     requirement = Requirement(text)
     version = importlib.metadata.version(requirement.name)
     assert requirement.specifier.contains(version, prereleases=True), (text, version)

@@ -60,5 +60,5 @@ def _fail_without_package(report: Any) -> Any:
     if os.environ.get("CI") and report.outcome == "skipped":
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if NO_PACKAGE in reason:
-            report.outcome, report.longrepr = "failed", f'{reason}: setup.py\'s extra "test" should install it'
+            report.outcome, report.longrepr = "failed", f'{reason}: pyproject.toml\'s extra "test" should install it'
     return report

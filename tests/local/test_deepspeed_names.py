@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import CodeType
 
 import deepspeed
@@ -53,6 +54,11 @@ def test_a_version_that_was_not_tried_is_named(version: str, monkeypatch: pytest
 def test_a_version_in_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     probe.check_deepspeed()
+
+
+def test_what_gets_installed_is_in_range() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"deepspeed>={OLDEST},<{BELOW}"' in project
 
 
 def test_what_is_refused_as_removed_is_what_the_newest_deepspeed_refuses() -> None:
