@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.errors import MigrationError
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, seeded
@@ -272,139 +270,6 @@ def test_saved_and_loaded_at_another_number_of_stages(what: str, tmp_path: Path)
     went_on = run(2, save_and_load, what, 2, str(tmp_path))
     loaded = run(3, save_and_load, what, 3, str(tmp_path))
     assert loaded[0] == went_on[0]
-
-
-class Counter:
-    """Made by the program where no other rank finds it."""
-
-    def __init__(self) -> None:
-        self.rank = torch.distributed.get_rank()
-
-
-@functools.cache
-def the_counter() -> Counter:
-    return Counter()
-
-
-class Counting(Block):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.counter = the_counter()
-        self.peeks: list[Any] = []
-
-
-class Peeking(Block):
-    """May refer to anything."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.peeks: list[Any] = []
-
-
-class Declared(Counting):
-    rank_attributes = ("counter",)
-
-
-KINDS = {"counter": Counting, "declared": Declared}
-
-
-def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]:
-    """Layers 1 to 5 share a counter, or layer 2 refers to a tensor that is not its own, or 1 to one of layer 2's."""
-    kind = KINDS.get(how, Peeking)
-    case = Case(stages=2, blocks=4, dynmo={"interval": 0, "rank_attributes": list(rank_attributes)})
-    engine = build(
-        case, lambda _: [LayerSpec(Embedding, 1), *[LayerSpec(kind, i) for i in range(5)], LayerSpec(Head, 2)]
-    )
-    if kind is Peeking and engine.stage_id == 0:
-        weight, layer = layers_of(engine)[1].up.weight, layers_of(engine)[2]
-        peeks = {"weight": weight, "view": {"of": weight.detach()[0]}, "meta": torch.empty(3, device="meta")}
-        if how == "left behind":
-            layers_of(engine)[1].peeks.append(layer.up.weight)
-        else:
-            layer.peeks.append(peeks[how])
-    data = batches(engine)
-    losses = [engine.train_batch(data).item()]
-    try:
-        engine.rebalance([0, 2, 7])
-        message, harmless = "moved", False
-    except MigrationError as error:
-        message, harmless = str(error), error.harmless
-    losses.append(engine.train_batch(data).item())
-    counters = [m.counter for m in layers_of(engine).values() if isinstance(m, Counting)]
-    return {
-        "message": message,
-        "harmless": harmless,
-        "partition": engine.partition,
-        "counters": [counter is the_counter() for counter in counters],
-        "losses": losses,
-    }
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("counter", "counter, a tests.distributed.test_sharing.Counter, is shared with layer 1"),
-        ("weight", "peeks[0] is up.weight of layer 1"),
-        ("view", "peeks[0]['of'] is up.weight of layer 1"),
-        ("meta", "peeks[0] is on the meta device"),
-        ("left behind", "layer 1 stays and its peeks[0] is up.weight of layer 2"),
-    ],
-)
-def test_what_would_be_a_copy_is_refused_by_name(how: str, expected: str) -> None:
-    for found in run(2, move_or_refuse, how, ()):
-        assert expected in found["message"] and found["message"].startswith("ranks [0] could not get")
-        assert found["harmless"] and found["partition"] == [0, 4, 7]
-        assert len(found["losses"]) == 2
-
-
-def _refusal_to_repack(engine: Any, stages: int, stay: bool) -> tuple[bool, str]:
-    """Of layers that refer to a tensor without values; ``stay``: on the first stage alone."""
-    layers = [layer for layer in layers_of(engine).values() if isinstance(layer, Peeking)]
-    held = [layer.peeks for layer in layers if not (stay and engine.stage_id)]
-    for peeks in held:
-        peeks.append(torch.empty(3, device="meta"))
-    try:
-        engine.repack(stages)
-    except MigrationError as error:
-        return error.harmless, str(error)
-    finally:
-        for peeks in held:
-            peeks.clear()
-    return False, "repacked"
-
-
-def repack_or_refuse(freed_ranks: str) -> dict[str, Any]:
-    """To one of two stages and back, with layers that cannot leave, and with these mended: messages, copies."""
-    dynmo = {"interval": 0, "repack": {"release": "park", "freed_ranks": freed_ranks}}
-    specs = [LayerSpec(Embedding, 1), *[LayerSpec(Peeking, i) for i in range(5)], LayerSpec(Head, 2)]
-    engine = build(Case(stages=2, blocks=4, micro_batches=4, dynmo=dynmo), lambda _: specs)
-    data, refusals = batches(engine), []
-    for stages in (1, 2):
-        engine.train_batch(data)
-        if freed_ranks == "replicas" or stages == 2:  # what stays of one stage is copied, or does not leave
-            refusals.append(_refusal_to_repack(engine, stages, stay=stages == 1))
-        engine.train_batch(data)
-        engine.repack(stages)
-        if engine.released:
-            engine.wait_for_recall()
-            break
-    engine.train_batch(data)
-    return {"refusals": refusals, "stages": engine.num_stages, "copies": engine.repacks[0].copies}
-
-
-@pytest.mark.parametrize(("freed_ranks", "times", "copies"), [("release", 1, 1), ("replicas", 2, 2)])
-def test_what_cannot_leave_is_refused_before_a_world_is_given_up(freed_ranks: str, times: int, copies: int) -> None:
-    first, *_ = run(2, repack_or_refuse, freed_ranks)
-    assert first["stages"] == 2 and first["copies"] == copies and len(first["refusals"]) == times
-    for harmless, message in first["refusals"]:
-        assert harmless and "peeks[0] is on the meta device" in message
-
-
-@pytest.mark.parametrize(("how", "block"), [("counter", ("counter",)), ("declared", ())])
-def test_attributes_that_belong_to_the_rank(how: str, block: tuple[str, ...]) -> None:
-    for found in run(2, move_or_refuse, how, block):
-        assert found["message"] == "moved" and found["partition"] == [0, 2, 7]
-        assert found["counters"] and all(found["counters"])
 
 
 def train_on_one_stage(changes: bool) -> list[float]:

@@ -1,0 +1,227 @@
+"""Where rules of layers that stay together count: at the start, in moves, re-packing, joining and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from ds_dynmo.engine.balancing.policy import DecisionInput
+from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.partitioners import uniform
+from tests.distributed.harness import run, run_each
+from tests.distributed.support.checkpoints import STEPS, load_and_go_on, save_and_go_on, train_on
+from tests.distributed.support.configs import Case
+from tests.distributed.support.elastic import ACCEPTS_JOINS, job, joining_launch, together
+from tests.distributed.support.training import batches, build, whole
+
+PAIR = {"keep_together": [[6, 7]]}
+BY_HAND = {"interval": 0, **PAIR}
+
+
+def begins_at(case: Case) -> dict[str, Any]:
+    """Where an engine begins, and where it is after a batch."""
+    engine = build(case)
+    first = engine.partition
+    engine.train_batch(batches(engine))
+    return {"first": first, "then": engine.partition, "reasons": [report.reason for report in engine.reports]}
+
+
+# -- where training begins ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "first"),
+    [
+        ({"keep_together": [[3, 4]]}, [0, 3, 8]),  # DeepSpeed's own is [0, 4, 8]
+        ({"keep_together": [[3, 4]], "enabled": False}, [0, 3, 8]),
+        ({"keep_together": [[0, 1]]}, [0, 4, 8]),
+        ({"keep_together": ["type:^block", [3, 4]]}, [0, 6, 8]),  # layers 1 to 5 are blocks
+        ({"keep_together": [[3, 4]], "initial_partition": "uniform"}, [0, 3, 6, 8]),
+        # Below, the best that is allowed is not the allowed one that is nearest to the best.
+        ({"keep_together": [[1, 2, 3, 4]], "initial_partition": "uniform"}, [0, 1, 5, 8]),
+        ({"keep_together": [[4, 5]], "initial_partition": "type:block|head:4"}, [0, 6, 8]),
+        ({"keep_together": [[3, 4, 5]], "initial_partition": "parameters"}, [0, 3, 6, 8]),
+    ],
+)
+def test_the_first_partition_is_allowed(block: dict[str, Any], first: list[int]) -> None:
+    stages = len(first) - 1
+    found = run(stages, begins_at, Case(stages=stages, dynmo={"interval": 0, **block}))
+    assert all(rank["first"] == rank["then"] == first for rank in found)
+    assert found[0]["reasons"] == ([] if first == uniform(8, stages) else ["initial"])
+
+
+def refused_at_the_start(case: Case) -> tuple[str, str]:
+    try:
+        build(case)
+    except (ConfigError, PartitionError) as error:
+        return type(error).__name__, str(error)
+    return "built", ""
+
+
+def test_rules_that_do_not_suit_are_refused_before_anything_begins() -> None:
+    blocks: list[tuple[dict[str, Any], str, str]] = [
+        ({"keep_together": [[6, 7, 8]]}, "ConfigError", "keep_together[0] = [6, 7, 8]: there is no layer 8"),
+        ({"keep_together": ["type:Attention"]}, "ConfigError", "no layer's name matches 'Attention'"),
+        ({"keep_together": ["type:("]}, "ConfigError", "is not a regular expression"),
+        (
+            {"keep_together": [[0, 1, 2, 3, 4, 5, 6, 7]]},
+            "ConfigError",
+            "makes 1 groups of the model's 8 layers, which cannot fill 2 stages",
+        ),
+        (
+            {**PAIR, "initial_partition": [0, 7, 8]},
+            "PartitionError",
+            "cuts before layer 7: layers 6 (scale) and 7 (Head) stay together, dynmo.keep_together has [6, 7]",
+        ),
+    ]
+    calls = [(Case(dynmo={"interval": 0, **block}),) for block, _, _ in blocks]
+    found = run_each(2, refused_at_the_start, *calls)
+    for (_, kind, words), ranks in zip(blocks, found):
+        assert ranks[0] == ranks[1]
+        assert ranks[0][0] == kind and words in ranks[0][1], ranks[0]
+
+
+def refused_moves(case: Case, partition: Sequence[int]) -> dict[str, Any]:
+    """Go where it may not, by a rebalance and by a re-packing; train on."""
+    engine = build(case)
+    data, errors = batches(engine), []
+    losses = [engine.train_batch(data).item()]
+    before = engine.partition
+    for move in (engine.rebalance, lambda to: engine.repack(partition=to), lambda to: engine.repack(engine.num_stages)):
+        try:
+            move(partition)
+        except PartitionError as error:
+            errors.append(str(error))
+    assert engine.partition == before
+    losses.append(engine.train_batch(data).item())
+    return {"losses": losses, "errors": errors}
+
+
+# -- moves, re-packing, joining -----------------------------------------------------------------------
+
+
+def test_a_cut_asked_for_by_hand_is_refused_and_training_goes_on() -> None:
+    case = Case(dynmo=BY_HAND)
+    refused, plain = run_each(2, refused_moves, (case, [0, 7, 8]), (Case(dynmo=BY_HAND), [0, 4, 8]))
+    for rank in refused:
+        assert len(rank["errors"]) == 2
+        assert all("cuts before layer 7" in error and "has [6, 7]" in error for error in rank["errors"])
+    assert refused[0]["losses"] == plain[0]["losses"]
+
+
+def repack_by_hand(case: Case, sizes: Sequence[Any]) -> dict[str, Any]:
+    """After each batch go on with the next of ``sizes``, numbers of stages or partitions; and train one more."""
+    engine = build(case)
+    data = batches(engine)
+    found: dict[str, Any] = {"losses": [], "partitions": [], "errors": [], "most": []}
+    while engine.global_steps <= len(sizes):
+        found["losses"].append(engine.train_batch(data).item())
+        if engine.global_steps > len(sizes):
+            break
+        size = sizes[engine.global_steps - 1]
+        found["most"].append(engine.most_stages())
+        try:
+            engine.repack(partition=size) if isinstance(size, list) else engine.repack(size)
+        except PartitionError as error:
+            found["errors"].append(str(error))
+        if engine.released and not engine.wait_for_recall():
+            return found
+        found["partitions"].append(engine.partition)
+    engine.dismiss_parked()
+    return found
+
+
+def test_re_packing_and_growing_cut_where_they_may() -> None:
+    rules = {"keep_together": [[0, 1, 2], [3, 4], [5, 6, 7]]}
+    case = Case(stages=3, dynmo={"interval": 0, "repack": {"release": "park"}, **rules}, start=(0, 3, 5, 8))
+    sizes = [2, [0, 4, 8], 3, 1, 4, 3]
+    ranks = run(3, repack_by_hand, case, sizes)
+    found = ranks[0]
+    assert [len(partition) - 1 for partition in found["partitions"]] == [2, 2, 3, 1, 1, 3]
+    assert all(set(partition) <= {0, 3, 5, 8} for partition in found["partitions"])
+    assert "cuts before layer 4" in found["errors"][0]
+    assert found["errors"][1].startswith(
+        "repack: 4 stages, there are 1 to 3 to go on with: dynmo.keep_together makes 3"
+    )
+    alone = run(3, repack_by_hand, case, [3] * len(sizes))
+    assert found["most"] == [3] * len(sizes)
+    assert found["losses"] == alone[0]["losses"]
+
+
+def start_of_the_run(case: Case) -> tuple[float, float]:
+    """What an iteration counts as having taken at the start, and what it is predicted to take as layers are."""
+    engine = build(case)
+    data = batches(engine)
+    while engine.profile is None:
+        engine.train_batch(data)
+    return engine._cost_model.first_seconds, DecisionInput.of(engine.profile).pipeline.iteration_seconds(
+        engine.partition
+    )
+
+
+def test_re_packing_expects_no_speed_that_no_allowed_partition_has() -> None:
+    """One partition is allowed, [0, 1, 8], and a balanced one would be faster."""
+    case = Case(dynmo={"interval": 0, "keep_together": [[1, 2, 3, 4, 5, 6, 7]]})
+    first_seconds, as_it_is = run(2, start_of_the_run, case)[0]
+    assert first_seconds == as_it_is
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_job_does_not_take_more_joiners_than_it_has_groups(store: TCPStore) -> None:
+    """Two join a job of one stage that has two groups."""
+    case = Case(stages=1, dynmo={**ACCEPTS_JOINS, "keep_together": [[0, 1, 2, 3], [4, 5, 6, 7]]})
+    address = f"localhost:{store.port}"
+    at_work, joined = together(
+        lambda: run(1, job, case, {2: 2}, {2: [1, 2]}, 5, port=store.port, seconds=60.0),
+        lambda: run(2, joining_launch, replace(case, stages=2), address, {}, 5, seconds=60.0),
+    )
+    assert at_work[0]["most"] == 2
+    assert [list(report.new_partition) for report in at_work[0]["reports"]] == [[0, 4, 8]]
+    assert sorted(rank["called"] for rank in joined) == [False, True]
+
+
+# -- loading ------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_at_a_cut_that_is_not_allowed_any_more(tmp_path: Path) -> None:
+    """Layers go to the nearest partition that is; nothing else differs."""
+    case = Case(dynmo={"interval": 0})
+    saved = run(2, save_and_go_on, case, str(tmp_path), [0, 7, 8])
+    loaded = run(2, load_and_go_on, replace(case, dynmo=BY_HAND), str(tmp_path))
+    assert [saved[0]["partition"], loaded[0]["partition"]] == [[0, 7, 8], [0, 6, 8]]
+    assert loaded[0]["losses"] == saved[0]["losses"]
+    assert whole(loaded) == whole(saved)
+
+
+def stock_checkpoint(case: Case, folder: str, write: bool) -> dict[str, Any]:
+    """Written without a "dynmo" block, or loaded with one; what three more batches come to."""
+    if write:
+        engine = build(replace(case, dynmo=None, start=None))
+        data = batches(engine)
+        for _ in range(STEPS):
+            engine.train_batch(data)
+        engine.save_checkpoint(folder)
+        return {"losses": [engine.train_batch(data).item() for _ in range(STEPS)]}
+    engine = build(case)
+    engine.load_checkpoint(folder)
+    found = {"partition": engine.partition}
+    return {**found, "losses": train_on(engine, STEPS)}
+
+
+def test_what_stock_deepspeed_saved_at_such_a_cut(tmp_path: Path) -> None:
+    """It is read where it was written, [0, 4, 8]; then layers go on."""
+    rules = {"interval": 0, "keep_together": [[3, 4]]}
+    case = Case(dynmo=rules, clip=0.0)
+    saved = run(2, stock_checkpoint, case, str(tmp_path), True)
+    loaded = run(2, stock_checkpoint, case, str(tmp_path), False)
+    assert loaded[0]["partition"] == [0, 3, 8]
+    assert loaded[0]["losses"] == saved[0]["losses"]
