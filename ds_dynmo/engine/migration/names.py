@@ -152,7 +152,10 @@ class Names:
             package = module_name.partition(".")[0]
             if package in _NO_GLOBALS_OF_A_MODEL or module is None:
                 continue
-            held = [((("attribute", name),), value) for name, value in list(vars(module).items())]
+            globals_of_module = dict(vars(module))
+            if package not in packages and wanted.keys().isdisjoint(map(id, globals_of_module.values())):
+                continue  # fifty thousand of them in a usual program, for each layer that leaves
+            held = [((("attribute", name),), value) for name, value in globals_of_module.items()]
             reached: Iterator[tuple[Path, Any]] = iter(held)
             if package in packages:
                 reached = walk([(path, v) for path, v in held if _is_of(v, module_name)], _is_holder, _GLOBALS_DEPTH)
