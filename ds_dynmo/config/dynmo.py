@@ -79,8 +79,8 @@ class DynMoConfig(Block):
         default=0.03,
         ge=0,
         lt=1,
-        description="least predicted fall of the bottleneck, as a fraction, that is worth a move; "
-        'with balancer "makespan" of an iteration\'s seconds',
+        description="least predicted fall of the bottleneck, as a fraction, that is worth a move; where it stays as it "
+        'is, and with balancer "makespan", of an iteration\'s seconds',
     )
     memory_limit: int | float | None = Field(
         default=None,

@@ -13,11 +13,11 @@ from itertools import accumulate
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs, check_num_stages
-from ds_dynmo.partitioners.even_out import even_out
 from ds_dynmo.partitioners.limited import balanced_within
 from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import check_speeds
 from ds_dynmo.partitioners.registry import register
+from ds_dynmo.partitioners.ties import Limits, check_layer_bytes, even_out, evenest, fewest_moved, lightest_loads
 from ds_dynmo.plan import check_partition
 
 __all__ = ["balanced", "balanced_groups", "uniform"]
@@ -45,37 +45,53 @@ def balanced(
     memory: MemoryModel | None = None,
     start: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
+    layer_bytes: Sequence[int] | None = None,
 ) -> list[int]:
-    """The partition with the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
+    """Find a partition of the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
 
-    Among the optimal ones it takes ``start`` if that is one, so that no layer moves for nothing; else one in
-    which no two neighbours could be evened out further.
+    Among these it takes one of least imbalance (equation 2; with unlike speeds, whose lightest stage has most), and
+    among those the one to which fewest bytes move from ``start``. Without a start no two neighbours can be evened out
+    further.
 
     Args:
         costs: per layer, finite and >= 0; ints are compared exactly, floats as the numbers they are.
         start: the partition in force.
         speeds: per stage: its time is its layers' costs over its speed; None: all are equal.
+        layer_bytes: per layer, what moves with it; None: the same for all.
 
     >>> balanced([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
+    >>> balanced([10, 1, 1, 1, 1], 3, start=[0, 1, 2, 5])
+    [0, 1, 3, 5]
     >>> balanced([4, 9, 7, 5], 2, speeds=[1, 4])
     [0, 1, 4]
 
     Raises:
-        PartitionError: costs that are no costs, more stages than layers, no partition that fits (says
+        PartitionError: negative or non-finite costs, more stages than layers, no partition that fits (says
             the stage, the bytes and the limit of the one that overshoots least).
     """
     weights = to_integers(check_costs(costs))
     check_num_stages(len(weights), num_stages)
     prefix = [0, *accumulate(weights)]
     given = None if start is None else list(check_partition(start, len(weights), num_stages))
+    sizes = check_layer_bytes(layer_bytes, len(weights))
     slowness = None if speeds is None else [1 / speed for speed in check_speeds(speeds, num_stages)]
     if memory is not None or (slowness is not None and len(set(slowness)) > 1):
-        return balanced_within(prefix, num_stages, memory, given, to_integers(slowness or [1] * num_stages))
-    bound = _optimal_bound(prefix, num_stages, max(weights))
-    if given is not None and all(prefix[b] - prefix[a] <= bound for a, b in zip(given, given[1:])):
-        return given
-    return even_out(prefix, _spread(prefix, num_stages, bound))
+        return balanced_within(prefix, memory, given, to_integers(slowness or [1] * num_stages), sizes)
+    bound = _least_bottleneck(prefix, num_stages, max(weights))
+    limits = Limits(prefix, (1,) * num_stages, bound)
+    floor = _largest_floor(prefix, num_stages)
+    lowered, bounds = 0, _spread(prefix, num_stages, floor, bound)
+    while bounds is None:  # the bottleneck may be in the way of so even a partition
+        lowered = 2 * lowered + (floor >> 5) + 1
+        bounds = _spread(prefix, num_stages, max(0, floor - lowered), bound)
+    if lowered:
+        reached = lightest_loads(limits, limits.lightest(even_out(prefix, bounds)))
+        floor = reached[-1][len(weights)]
+        bounds = evenest(limits, reached, floor)
+    if given is None:
+        return even_out(prefix, bounds)
+    return given if limits.met(given, floor) else fewest_moved(limits, floor, given, sizes)
 
 
 def balanced_groups(
@@ -106,7 +122,7 @@ def to_integers(costs: Sequence[float]) -> list[int]:
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
-def _optimal_bound(prefix: list[int], num_stages: int, largest: int) -> int:
+def _least_bottleneck(prefix: list[int], num_stages: int, largest: int) -> int:
     """The smallest bottleneck of any partition; between probes both ends snap to sums of layers."""
     low = max(largest, -(-prefix[-1] // num_stages))
     high = _first_bound_beyond(prefix, _fill(prefix, num_stages, low), low)
@@ -144,21 +160,50 @@ def _first_bound_beyond(prefix: list[int], bounds: list[int], bound: int) -> int
     return min([rest, *(prefix[stop + 1] - prefix[start] for start, stop in zip(bounds[:-2], bounds[1:-1]))])
 
 
-def _spread(prefix: list[int], num_stages: int, bound: int) -> list[int]:
-    """A partition that meets ``bound``: from the last boundary to the first, nearest to an even share.
+def _largest_floor(prefix: list[int], num_stages: int) -> int:
+    """The most that the lightest stage can have, whatever the others take; the mirror of :func:`_least_bottleneck`."""
+    low, high = 0, prefix[-1] // num_stages
+    while low < high:
+        middle = (low + high + 1) // 2
+        bounds = _fill_least(prefix, num_stages, middle)
+        if prefix[-1] - prefix[bounds[-2]] >= middle:
+            low = min(prefix[b] - prefix[a] for a, b in zip(bounds, bounds[1:]))
+        else:
+            stages = zip(bounds[:-2], bounds[1:-1])
+            short = max(
+                [prefix[-1] - prefix[bounds[-2]], *(prefix[stop - 1] - prefix[start] for start, stop in stages)]
+            )
+            high = min(short, middle - 1)
+    return low
 
-    Everything up to the greedy filling's boundary can be held by the stages before it, so any choice not
-    beyond it leads to a partition.
+
+def _fill_least(prefix: list[int], num_stages: int, floor: int) -> list[int]:
+    """Each stage takes as few layers as come to ``floor``, at least one; the last takes the rest, which may be none."""
+    bounds, stop, num_layers = [0], 0, len(prefix) - 1
+    for _ in range(num_stages - 1):
+        stop = min(bisect_left(prefix, prefix[stop] + floor, min(stop + 1, num_layers)), num_layers)
+        bounds.append(stop)
+    bounds.append(num_layers)
+    return bounds
+
+
+def _spread(prefix: list[int], num_stages: int, floor: int, bound: int) -> list[int] | None:
+    """A partition of loads from ``floor`` to ``bound``: from the last boundary to the first, nearest to an even share.
+
+    With a floor of 0 there is one: everything up to the greedy filling's boundary can be held by the stages before it,
+    so any choice not beyond it leads to a partition. Else None where the choices lead to none, though there may be one.
     """
-    latest = _fill(prefix, num_stages, bound)
+    latest, earliest = _fill(prefix, num_stages, bound), _fill_least(prefix, num_stages, floor)
     bounds = [0] * num_stages + [len(prefix) - 1]
     for stage in range(num_stages - 1, 0, -1):
         stop = bounds[stage + 1]
-        low = max(stage, bisect_left(prefix, prefix[stop] - bound))
-        high = min(latest[stage], stop - 1)
+        low = max(earliest[stage], bisect_left(prefix, prefix[stop] - bound))
+        high = min(latest[stage], bisect_right(prefix, prefix[stop] - floor, 0, stop) - 1)
+        if low > high:
+            return None
         share = bisect_left(prefix, prefix[stop] * stage // (stage + 1), low, high)
         # The first boundary at or beyond the even share; the one before it may be nearer.
         if share > low and (prefix[share] + prefix[share - 1]) * (stage + 1) >= 2 * prefix[stop] * stage:
             share -= 1
         bounds[stage] = share
-    return bounds
+    return bounds if floor <= prefix[bounds[1]] <= bound else None

@@ -8,13 +8,14 @@ probe keeps, for every stage, the whole set of boundaries that some legal choice
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_dynmo.errors import PartitionError
-from ds_dynmo.partitioners.even_out import even_out
 from ds_dynmo.partitioners.memory import MemoryModel, check_fits
+from ds_dynmo.partitioners.ties import Limits, even_out, evenest, fewest_moved, lightest_loads
 
 __all__ = ["balanced_within"]
 
@@ -22,41 +23,61 @@ Stops = npt.NDArray[np.int64]
 
 
 def balanced_within(
-    prefix: list[int], num_stages: int, memory: MemoryModel | None, start: list[int] | None, slowness: list[int]
+    prefix: list[int],
+    memory: MemoryModel | None,
+    start: list[int] | None,
+    slowness: list[int],
+    layer_bytes: Sequence[int],
 ) -> list[int]:
-    """The partition of least bottleneck that fits; ``start`` if it is one.
+    """Find the partition of least bottleneck that fits; ties are broken as in :func:`balanced`.
 
     Args:
         prefix: exact prefix sums of the layers' costs.
+        start: the partition in force.
         slowness: per stage, what a unit of cost takes there.
+        layer_bytes: per layer, what moves with it.
 
     Raises:
         PartitionError: none fits; says the stage, the bytes and the limit of the one that overshoots least.
     """
-    num_layers = len(prefix) - 1
+    num_layers, num_stages = len(prefix) - 1, len(slowness)
     if memory is not None:
         memory.check_shape(num_layers, num_stages)
     room = [np.full(num_layers + 1, num_layers)] * num_stages if memory is None else _room(memory)
-    largest = max(b - a for a, b in zip(prefix, prefix[1:]))
-    low = max(-(-prefix[-1] * min(slowness) // num_stages), largest * min(slowness))
-    high = prefix[-1] * max(slowness)
-    best = _probe(prefix, slowness, room, high)
+    best = _least_bottleneck(prefix, slowness, room)
     if best is None:
         assert memory is not None
         raise _none_fits(prefix, memory)
+    furthest = None if memory is None else [stops.tolist() for stops in room]
+    limits = Limits(prefix, slowness, _bottleneck(prefix, slowness, best), furthest)
+    if len(set(slowness)) == 1:
+        best = even_out(prefix, best, None if memory is None else memory.fits)
+    reached = lightest_loads(limits, limits.lightest(best))
+    floor = reached[-1][num_layers]
+    if start is not None:
+        return start if limits.met(start, floor) else fewest_moved(limits, floor, start, layer_bytes)
+    if limits.lightest(best) == floor:
+        return best
+    best = evenest(limits, reached, floor)
+    return best if len(set(slowness)) > 1 else even_out(prefix, best, None if memory is None else memory.fits)
+
+
+def _least_bottleneck(prefix: list[int], slowness: list[int], room: list[Stops]) -> list[int] | None:
+    """A partition of least bottleneck that fits, or None; between probes both ends snap to loads of stages."""
+    largest = max(b - a for a, b in zip(prefix, prefix[1:]))
+    low = max(-(-prefix[-1] * min(slowness) // len(slowness)), largest * min(slowness))
+    best, _ = _probe(prefix, slowness, room, prefix[-1] * max(slowness))
+    if best is None:
+        return None
     high = _bottleneck(prefix, slowness, best)
     while low < high:
         middle = (low + high) // 2
-        bounds = _probe(prefix, slowness, room, middle)
+        bounds, following = _probe(prefix, slowness, room, middle)
         if bounds is None:
-            low = middle + 1
+            low = following
         else:
             best, high = bounds, _bottleneck(prefix, slowness, bounds)
-    if start is not None and _bottleneck(prefix, slowness, start) == high and _fits(memory, start):
-        return start
-    if len(set(slowness)) > 1:
-        return best
-    return even_out(prefix, best, None if memory is None else memory.fits)
+    return best
 
 
 def _room(memory: MemoryModel, extra_bytes: int = 0) -> list[Stops]:
@@ -64,19 +85,19 @@ def _room(memory: MemoryModel, extra_bytes: int = 0) -> list[Stops]:
     return [np.array(memory.furthest_stops(stage, extra_bytes)) for stage in range(len(memory.limits))]
 
 
-def _probe(prefix: list[int], slowness: list[int], room: list[Stops], bound: int) -> list[int] | None:
-    """A partition that fits and whose stages all take at most ``bound``, or None."""
-    under = {
-        slow: np.array([bisect_right(prefix, before + bound // slow, lo=at) - 1 for at, before in enumerate(prefix)])
-        for slow in set(slowness)
-    }
+def _probe(prefix: list[int], slowness: list[int], room: list[Stops], bound: int) -> tuple[list[int] | None, int]:
+    """A partition that fits and whose stages take at most ``bound``, or None; and the next larger load of a stage."""
+    under, following = {}, []
+    for slow in set(slowness):
+        ends = [bisect_right(prefix, before + bound // slow, lo=at) for at, before in enumerate(prefix)]
+        under[slow] = np.array(ends) - 1
+        following += [slow * (prefix[end] - before) for end, before in zip(ends, prefix) if end < len(prefix)]
     stops = [np.minimum(under[slow], furthest) for slow, furthest in zip(slowness, room)]
     reached = [np.arange(len(prefix)) == 0]
     for stage_stops in stops:
         reached.append(_reach(reached[-1], stage_stops))
-    if not reached[-1][-1]:
-        return None
-    return _trace_back(prefix, reached, stops)
+    bounds = _trace_back(prefix, reached, stops) if reached[-1][-1] else None
+    return bounds, min(following, default=bound + 1)
 
 
 def _reach(starts: npt.NDArray[np.bool_], stops: Stops) -> npt.NDArray[np.bool_]:
@@ -108,10 +129,6 @@ def _bottleneck(prefix: list[int], slowness: list[int], bounds: list[int]) -> in
     return max(slow * (prefix[stop] - prefix[start]) for slow, start, stop in zip(slowness, bounds, bounds[1:]))
 
 
-def _fits(memory: MemoryModel | None, bounds: list[int]) -> bool:
-    return memory is None or all(memory.fits(stage, *bounds[stage : stage + 2]) for stage in range(len(bounds) - 1))
-
-
 def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:
     """The error of the partition that fits if every limit is raised by the same, smallest number of bytes."""
     equal = [1] * len(memory.limits)
@@ -120,11 +137,11 @@ def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:
     low, high = 1, sum(memory.static_bytes) + memory.micro_batches * held
     while low < high:
         middle = (low + high) // 2
-        if _probe(prefix, equal, _room(memory, middle), prefix[-1]) is None:
+        if _probe(prefix, equal, _room(memory, middle), prefix[-1])[0] is None:
             low = middle + 1
         else:
             high = middle
-    nearest = _probe(prefix, equal, _room(memory, high), prefix[-1])
+    nearest, _ = _probe(prefix, equal, _room(memory, high), prefix[-1])
     assert nearest is not None
     try:
         check_fits(nearest, memory)

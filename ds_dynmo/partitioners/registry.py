@@ -20,7 +20,7 @@ from ds_dynmo.plan import check_partition
 
 __all__ = ["Balancer", "current_name", "get", "names", "propose", "register", "takes"]
 
-OFFERED = ("pipeline", "speeds")  # what a balancer gets too, if it has a parameter of that name
+OFFERED = ("pipeline", "speeds", "layer_bytes")  # what a balancer gets too, if it has a parameter of that name
 
 
 class Balancer(Protocol):
@@ -29,6 +29,7 @@ class Balancer(Protocol):
     One that also has a parameter ``pipeline`` gets a :class:`PipelineModel` by that keyword, or None where layers are
     balanced by something else than time. One that has ``speeds`` gets the stages' relative speeds, or None where all
     are taken to be equal; its costs are then those on a stage of speed 1, without ``speeds`` those that were measured.
+    One that has ``layer_bytes`` gets, per layer, what moves with it, or None where that is not known.
 
     Where layers have to stay together, each group of them is one layer to a balancer, in all that it gets and gives.
     """
@@ -90,11 +91,13 @@ def propose(
     memory: MemoryModel | None,
     pipeline: PipelineModel | None,
     speeds: Sequence[float] | None,
+    layer_bytes: Sequence[int] | None = None,
     groups: LayerGroups | None = None,
 ) -> Sequence[int]:
     """What the balancer registered as ``name`` chooses, given what it takes.
 
     Args:
+        layer_bytes: per layer, what moves with it; None: not known.
         groups: where it may cut; None: anywhere. The balancer is given groups for layers. A ``start`` that cuts where
             it may not counts as the nearest one that does not.
 
@@ -102,7 +105,8 @@ def propose(
         PartitionError: as the balancer; more stages than groups; of groups, what the balancer gives is no partition.
     """
     if groups is None or groups.single_layers:
-        return _choose(name, costs, num_stages, start=start, memory=memory, pipeline=pipeline, speeds=speeds)
+        offers = {"pipeline": pipeline, "speeds": speeds, "layer_bytes": layer_bytes}
+        return _choose(name, costs, num_stages, start=start, memory=memory, offers=offers)
     if (problem := groups.shortage(num_stages)) is not None:
         raise PartitionError(problem)
     chosen = _choose(
@@ -111,8 +115,11 @@ def propose(
         num_stages,
         start=list(groups.fold_partition(groups.nearest(start))),
         memory=memory.folded(groups) if memory is not None else None,
-        pipeline=pipeline.folded(groups) if pipeline is not None else None,
-        speeds=speeds,
+        offers={
+            "pipeline": pipeline.folded(groups) if pipeline is not None else None,
+            "speeds": speeds,
+            "layer_bytes": groups.fold_ints(layer_bytes) if layer_bytes is not None else None,
+        },
     )
     try:
         partition = check_partition(chosen, groups.num_groups, num_stages)
@@ -128,17 +135,15 @@ def _choose(
     *,
     start: Sequence[int],
     memory: MemoryModel | None,
-    pipeline: PipelineModel | None,
-    speeds: Sequence[float] | None,
+    offers: dict[str, Any],
 ) -> Sequence[int]:
-    offers = {"pipeline": pipeline, "speeds": speeds}
     wanted = {offered: value for offered, value in offers.items() if takes(name, offered)}
     partition: Sequence[int] = _registered(name).balancer(costs, num_stages, start=start, memory=memory, **wanted)
     return partition
 
 
 def takes(name: str, offered: str) -> bool:
-    """Has the balancer registered as ``name`` a parameter ``offered``, "pipeline" or "speeds"?"""
+    """Has the balancer registered as ``name`` a parameter ``offered``, one of :data:`OFFERED`?"""
     return offered in _registered(name).takes
 
 

@@ -168,10 +168,12 @@ Propose = Callable[[Step, Partition], Partition]
 def proposer(arm: str, setting: Setting) -> Propose:
     """What ``arm`` would go to from a profile."""
     stages = setting.stages
-    if arm == "partition_time" or arm == "oracle":
+    if arm == "oracle":
         return lambda step, start: balanced(step.costs(), stages)
+    if arm == "partition_time":
+        return lambda step, start: balanced(step.costs(), stages, start=start)
     if arm == "partition_parameters":
-        return lambda step, start: balanced(step.trainable, stages)
+        return lambda step, start: balanced(step.trainable, stages, start=start)
     if arm == "diffusion_time":
         return lambda step, start: diffusion(step.costs(), stages, start=list(start))
     if arm == "diffusion_parameters":
@@ -209,14 +211,19 @@ def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Sett
         return True
     forward, backward = step.slowest()
     known = Step(1, forward[None], backward[None], step.trainable)
-    objective = 1 if arm == "makespan" else 0
     expected = replace(setting, message_bytes=0)
     before, after = iteration(known, old, expected), iteration(known, new, expected)
-    if arm.endswith("parameters"):
-        loads = [np.add.reduceat(step.trainable, list(which[:-1])).max() for which in (old, new)]
-        return bool(loads[0] - loads[1] >= MIN_IMPROVEMENT * loads[0] > 0)
-    if before[objective] - after[objective] < MIN_IMPROVEMENT * before[objective]:
+    by_parameters = arm.endswith("parameters")
+    if by_parameters:
+        was, will_be = (float(np.add.reduceat(step.trainable, list(which[:-1])).max()) for which in (old, new))
+    else:
+        was, will_be = before[0], after[0]
+    if arm == "makespan" or was == will_be:  # as low a bottleneck: an iteration may be shorter all the same
+        was, will_be = before[1], after[1]
+    if not was - will_be >= MIN_IMPROVEMENT * was > 0:
         return False
+    if by_parameters:
+        return True
     return (before[1] - after[1]) * setting.interval > move_seconds(old, new, setting)
 
 

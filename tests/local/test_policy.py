@@ -76,6 +76,22 @@ def test_the_schedule_decides_by_the_iteration() -> None:
     assert decide(costs, config(balancer="makespan", min_improvement=0.5), None).partition == (0, 1, 2, 5)
 
 
+def test_as_low_a_bottleneck_and_a_shorter_iteration() -> None:
+    layers = [(2.0, 4.0), (2.0, 4.0), (2.0, 0.0), (4.0, 0.0), (2.0, 0.0), (1.0, 0.0)]
+    costs = replace(
+        profile([1.0] * 6, (0, 1, 2, 4, 5, 6)), layers=tuple(LayerCost(f, b, 5, 5, 10, 1, 1) for f, b in layers)
+    )
+    chosen = decide(costs, config(balancer="partition"), None)
+    assert chosen.partition == (0, 1, 2, 3, 4, 6)
+    assert chosen.bottleneck_seconds_after == chosen.bottleneck_seconds_before == 6.0
+    assert chosen.imbalance_after < chosen.imbalance_before
+    assert chosen.iteration_seconds_after < 0.8 * chosen.iteration_seconds_before
+    assert decide(costs, config(balancer="partition", min_improvement=0.3), None).partition == costs.partition
+    # More even, but an iteration takes as long: that is no reason to move.
+    lopsided = profile([10.0, 1.0, 1.0, 1.0, 1.0], (0, 1, 2, 5))
+    assert decide(lopsided, config(balancer="partition"), None).partition == (0, 1, 2, 5)
+
+
 def tradeoff(batches: int, costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:
     return MoveTradeoff(batches, costs, (error,) * 4)
 

@@ -16,6 +16,7 @@ from ds_dynmo.partitioners import CostHistory, MemoryModel, MoveCosts, Overflow,
 from ds_dynmo.plan import MigrationPlan, Profile, check_partition, stage_of
 
 _STANDARD_ERRORS = 3.0  # by which a saving has to exceed what it may be off by
+_TIE = 1e-9  # relative difference below which two bottlenecks are equal
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def decide(
         memory=memory,
         pipeline=given.pipeline if config.balance_by == "time" else None,
         speeds=speeds,
+        layer_bytes=[layer.static_bytes for layer in given.profile.layers],
         groups=groups,
     )
     return accept_move(given, check_partition(proposed, num_layers, num_stages), config, memory, tradeoff, groups)
@@ -148,10 +150,11 @@ def accept_move(
     """``proposed`` if it is worth it, or if the present partition breaks the memory limit.
 
     Worth it is what lowers the bottleneck (with a balancer that takes the pipeline: the iteration's seconds) by
-    ``min_improvement``; and with ``tradeoff``, where time is balanced, what lowers the iteration by more than noise
-    explains, and saves more until the next decision than the move costs, what was missed since layers could first have
-    moved added. So a small gain that lasts is taken in the end, at no more than twice the least possible cost, however
-    short the interval. Where a stage lacks the memory that the move takes, layers go as far as all stages have it.
+    ``min_improvement``, or leaves it as it is and lowers the iteration's seconds by as much; and with ``tradeoff``,
+    where time is balanced, what lowers the iteration by more than noise explains, and saves more until the next
+    decision than the move costs, what was missed since layers could first have moved added. So a small gain that lasts
+    is taken in the end, at no more than twice the least possible cost, however short the interval. Where a stage lacks
+    the memory that the move takes, layers go as far as all stages have it.
     """
     current = given.current
     if proposed == current:
@@ -167,8 +170,7 @@ def accept_move(
         return replace(part, verdict=f"{part.verdict}; going to {list(proposed)}, {too_much}")
     if not _fits(current, memory):
         return predict(given, proposed, "the present partition does not fit in memory")
-    before, after = (_objective(given, partition, config) for partition in (current, proposed))
-    if not (after < before and before - after >= config.min_improvement * before):
+    if not _improves(given, proposed, config):
         return predict(given, current, f"{list(proposed)} would be better by less than min_improvement")
     if tradeoff is None or config.balance_by != "time":
         return predict(given, proposed, "better")
@@ -205,6 +207,18 @@ def predict(given: DecisionInput, partition: tuple[int, ...], verdict: str = "")
 def moved_bytes(profile: Profile, old: Sequence[int], new: Sequence[int]) -> int:
     """Static bytes of the layers that change stage."""
     return sum(profile.layers[move.layer].static_bytes for move in MigrationPlan.between(old, new).moves)
+
+
+def _improves(given: DecisionInput, proposed: tuple[int, ...], config: DynMoConfig) -> bool:
+    """Does it lower the objective by ``min_improvement`` or, where it raises none, the iteration's seconds?"""
+
+    def lower(before: float, after: float) -> bool:
+        return after < before and before - after >= config.min_improvement * before
+
+    before, after = (_objective(given, partition, config) for partition in (given.current, proposed))
+    if lower(before, after) or after > before * (1 + _TIE):
+        return lower(before, after)
+    return lower(*(given.pipeline.iteration_seconds(partition) for partition in (given.current, proposed)))
 
 
 def _objective(given: DecisionInput, partition: tuple[int, ...], config: DynMoConfig) -> float:

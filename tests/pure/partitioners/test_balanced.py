@@ -1,6 +1,7 @@
 import random
 import re
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -103,17 +104,80 @@ def test_layers_are_spread_where_the_bottleneck_leaves_a_choice() -> None:
     assert balanced([1, 1, 1, 1, 10], 3) == [0, 2, 4, 5]
 
 
-def test_an_optimal_start_stays() -> None:
+def test_of_equal_bottlenecks_the_least_imbalance() -> None:
     costs = [10, 1, 1, 1, 1]
-    assert balanced(costs, 3, start=[0, 1, 2, 5]) == [0, 1, 2, 5]
-    assert balanced(costs, 3, start=[0, 2, 3, 5]) == [0, 1, 3, 5]
+    assert balanced(costs, 3, start=[0, 1, 2, 5]) == [0, 1, 3, 5]  # 10, 1 and 3 are less even than 10, 2 and 2
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 3, 6]) == [0, 1, 3, 6]
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 4, 6]) == [0, 1, 4, 6]
 
 
-def test_an_optimal_start_stays_only_if_it_fits() -> None:
-    memory = MemoryModel((1,) * 5, (0,) * 5, (0,) * 5, limits=(5, 5, 2), micro_batches=1)
+def test_of_equal_imbalances_the_fewest_bytes() -> None:
+    costs, start = [10, 1, 1, 1, 1, 1], [0, 1, 2, 6]
+    assert balanced(costs, 3, start=start) == [0, 1, 3, 6]
+    costs, start = [6, 0, 0, 0, 6], [0, 1, 5]
+    assert balanced(costs, 2, start=start) == start
+    assert balanced([6, 0, 0, 6, 6, 6], 2, start=[0, 2, 6], layer_bytes=[1] * 6) == [0, 4, 6]
+    with pytest.raises(PartitionError, match="6 layers need 6 sizes in bytes, got 5"):
+        balanced([6, 0, 0, 6, 6, 6], 2, start=[0, 2, 6], layer_bytes=[1] * 5)
+
+
+def test_an_even_start_stays_only_if_it_fits() -> None:
+    memory = MemoryModel((1,) * 6, (0,) * 6, (0,) * 6, limits=(5, 5, 2), micro_batches=1)
     roomy = replace(memory, limits=(5, 5, 5))
-    assert balanced([10, 1, 1, 1, 1], 3, start=[0, 1, 2, 5], memory=roomy) == [0, 1, 2, 5]
-    assert balanced([10, 1, 1, 1, 1], 3, start=[0, 1, 2, 5], memory=memory) == [0, 1, 3, 5]
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 3, 6], memory=roomy) == [0, 1, 3, 6]
+    assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 3, 6], memory=memory) == [0, 1, 4, 6]
+
+
+def check_ties(seed: int, count: int, most_layers: int) -> int:
+    """Against every partition, in exact numbers; returns how often another choice had the same bottleneck."""
+    rng = random.Random(seed)
+    chosen = 0
+    for case in range(count):
+        num_layers = rng.randint(1, most_layers)
+        num_stages = rng.randint(1, num_layers)
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        memory = random_memory(rng, num_layers, num_stages) if case % 4 == 1 else None
+        # Powers of two, so that a load over a speed is exact.
+        speeds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(num_stages)] if case % 4 == 2 else [1.0] * num_stages
+        start = random_start(rng, num_layers, num_stages)
+        sizes = [rng.randrange(5) for _ in range(num_layers)]
+        partitions = every_partition(num_layers, num_stages)
+        fitting = [p for p in partitions if memory is None or overshoot(memory, p) <= 0]
+        if not fitting:
+            continue
+
+        def rank(
+            partition: list[int],
+            costs: list[float] = costs,
+            speeds: list[float] = speeds,
+            start: list[int] = start,
+            sizes: list[int] = sizes,
+        ) -> tuple[Fraction, Fraction, int]:
+            exact = [Fraction(cost) for cost in costs]
+            stages = zip(partition, partition[1:], speeds)
+            of_stages = [sum(exact[a:b], Fraction(0)) / Fraction(speed) for a, b, speed in stages]
+            ranges = zip(zip(start, start[1:]), zip(partition, partition[1:]))
+            stay = sum(sum(sizes[max(a, c) : max(max(a, c), min(b, d))]) for (a, b), (c, d) in ranges)
+            return max(of_stages), -min(of_stages), sum(sizes) - stay
+
+        ranks = [rank(partition) for partition in fitting]
+        found = balanced(costs, num_stages, start=start, memory=memory, speeds=speeds, layer_bytes=sizes)
+        assert found in fitting
+        assert rank(found) == min(ranks), (costs, num_stages, memory, speeds, start, sizes)
+        anywhere = balanced(costs, num_stages, memory=memory, speeds=speeds)
+        assert rank(anywhere)[:2] == min(ranks)[:2], (costs, num_stages, memory, speeds)
+        chosen += len({one for one in ranks if one[0] == min(ranks)[0]}) > 1
+    return chosen
+
+
+def test_ties_against_every_partition() -> None:
+    assert check_ties(seed=7, count=2000, most_layers=9) > 300
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(5))
+def test_ties_against_every_partition_fuzz(seed: int) -> None:
+    assert check_ties(seed=700 + seed, count=4000, most_layers=11) > 300
 
 
 def test_a_start_that_is_no_partition_is_refused() -> None:

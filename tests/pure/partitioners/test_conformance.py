@@ -145,10 +145,22 @@ def test_a_balancer_gets_what_it_has_parameters_for(monkeypatch: pytest.MonkeyPa
         given["both"] = (pipeline, speeds)
         return list(start)
 
+    @register("sizes")
+    def sizes(costs: Any, num_stages: int, *, start: Any, memory: Any, layer_bytes: Any) -> list[int]:
+        given["sizes"] = layer_bytes
+        return list(start)
+
     pipeline = PipelineModel((1.0, 1.0), (1.0, 1.0), 2, (1.0, 0.5))
-    for name in ("plain", "any", "planner", "both"):
+    for name in ("plain", "any", "planner", "both", "sizes"):
         partition = propose(
-            name, [2.0, 2.0], 2, start=[0, 1, 2], memory=None, pipeline=pipeline, speeds=pipeline.speeds
+            name,
+            [2.0, 2.0],
+            2,
+            start=[0, 1, 2],
+            memory=None,
+            pipeline=pipeline,
+            speeds=pipeline.speeds,
+            layer_bytes=[7, 9],
         )
         assert partition == [0, 1, 2]
     assert given == {
@@ -156,4 +168,5 @@ def test_a_balancer_gets_what_it_has_parameters_for(monkeypatch: pytest.MonkeyPa
         "any": ["memory", "start"],
         "planner": pipeline,
         "both": (pipeline, pipeline.speeds),
+        "sizes": [7, 9],
     }

@@ -1,0 +1,196 @@
+"""Among the partitions of least bottleneck: those of least imbalance, and of these the one that moves fewest bytes.
+
+The bottleneck and the mean load are the same for all of them, so the paper's imbalance (equation 2) is least where the
+lightest stage has most. Loads are exact integers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ds_dynmo.errors import PartitionError
+
+__all__ = [
+    "Limits",
+    "check_layer_bytes",
+    "even_out",
+    "evenest",
+    "fewest_moved",
+    "lightest_loads",
+]
+
+
+def check_layer_bytes(layer_bytes: Sequence[int] | None, num_layers: int) -> Sequence[int]:
+    """Give ``layer_bytes``, 1 for each layer where they are not known.
+
+    Raises:
+        PartitionError: not one for each layer.
+    """
+    if layer_bytes is None:
+        return (1,) * num_layers
+    if len(layer_bytes) != num_layers:
+        raise PartitionError(f"{num_layers} layers need {num_layers} sizes in bytes, got {len(layer_bytes)}")
+    return layer_bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which layers each stage may own.
+
+    Attributes:
+        prefix: exact prefix sums of the layers' costs.
+        slowness: per stage, what a unit of cost takes there.
+        bound: the most that a stage may take.
+        furthest: per stage and first layer, how far the stage may reach within its memory; None: to the end.
+    """
+
+    prefix: list[int]
+    slowness: Sequence[int]
+    bound: int
+    furthest: Sequence[Sequence[int]] | None = None
+
+    def load(self, stage: int, start: int, stop: int) -> int:
+        """Give what layers ``[start, stop)`` take ``stage``."""
+        return self.slowness[stage] * (self.prefix[stop] - self.prefix[start])
+
+    def lightest(self, bounds: Sequence[int]) -> int:
+        """Give the smallest load of a stage."""
+        return min(self.load(stage, *bounds[stage : stage + 2]) for stage in range(len(bounds) - 1))
+
+    def met(self, bounds: Sequence[int], floor: int) -> bool:
+        """Does every stage take at least ``floor``, at most the bound, and fit?"""
+        return all(
+            stop in self.stops(stage, start, floor) for stage, (start, stop) in enumerate(zip(bounds, bounds[1:]))
+        )
+
+    def stops(self, stage: int, start: int, floor: int) -> range:
+        """Give where ``stage`` may end that begins at ``start`` and takes at least ``floor``."""
+        prefix, slow = self.prefix, self.slowness[stage]
+        first = bisect_left(prefix, prefix[start] - (-floor // slow), start + 1)
+        last = bisect_right(prefix, prefix[start] + self.bound // slow, start) - 1
+        return range(first, min(last, self.furthest[stage][start]) + 1 if self.furthest is not None else last + 1)
+
+    def ends(self, floor: int) -> list[range]:
+        """Give, per stage, where it may end for the stages behind it to take the rest, at least ``floor`` each."""
+        num_layers, total = len(self.prefix) - 1, self.prefix[-1]
+        most = _sums_behind([self.bound // slow for slow in self.slowness])
+        least = _sums_behind([-(-floor // slow) for slow in self.slowness])
+        ends = []
+        for stages_behind, (some, others) in enumerate(zip(most, least)):
+            last = min(num_layers - stages_behind, bisect_right(self.prefix, total - others) - 1)
+            ends.append(range(bisect_left(self.prefix, total - some), last + 1))
+        return ends[::-1]
+
+
+def _sums_behind(numbers: Sequence[int]) -> list[int]:
+    """Sums of the last 0, 1, 2, ... of ``numbers``, all but the first."""
+    return list(accumulate(reversed(numbers[1:]), initial=0))
+
+
+def lightest_loads(limits: Limits, floor: int) -> list[dict[int, int]]:
+    """Give, per number of stages and boundary behind them, the most that the lightest of these stages can have.
+
+    Args:
+        floor: a load that some partition gives every stage; boundaries that only smaller ones lead to are left out.
+    """
+    prefix = limits.prefix
+    reached = [{0: limits.bound}]
+    for stage, ends in enumerate(limits.ends(floor)):
+        slow, after = limits.slowness[stage], dict[int, int]()
+        for start, lightest in reached[-1].items():
+            before, stops = prefix[start], limits.stops(stage, start, floor)
+            for stop in range(max(stops.start, ends.start), min(stops.stop, ends.stop)):
+                load = slow * (prefix[stop] - before)
+                if load > lightest:
+                    load = lightest
+                if load > after.get(stop, -1):
+                    after[stop] = load
+        reached.append(after)
+    return reached
+
+
+def evenest(limits: Limits, reached: Sequence[dict[int, int]], floor: int) -> list[int]:
+    """Give a partition whose stages all take ``floor``: from the last boundary to the first, nearest to an even share.
+
+    Args:
+        reached: what :func:`lightest_loads` found.
+    """
+    prefix, num_stages = limits.prefix, len(limits.slowness)
+    bounds = [0] * num_stages + [len(prefix) - 1]
+    for stage in range(num_stages - 1, 0, -1):
+        stop = bounds[stage + 1]
+        starts = (start for start, lightest in reached[stage].items() if lightest >= floor and start < stop)
+        candidates = [start for start in starts if stop in limits.stops(stage, start, floor)]
+        share = prefix[stop] * stage
+        bounds[stage] = min(candidates, key=lambda start: abs(prefix[start] * (stage + 1) - share))
+    return bounds
+
+
+def fewest_moved(limits: Limits, floor: int, start: Sequence[int], layer_bytes: Sequence[int]) -> list[int]:
+    """Give the partition whose stages all take ``floor`` to which fewest bytes move from ``start``; there is one.
+
+    Args:
+        layer_bytes: per layer, what moves with it.
+    """
+    sizes = [0, *accumulate(layer_bytes)]
+    kept = {0: 0}  # per boundary behind the stages so far: the most bytes that stay where they are
+    starts: list[dict[int, int]] = []  # per stage and where it ends: where it begins then
+    for stage, ends in enumerate(limits.ends(floor)):
+        old_start, old_stop = start[stage : stage + 2]
+        after: dict[int, int] = {}
+        chosen: dict[int, int] = {}
+        for first, so_far in kept.items():
+            before = sizes[max(first, old_start)]
+            stops = limits.stops(stage, first, floor)
+            for stop in range(max(stops.start, ends.start), min(stops.stop, ends.stop)):
+                stay = so_far + max(0, sizes[min(stop, old_stop)] - before)
+                if stay > after.get(stop, -1):
+                    after[stop], chosen[stop] = stay, first
+        kept = after
+        starts.append(chosen)
+    bounds = [len(limits.prefix) - 1]
+    for chosen in reversed(starts):
+        bounds.append(chosen[bounds[-1]])
+    return bounds[::-1]
+
+
+def even_out(prefix: list[int], bounds: list[int], fits: Callable[[int, int, int], bool] | None = None) -> list[int]:
+    """Move inner boundaries of ``bounds``, in turn, to where the heavier of the two stages is lightest.
+
+    No stage becomes heavier than the heavier of a pair was, nor lighter than the lighter one.
+
+    Args:
+        prefix: exact prefix sums of the layers' costs.
+        fits: whether (stage, start, stop) fits in memory; None: everything does.
+
+    >>> even_out([0, 10, 11, 12, 13, 14], [0, 1, 2, 5])
+    [0, 1, 3, 5]
+    """
+    bounds = [*bounds]
+    num_stages = len(bounds) - 1
+    for _ in range(num_stages):
+        before = [*bounds]
+        for stage in range(1, num_stages):
+            bound = _even_bound(prefix, *bounds[stage - 1 : stage + 2])
+            if fits is None or (fits(stage - 1, bounds[stage - 1], bound) and fits(stage, bound, bounds[stage + 1])):
+                bounds[stage] = bound
+        if bounds == before:
+            break
+    return bounds
+
+
+def _even_bound(prefix: list[int], start: int, bound: int, stop: int) -> int:
+    """Where the heavier of ``[start, bound)`` and ``[bound, stop)`` would be lightest; ``bound`` if there already."""
+    low, high = prefix[start], prefix[stop]
+    # Beyond the middle the left one is the heavier, and lightest at once; before it the right one.
+    right = bisect_left(prefix, -(-(low + high) // 2), start + 1, stop - 1)
+    left = max(right - 1, start + 1)
+    best, heaviest = bound, max(prefix[bound] - low, high - prefix[bound])
+    for place in (left, right):
+        heavier = max(prefix[place] - low, high - prefix[place])
+        if heavier < heaviest:
+            best, heaviest = place, heavier
+    return best
