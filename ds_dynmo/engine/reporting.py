@@ -156,7 +156,7 @@ def rebalance_line(report: RebalanceReport) -> str:
     """The one line that is logged per rebalance."""
     text = (
         f"DynMo step {report.step} ({report.reason}): {list(report.old_partition)} -> {list(report.new_partition)}, "
-        f"{report.layers_moved} layers, {report.bytes_moved / 2**20:.1f} MiB in {report.migrate_seconds * 1e3:.0f} ms"
+        f"{_moved(report)} in {report.migrate_seconds * 1e3:.0f} ms"
     )
     if report.bottleneck_seconds_before is not None and report.bottleneck_seconds_after is not None:
         text += (
@@ -180,8 +180,7 @@ def repack_line(report: RepackReport) -> str:
     if report.recalled_ranks:
         text += f", ranks {list(report.recalled_ranks)} taken back"
     text += (
-        f"; {report.layers_moved} layers, {report.bytes_moved / 2**20:.1f} MiB in "
-        f"{report.migrate_seconds * 1e3:.0f} ms, new world in {report.world_seconds * 1e3:.0f} ms"
+        f"; {_moved(report)} in {report.migrate_seconds * 1e3:.0f} ms, new world in {report.world_seconds * 1e3:.0f} ms"
     )
     if report.iteration_seconds_before is not None and report.iteration_seconds_after is not None:
         text += (
@@ -189,3 +188,8 @@ def repack_line(report: RepackReport) -> str:
             f"{report.iteration_seconds_after * 1e3:.0f} ms"
         )
     return text
+
+
+def _moved(report: RebalanceReport | RepackReport) -> str:
+    layers = "1 layer" if report.layers_moved == 1 else f"{report.layers_moved} layers"
+    return f"{layers}, {report.bytes_moved / 2**20:.1f} MiB"
