@@ -191,7 +191,7 @@ class DynMoPipelineEngine(ElasticEngine):
         self._layers.refresh_tied_aliases(training=True)
         self._schedule_ran = False
         if self._controller.profile_batch(self.global_steps + 1):
-            with self._profiler.batch(self.module, self._layers.start, self.is_last_stage()):
+            with self._profiler.batch(self.module, self._layers.indices, self.is_last_stage()):
                 loss = train()
         else:
             began = time.perf_counter()
@@ -312,7 +312,7 @@ class DynMoPipelineEngine(ElasticEngine):
         """While a schedule runs, ``_INSTRUCTION_MAP`` holds what carries it out; at other times it is the user's."""
         found = self._composed()
         if training and self._profiler.measures:
-            found = instructions.marked(found, backward=self._prefix < self._layers.stop)
+            found = instructions.marked(found, backward=self._prefix < self._layers.run.stop)
         if training and self._tracer is not None and self._tracer.records:
             found = self._tracer.recorded(found)
         on_engine = self.__dict__.get("_INSTRUCTION_MAP")
@@ -405,8 +405,10 @@ class DynMoPipelineEngine(ElasticEngine):
         self._comm.max_over_world(table)
         if layer_sizes.failed(table):
             raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
-        partition, uses = tuple(self.partition), self._layers.first_uses()
-        self._profile = layer_sizes.profile_from(table, partition, self.global_steps, self.micro_batches, uses)
+        uses = self._layers.first_uses()
+        self._profile = layer_sizes.profile_from(
+            table, self._layers.placement, self.global_steps, self.micro_batches, uses
+        )
         whole = self.repacker.of_whole_batch(self._profile)
         self._cost_model.profiled(whole, layer_sizes.move_seconds(table), self._layer_groups)
         self._move_seconds = 0.0
@@ -466,7 +468,7 @@ class DynMoPipelineEngine(ElasticEngine):
         if not self.dynmo.decentralized:
             return decide(given, self.dynmo, memory, tradeoff, self._layer_groups)
         costs, speeds = costs_and_speeds(given, self.dynmo)
-        own_costs = costs[self._layers.start : self._layers.stop]
+        own_costs = [costs[index] for index in self._layers.indices]
         speed = speeds[self.stage_id] if speeds else 1.0
         proposed = decide_among_neighbours(
             own_costs, given.current, memory, self.stage_id, self._comm, speed=speed, groups=self._layer_groups
@@ -487,7 +489,7 @@ class DynMoPipelineEngine(ElasticEngine):
         plan = MigrationPlan.between(self.partition, new)
         check = partial(self._check_room, decided=decision is not None)
         if decision is None and self._profile is not None:
-            decision = predict(self._cost_model.decision_input(self._profile, plan.old, smoothed=False), new)
+            decision = predict(self._cost_model.decision_input(self._profile, plan.old.boundaries, smoothed=False), new)
         began = time.perf_counter()
         moved_bytes = migrate(plan, self._migration_context(), check)
         if plan.moves:
@@ -558,16 +560,16 @@ class DynMoPipelineEngine(ElasticEngine):
         if layer_sizes.failed(table):
             raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
         held, static = layer_sizes.held_from(table)
-        bounds = list(zip(plan.old, plan.old[1:]))
-        present = [sum(static[start:stop]) for start, stop in bounds]
+        present = [sum(static[index] for index in plan.old.layers_of(stage)) for stage in plan.old.stages]
         if decided and self._profile is not None:
             memory = trigger.memory_model(self._profile, limit, self.module.activation_checkpoint_interval)
             assert memory is not None
-            present = [memory.stage_bytes(stage, *each) for stage, each in enumerate(bounds)]
+            runs = map(plan.old.run_of, plan.old.stages)
+            present = [memory.stage_bytes(stage, run.start, run.stop) for stage, run in enumerate(runs)]
         found = partitioners.overflow(plan, held, self._layers.first_uses(), limit, present)
         if found is not None:
             raise MigrationError(
-                f"from {list(plan.old)} to {list(plan.new)}, {found} (dynmo.memory_limit). No layer has moved",
+                f"from {plan.old} to {plan.new}, {found} (dynmo.memory_limit). No layer has moved",
                 harmless=True,
             )
 

@@ -134,8 +134,8 @@ def rebalance_report(
     return RebalanceReport(
         step=step,
         reason=reason,
-        old_partition=plan.old,
-        new_partition=plan.new,
+        old_placement=plan.old,
+        new_placement=plan.new,
         bottleneck_seconds_before=decision.bottleneck_seconds_before if decision else None,
         bottleneck_seconds_after=decision.bottleneck_seconds_after if decision else None,
         imbalance_before=decision.imbalance_before if decision else None,

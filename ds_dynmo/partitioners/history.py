@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
-from ds_dynmo.plan import LayerCost, Profile, stage_of
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import LayerCost, Profile
 
 __all__ = ["CostHistory", "MoveCosts"]
 
@@ -32,7 +33,7 @@ class CostHistory:
     """Feed it every profile, in order; :meth:`forget` when the model says that its work changed."""
 
     def __init__(self) -> None:
-        self._partition: list[int] = []
+        self._placement: Placement | None = None  # of the latest profile
         self._means: list[list[float]] = []  # per layer: forward and backward seconds on its stage, profiles in them
         self._loads: list[list[float | None]] = []  # per layer: trainable parameters, load signal
         self._noises: list[float] = []
@@ -53,10 +54,10 @@ class CostHistory:
     @property
     def speeds(self) -> tuple[float, ...] | None:
         """Per stage, relative; None where there is no evidence that they differ."""
-        if not self._evidence:
+        if not self._evidence or self._placement is None:
             return None
         evidence = [SpeedEvidence(int(a), int(b), ratio, int(layers)) for a, b, ratio, layers in self._evidence]
-        speeds = relative_speeds(evidence, len(self._partition) - 1, self.noise)
+        speeds = relative_speeds(evidence, self._placement.num_stages, self.noise)
         return speeds if max(speeds) > 1.05 * min(speeds) else None
 
     def forget(self) -> None:
@@ -65,14 +66,14 @@ class CostHistory:
 
     def forget_stages(self) -> None:
         """The stages are others from here on; what is known of noise stays."""
-        self._partition, self._means, self._evidence = [], [], []
+        self._placement, self._means, self._evidence = None, [], []
 
     def observe(self, profile: Profile) -> None:
         """Take in one more profile."""
-        old, new = self._partition, list(profile.partition)
-        if len(old) == len(new) and len(self._means) == len(profile.layers):
+        old, new = self._placement, profile.placement
+        if old is not None and old.num_stages == new.num_stages and len(self._means) == len(profile.layers):
             logs = self._logs(profile.layers)
-            stayed = [layer for layer in logs if stage_of(layer, old) == stage_of(layer, new)]
+            stayed = [layer for layer in logs if old.stage_of(layer) == new.stage_of(layer)]
             drift = statistics.median([logs[layer] for layer in stayed]) if len(stayed) > 2 else 0.0
             changed = self._shifted(logs, stayed, new)
             self._learn_noise([logs[layer] - drift for layer in stayed])
@@ -81,7 +82,7 @@ class CostHistory:
             self._take(profile.layers, changed)
         else:
             self._means = [[cost.forward_seconds, cost.backward_seconds, 1] for cost in profile.layers]
-        self._partition = new
+        self._placement = new
         self._loads = [[cost.trainable_parameters, cost.load_signal] for cost in profile.layers]
 
     def smoothed(self, profile: Profile) -> Profile:
@@ -103,17 +104,18 @@ class CostHistory:
                 logs[layer] = math.log(cost.seconds / known)
         return logs
 
-    def _shifted(self, logs: dict[int, float], stayed: Sequence[int], partition: Sequence[int]) -> set[int]:
+    def _shifted(self, logs: dict[int, float], stayed: Sequence[int], placement: Placement) -> set[int]:
         """All layers of stages that got faster or slower as a whole by more than noise."""
         if not self._noises:
             return set()
         shifted: set[int] = set()
-        for start, stop in zip(partition, partition[1:]):
-            own = [layer for layer in stayed if start <= layer < stop]
+        for stage in placement.stages:
+            here = placement.layers_of(stage)
+            own = [layer for layer in stayed if layer in here]
             if len(own) > 1:
                 variance = sum(1 + 1 / self._means[layer][2] for layer in own) / len(own) ** 2
                 if abs(statistics.fmean(logs[layer] for layer in own)) > _SHIFTED * self.noise * math.sqrt(variance):
-                    shifted.update(range(start, stop))
+                    shifted.update(here)
         return shifted
 
     def _learn_noise(self, residuals: Sequence[float]) -> None:
@@ -122,22 +124,22 @@ class CostHistory:
             one = 1.4826 * statistics.median(map(abs, residuals)) / math.sqrt(1 + 1 / statistics.median(counts))
             self._noises = [*self._noises, one][-_WINDOW:]
 
-    def _learn_speeds(self, logs: dict[int, float], old: Sequence[int], new: Sequence[int]) -> None:
+    def _learn_speeds(self, logs: dict[int, float], old: Placement, new: Placement) -> None:
         ways: dict[tuple[int, int], list[float]] = {}
         for layer, log in logs.items():
-            source, destination = stage_of(layer, old), stage_of(layer, new)
+            source, destination = old.stage_of(layer), new.stage_of(layer)
             if source != destination:
                 ways.setdefault((source, destination), []).append(log)
         for (source, destination), ratios in sorted(ways.items()):
             self._evidence.append([source, destination, statistics.median(ratios), len(ratios)])
         self._evidence = self._evidence[-_EVIDENCE:]
 
-    def _rescale(self, old: Sequence[int], new: Sequence[int]) -> None:
+    def _rescale(self, old: Placement, new: Placement) -> None:
         """Averages of layers that moved, as they would be on their new stage."""
         speeds = self.speeds
         if speeds is not None:
             for layer, mean in enumerate(self._means):
-                ratio = speeds[stage_of(layer, old)] / speeds[stage_of(layer, new)]
+                ratio = speeds[old.stage_of(layer)] / speeds[new.stage_of(layer)]
                 mean[:2] = mean[0] * ratio, mean[1] * ratio
 
     def _take(self, layers: Sequence[LayerCost], changed: set[int]) -> None:
@@ -156,11 +158,19 @@ class CostHistory:
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return dict(vars(self))
+        values, placement = dict(vars(self)), self._placement
+        del values["_placement"]
+        values["_partition"] = [] if placement is None else list(placement.boundaries)
+        if placement is not None and not placement.is_chain:
+            values["_owners"] = list(placement.owners)
+        return values
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from where :meth:`state` was taken."""
-        vars(self).update(state)
+        values = dict(state)
+        boundaries, owners = values.pop("_partition"), values.pop("_owners", None)
+        self._placement = Placement.of(boundaries, owners) if boundaries else None
+        vars(self).update(values)
 
 
 def _close(a: float | None, b: float | None) -> bool:

@@ -50,13 +50,13 @@ def migration_peaks(
     Raises:
         PartitionError: not one of each per layer of the plan.
     """
-    num_layers, num_stages = plan.old[-1], len(plan.old) - 1
+    num_layers, stages = plan.old.num_layers, plan.old.stages
     if len(layers) != num_layers or len(first_uses) != num_layers:
         raise PartitionError(
             f"a plan of {num_layers} layers needs as many bytes and first uses, got {len(layers)} and {len(first_uses)}"
         )
-    before = [_owners(plan.old, stage, first_uses) for stage in range(num_stages)]
-    after = [_owners(plan.new, stage, first_uses) for stage in range(num_stages)]
+    before = [_owners(plan.old.layers_of(stage), first_uses) for stage in stages]
+    after = [_owners(plan.new.layers_of(stage), first_uses) for stage in stages]
     sent = [move for move in plan.moves if move.layer in after[move.destination].values()]
     return tuple(
         _peak(
@@ -66,7 +66,7 @@ def migration_peaks(
             [layers[move.layer] for move in sent if move.source == stage],
             overlapped=overlapped,
         )
-        for stage in range(num_stages)
+        for stage in stages
     )
 
 
@@ -107,10 +107,10 @@ def between(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, ...]]
         yield tuple(here + (2 * step * (there - here) + steps) // (2 * steps) for here, there in zip(old, new))
 
 
-def _owners(partition: Sequence[int], stage: int, first_uses: Sequence[int | None]) -> dict[int, int]:
-    """By first use, the layer that has the parameters on the stage: of a tied one its first use there."""
+def _owners(here: Iterable[int], first_uses: Sequence[int | None]) -> dict[int, int]:
+    """By first use, the layer that has the parameters on the stage of the layers ``here``: its first use there."""
     owners: dict[int, int] = {}
-    for layer in range(partition[stage], partition[stage + 1]):
+    for layer in here:
         use = first_uses[layer]
         if use is not None:
             owners.setdefault(use, layer)

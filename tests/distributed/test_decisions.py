@@ -164,7 +164,7 @@ def skip_a_layer(block: dict[str, Any], skipped: int, steps: int) -> dict[str, A
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         leaves_out = engine.global_steps < steps
         for position, layer in enumerate(module.forward_funcs):
-            if not (leaves_out and engine._layers.start + position == skipped):
+            if not (leaves_out and engine._layers.indices[position] == skipped):
                 hidden = layer(hidden)
         return hidden
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_dynmo
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.partitioners import migration_peaks
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
@@ -98,7 +99,7 @@ def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, in
         said = migration_peaks(plan, held, uses)[engine.stage_id]
         with TensorBytes() as tensors:
             engine.rebalance(new)
-        resting = sum((held[layer] for layer in range(*plan.old[engine.stage_id :][:2])), start=HeldBytes()).total
+        resting = sum((held[layer] for layer in plan.old.layers_of(engine.stage_id)), start=HeldBytes()).total
         found.append((tensors.began, tensors.peak, resting, said))
     return found
 
@@ -145,7 +146,9 @@ def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
         engine.save_checkpoint(folder, "there")
         engine.rebalance([0, case.num_layers // 2, case.num_layers])
     if how == "shrink":
-        plan = MigrationPlan.between(engine.partition, [0, case.num_layers, case.num_layers], leaving=[1])
+        plan = MigrationPlan.between(
+            engine.partition, Placement.chain([0, case.num_layers, case.num_layers], empty=[1])
+        )
     else:
         plan = MigrationPlan.between(engine.partition, new)
     needed = max(migration_peaks(plan, held_now(engine), engine._layers.first_uses()))

@@ -138,7 +138,7 @@ def test_only_copies_are_marked(way: str, copy: str, converted_once: bool) -> No
 
 
 def freeze(engine: Any, uses: set[int]) -> None:
-    for index in uses & set(range(engine._layers.start, engine._layers.stop)):
+    for index in uses & {*engine._layers.indices}:
         for weight in engine._layers.tied_weights(index):
             weight.requires_grad_(False)
 

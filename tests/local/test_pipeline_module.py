@@ -14,6 +14,7 @@ class Pipeline(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self._layer_specs = [layer]
+        self.parts, self.stage_id = [0, 1], 0
 
 
 def test_a_layer_given_as_a_module_that_was_here_before_is_a_shell_without_values() -> None:

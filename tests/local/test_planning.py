@@ -14,6 +14,7 @@ from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import uniform
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
 BALANCERS = ["partition", "diffusion", "makespan"]
@@ -23,7 +24,7 @@ LAYERS, STAGES = 16, 8
 def planner(share: float, limit: int | None = None, most: int = STAGES, **block: Any) -> Planner:
     """Of a run that began with layers of one second; they take ``share`` of that now, and 10 bytes each."""
     layers = (LayerCost(share / 3, 2 * share / 3, 5, 5, static_bytes=10, activation_bytes=0, input_bytes=0),) * LAYERS
-    profile = Profile(7, uniform(LAYERS, STAGES), layers, micro_batches=8, batch_seconds=1.0)
+    profile = Profile(7, Placement.chain(uniform(LAYERS, STAGES)), layers, micro_batches=8, batch_seconds=1.0)
     given = DecisionInput.of(profile)
     return Planner(
         given=given,
@@ -84,7 +85,7 @@ def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
     ):
         replace(plan, most=STAGES).onto(6)
     light = replace(planner(0.2, balancer=balancer), groups=groups)
-    five = DecisionInput.of(replace(light.given.profile, partition=(0, 4, 7, 10, 13, 16)))
+    five = DecisionInput.of(replace(light.given.profile, placement=Placement.chain((0, 4, 7, 10, 13, 16))))
     light = replace(light, given=five)
     assert groups.allows(light.best().partition) and light.best().num_stages < 5
     assert light.fastest(present_seconds=1e9).num_stages == 5  # there are ranks for 8 stages, and groups for 5

@@ -13,6 +13,7 @@ import pytest
 
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 from scripts import plot
 from scripts.plotting.data import (
@@ -33,7 +34,7 @@ SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
 def profile(step: int, partition: tuple[int, ...], slower: float = 1.0) -> dict[str, Any]:
     layers = tuple(LayerCost(slower * forward, slower * backward, 1, 1, 1, 1, 1) for forward, backward in SECONDS)
-    return Profile(step, partition, layers, micro_batches=4, batch_seconds=60.0).as_record()
+    return Profile(step, Placement.chain(partition), layers, micro_batches=4, batch_seconds=60.0).as_record()
 
 
 def decision(step: int, old: Sequence[int], new: Sequence[int], **changes: Any) -> dict[str, Any]:

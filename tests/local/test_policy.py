@@ -16,6 +16,7 @@ from ds_dynmo.engine.profiling.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, MoveCosts, balanced
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 
 
@@ -26,7 +27,7 @@ def config(**block: Any) -> DynMoConfig:
 def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
     sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
     layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
-    return Profile(7, partition, layers, micro_batches=4, batch_seconds=1.0)
+    return Profile(7, Placement.chain(partition), layers, micro_batches=4, batch_seconds=1.0)
 
 
 def decide(costs: Profile, settings: DynMoConfig, memory: MemoryModel | None) -> policy.Decision:
@@ -105,7 +106,7 @@ def test_a_move_has_to_save_more_than_it_costs() -> None:
         assert (made.partition == (0, 3, 4)) == goes
         assert goes or f"in each of {batches} batches" in made.verdict
     dear = tradeoff(1, MoveCosts([(10, 1e9)]))
-    memory = trigger.memory_model(replace(given.profile, partition=(0, 2, 4)), 45, 0)
+    memory = trigger.memory_model(replace(given.profile, placement=Placement.chain((0, 2, 4))), 45, 0)
     assert policy.decide(given, config(), memory, dear).partition == (0, 2, 4)
     given = DecisionInput.of(profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0))
     memory = trigger.memory_model(given.profile, 20, 0)  # the present partition does not fit: whatever it costs
@@ -169,7 +170,7 @@ def test_one_stalled_micro_batch_changes_no_decision(micro_batches: int, balance
             LayerCost(samples.forward_seconds(layer), samples.backward_seconds(layer), 5, 5, 10, 1, 1)
             for layer in range(len(work))
         )
-        measured = Profile(0, (0, 6, 12), layers, micro_batches, batch_seconds=1.0)
+        measured = Profile(0, Placement.chain((0, 6, 12)), layers, micro_batches, batch_seconds=1.0)
         chosen.add(decide(measured, config(balancer=balancer), None).partition)
     assert len(chosen) == 1 and chosen != {(0, 6, 12)}
 
@@ -194,7 +195,7 @@ class Run:
             stage = next(s for s, stop in enumerate(self.partition[1:]) if layer < stop)
             seconds *= self.rng.uniform(1 - self.jitter, 1 + self.jitter) / self.speeds[stage]
             layers.append(LayerCost(seconds / 3, 2 * seconds / 3, 5, 5, 10, 1, 1))
-        measured = Profile(0, self.partition, tuple(layers), micro_batches=16, batch_seconds=1.0)
+        measured = Profile(0, Placement.chain(self.partition), tuple(layers), micro_batches=16, batch_seconds=1.0)
         self.cost_model.profiled(measured, self.move_seconds)
         return measured
 

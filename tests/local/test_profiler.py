@@ -79,7 +79,7 @@ def measure(
     profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=list(layers))
     for _ in range(2):
-        with profiler.batch(module, start, has_loss=False):
+        with profiler.batch(module, range(start, start + len(layers)), has_loss=False):
             with profiler.one_pass(backward=False):
                 outputs = run(module.forward_funcs, x)
             clock.time += 100.0  # between passes: nobody's
@@ -184,7 +184,7 @@ def test_the_loss_counts_as_the_last_layers() -> None:
     clock = Clock()
     profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=[Layer(clock, 1.0, 3.0)])
-    with profiler.batch(module, 0, has_loss=True), profiler.one_pass(backward=False):
+    with profiler.batch(module, [0], has_loss=True), profiler.one_pass(backward=False):
         module.forward_funcs[0](torch.ones(2, 3))
         clock.time += 10.0
     assert profiler.samples.forward_seconds(0) == 11.0
@@ -222,7 +222,7 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
     funcs = [lambda x: (x[: rows.pop(0)].clone() ** 2).sum()]
     module, rows = SimpleNamespace(forward_funcs=list(funcs)), [1, 4, 2]
     profiler = Profiler(Clock(), size_every_pass=every)
-    with profiler.batch(module, 0, has_loss=True):
+    with profiler.batch(module, [0], has_loss=True):
         for _ in range(3):
             with profiler.one_pass(backward=False):
                 module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
@@ -248,7 +248,7 @@ def test_a_stalled_batch_is_not_what_a_batch_takes() -> None:
     module = SimpleNamespace(forward_funcs=[])
     for seconds in (0.5, 0.5, 0.5):
         profiler.batch_took(seconds)
-    with profiler.batch(module, 0, has_loss=True):
+    with profiler.batch(module, [], has_loss=True):
         pass  # takes no time, where others take half a second
     assert profiler.batches == 1 and profiler.batch_seconds == 0.5
     profiler.forget()
@@ -263,7 +263,7 @@ def test_instructions_of_ones_own_count_with_the_next_pass() -> None:
     clock = Clock()
     layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
     profiler, module = Profiler(clock), SimpleNamespace(forward_funcs=list(layers))
-    with profiler.batch(module, 4, has_loss=False):
+    with profiler.batch(module, [4, 5], has_loss=False):
         assert profiler.measures
         for _ in range(2):
             with torch.no_grad(), profiler.another_pass():

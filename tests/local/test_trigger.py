@@ -10,6 +10,7 @@ import pytest
 from ds_dynmo.config import DynMoConfig, parse_block
 from ds_dynmo.engine.balancing import trigger
 from ds_dynmo.engine.balancing.trigger import Controller
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
 
@@ -146,7 +147,7 @@ def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
 def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
     sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
     layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
-    return Profile(7, partition, layers, micro_batches=4, batch_seconds=1.0)
+    return Profile(7, Placement.chain(partition), layers, micro_batches=4, batch_seconds=1.0)
 
 
 def test_measured_bubble_ratio() -> None:

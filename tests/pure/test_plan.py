@@ -1,53 +1,124 @@
-"""Plans validate themselves."""
+"""Plans validate themselves; plans and reports of a chain and of a V, where every stage has two chunks."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import numpy as np
 import pytest
 
+from ds_dynmo import plan as public
 from ds_dynmo.errors import PartitionError
-from ds_dynmo.plan import LayerMove, MigrationPlan, check_partition, stage_of
+from ds_dynmo.partitioners import migration_peaks
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import (
+    HeldBytes,
+    LayerCost,
+    LayerMove,
+    MeasuredReport,
+    MigrationPlan,
+    Profile,
+    RebalanceReport,
+    RepackReport,
+)
+
+CHAINS = Placement.chain([0, 2, 4, 6]), Placement.chain([0, 3, 5, 6])
+VS = Placement.v([0, 1, 3, 5, 6]), Placement.v([0, 2, 3, 4, 6])  # stage 0 owns 0 and 5, then 0, 1, 4 and 5
 
 
-def test_a_partition_becomes_plain_ints() -> None:
-    assert check_partition([0, np.int64(3), 8], 8, 2) == (0, 3, 8)
-    assert all(type(bound) is int for bound in check_partition([0, np.int64(3), 8], 8, 2))
+def test_moves_of_a_chain() -> None:
+    plan = MigrationPlan.between(*CHAINS)
+    assert plan.moves == (LayerMove(2, 1, 0), LayerMove(4, 2, 1))
+    assert plan == MigrationPlan.between([0, 2, 4, 6], [0, 3, 5, 6])
+    assert MigrationPlan.between([0, 2, 4], [0, 2, 4]).moves == ()
+
+
+def test_moves_of_a_v() -> None:
+    plan = MigrationPlan.between(*VS)
+    assert plan.moves == (LayerMove(1, 1, 0), LayerMove(4, 1, 0))
+    assert plan == MigrationPlan.between(VS[0], VS[1].boundaries)
+    within_a_stage = MigrationPlan.between(Placement.v([0, 2, 4, 6, 8]), Placement.v([0, 2, 5, 6, 8]))
+    assert within_a_stage.moves == ()  # from one chunk of stage 1 to its other
+
+
+def test_what_a_move_of_a_v_holds() -> None:
+    held = [HeldBytes(own=10**layer) for layer in range(6)]
+    peaks = migration_peaks(MigrationPlan.between(*VS), held, range(6))
+    assert peaks == (110011, 11110)  # everything that stage 0 has at the end, and stage 1 had before
+
+
+def test_stages_that_leave_and_come_back() -> None:
+    released = Placement.chain([0, 0, 6], empty=[0])
+    there, back = MigrationPlan.between([0, 2, 6], released), MigrationPlan.between(released, [0, 2, 6])
+    assert there.leaving == (0,) and back.leaving == ()
+    assert [move.layer for move in there.moves] == [move.layer for move in back.moves] == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("partition", "message"),
+    ("old", "new", "moves", "message"),
     [
-        ([0, 8], "has 2 boundaries, 2 stages need 3"),
-        ([0, 3, 7], "8 layers need 0 to 8"),
-        ([1, 3, 8], "runs from 1"),
-        ([0, 0, 8], "stage 0 would own no layer"),
-        ([0, 8, 8], "stage 1 would own no layer"),
-        ([0, 9, 8], "not strictly increasing"),
-        ([0, 2.5, 8], "list of ints"),
-        ("abc", "list of ints"),
-        (None, "list of ints"),
+        (*CHAINS, (), "do not lead"),
+        (*VS, (LayerMove(1, 1, 0),), "do not lead"),
+        (CHAINS[0], VS[0], (), "6 layers on 3 stages cannot lead to 6 on 2"),
+        (VS[0], Placement.v([0, 1, 3, 5, 7]), (), "6 layers on 2 stages cannot lead to 7 on 2"),
     ],
 )
-def test_what_is_no_partition(partition: Any, message: str) -> None:
+def test_plans_that_are_refused(old: Placement, new: Placement, moves: Any, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
-        check_partition(partition, 8, 2)
-
-
-def test_moves_between_partitions() -> None:
-    plan = MigrationPlan.between([0, 2, 4, 6], [0, 3, 5, 6])
-    assert plan.moves == (LayerMove(2, 1, 0), LayerMove(4, 2, 1))
-    assert MigrationPlan.between([0, 2, 4], [0, 2, 4]).moves == ()
-    assert stage_of(4, plan.new) == 1
-
-
-def test_a_plan_with_other_moves_is_refused() -> None:
-    with pytest.raises(PartitionError, match="do not lead"):
-        MigrationPlan((0, 2, 4), (0, 3, 4), ())
+        MigrationPlan(old, new, moves)
 
 
 def test_digests_tell_plans_apart() -> None:
-    digests = {MigrationPlan.between([0, 2, 6], [0, stop, 6]).digest for stop in range(1, 6)}
-    assert len(digests) == 5
+    plans = [MigrationPlan.between([0, 2, 6], [0, stop, 6]) for stop in range(1, 6)]
+    plans += [MigrationPlan.between(VS[0], VS[0]), MigrationPlan.between([0, 1, 3, 5, 6], [0, 1, 3, 5, 6])]
+    assert len({plan.digest for plan in plans}) == len(plans)
     assert MigrationPlan.between([0, 2, 6], [0, 3, 6]).digest == MigrationPlan.between((0, 2, 6), (0, 3, 6)).digest
+
+
+# -- reports ------------------------------------------------------------------------------------------
+
+
+def rebalance_report(old: Placement, new: Placement) -> RebalanceReport:
+    return RebalanceReport(7, "interval", old, new, None, None, None, None, 1, 8, 0.0, 0.0, 0.0)
+
+
+def repack_report(old: Placement, new: Placement) -> RepackReport:
+    return RepackReport(7, "by hand", old, new, (1,), (), None, None, 1, 8, 0.0, 0.0, 0.0)
+
+
+def test_records_of_a_chain_are_as_they_were() -> None:
+    record = json.loads(json.dumps(rebalance_report(*CHAINS).as_record()))
+    assert (record["old_partition"], record["new_partition"]) == ([0, 2, 4, 6], [0, 3, 5, 6])
+    assert not any("placement" in name or "owners" in name for name in record)
+    measured = MeasuredReport(7, None, CHAINS[0], 0.1, 0.2, 0.3, 0.4)
+    assert measured.as_record()["partition"] == measured.partition == (0, 2, 4, 6)
+    profile = Profile(7, CHAINS[0], (), 4, 1.0)
+    assert profile.as_record()["partition"] == profile.partition == (0, 2, 4, 6)
+
+
+@pytest.mark.parametrize("report", [rebalance_report(*VS), repack_report(*VS)])
+def test_records_of_a_v_have_owners_beside(report: RebalanceReport | RepackReport) -> None:
+    record = json.loads(json.dumps(report.as_record()))
+    assert report.old_partition == (0, 1, 3, 5, 6) and report.new_partition == (0, 2, 3, 4, 6)
+    for which, placement in zip(("old", "new"), VS):
+        read = Placement.of(record[f"{which}_partition"], record[f"{which}_partition_owners"])
+        assert read == placement
+
+
+def test_what_reports_of_a_v_say() -> None:
+    assert rebalance_report(*VS).moved and not rebalance_report(VS[0], VS[0]).moved
+    report = repack_report(Placement.v([0, 1, 2, 3, 6]), Placement.v([0, 2, 6]))
+    assert (report.old_stages, report.new_stages) == (2, 1)
+
+
+def test_a_profile_of_a_v() -> None:
+    layers = tuple(LayerCost(1.0, 2.0, 4, 4, 16, 8, 8) for _ in range(6))
+    profile = Profile(7, VS[0], layers, micro_batches=4, batch_seconds=1.0)
+    record = json.loads(json.dumps(profile.as_record()))
+    assert Placement.of(record["partition"], record["partition_owners"]) == profile.placement
+    assert profile.costs("time") == [3.0] * 6
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(public, name).__doc__ for name in public.__all__)
+    assert public.stage_of(4, [0, 3, 8]) == 1

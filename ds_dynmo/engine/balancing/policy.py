@@ -13,7 +13,8 @@ from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import CostHistory, MemoryModel, MoveCosts, Overflow, PipelineModel
-from ds_dynmo.plan import MigrationPlan, Profile, check_partition, stage_of
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import MigrationPlan, Profile, check_partition
 
 _STANDARD_ERRORS = 3.0  # by which a saving has to exceed what it may be off by
 _TIE = 1e-9  # relative difference below which two bottlenecks are equal
@@ -63,7 +64,7 @@ class DecisionInput:
         """Layers' seconds on a stage of speed 1, and all that simulating takes."""
         profile, num_stages = self.profile, len(self.current) - 1
         speeds = self.speeds or (1.0,) * num_stages
-        where = [speeds[stage_of(layer, profile.partition)] for layer in range(len(profile.layers))]
+        where = [speeds[profile.placement.stage_of(layer)] for layer in range(len(profile.layers))]
         return PipelineModel(
             tuple(cost.forward_seconds * speed for cost, speed in zip(profile.layers, where)),
             tuple(cost.backward_seconds * speed for cost, speed in zip(profile.layers, where)),
@@ -76,9 +77,9 @@ class DecisionInput:
         """Per layer, of a balancer that knows of no speeds: time is what it takes where the layer is now."""
         if balance_by != "time":
             return self.profile.costs(balance_by)
-        pipeline = self.pipeline
+        pipeline, current = self.pipeline, Placement.chain(self.current)
         seconds = zip(pipeline.forward_seconds, pipeline.backward_seconds)
-        return [(f + b) / pipeline.speeds[stage_of(layer, self.current)] for layer, (f, b) in enumerate(seconds)]
+        return [(f + b) / pipeline.speeds[current.stage_of(layer)] for layer, (f, b) in enumerate(seconds)]
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def accept_move(
     saved = pipeline.iteration_seconds(current) - pipeline.iteration_seconds(proposed)
     if not _certain(saved, given, proposed, tradeoff.errors):
         return predict(given, current, f"{list(proposed)} would save {saved:.3g} s a batch, no more than noise may")
-    seconds = tradeoff.move_costs.seconds(moved_bytes(given.profile, current, proposed))
+    seconds = tradeoff.move_costs.seconds(moved_bytes(given.profile, MigrationPlan.between(current, proposed)))
     if saved * tradeoff.batches + tradeoff.missed_seconds <= seconds:
         stays = predict(
             given,
@@ -204,9 +205,9 @@ def predict(given: DecisionInput, partition: tuple[int, ...], verdict: str = "")
     )
 
 
-def moved_bytes(profile: Profile, old: Sequence[int], new: Sequence[int]) -> int:
+def moved_bytes(profile: Profile, plan: MigrationPlan) -> int:
     """Static bytes of the layers that change stage."""
-    return sum(profile.layers[move.layer].static_bytes for move in MigrationPlan.between(old, new).moves)
+    return sum(profile.layers[move.layer].static_bytes for move in plan.moves)
 
 
 def _improves(given: DecisionInput, proposed: tuple[int, ...], config: DynMoConfig) -> bool:
@@ -319,7 +320,7 @@ class CostModel:
 
     def moved(self, profile: Profile, plan: MigrationPlan) -> None:
         """Layers have moved; ``profile`` says how many bytes they have."""
-        self._moved_bytes = (self._moved_bytes or 0) + moved_bytes(profile, plan.old, plan.new)
+        self._moved_bytes = (self._moved_bytes or 0) + moved_bytes(profile, plan)
 
     def decision_input(self, profile: Profile, current: tuple[int, ...], *, smoothed: bool) -> DecisionInput:
         """Of the latest profile; ``smoothed``: with what earlier ones say of the same."""

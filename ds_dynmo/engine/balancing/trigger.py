@@ -20,7 +20,7 @@ def measured(profile: Profile, rebalance_step: int | None) -> MeasuredReport:
     return MeasuredReport(
         step=profile.step,
         rebalance_step=rebalance_step,
-        partition=profile.partition,
+        placement=profile.placement,
         bottleneck_seconds=max(loads),
         imbalance=partitioners.imbalance(seconds, profile.partition),
         batch_seconds=profile.batch_seconds,
@@ -36,7 +36,7 @@ def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval:
         static_bytes=tuple(layer.static_bytes for layer in profile.layers),
         activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),
         input_bytes=tuple(layer.input_bytes for layer in profile.layers),
-        limits=(limit_bytes,) * (len(profile.partition) - 1),
+        limits=(limit_bytes,) * profile.placement.num_stages,
         micro_batches=profile.micro_batches,
         checkpoint_interval=checkpoint_interval,
     )

@@ -29,6 +29,7 @@ from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.engine.checkpoint.tied_files import saved_as, stock_state_of_use
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.placement import Placement
 
 
 class SavedCheckpoint:
@@ -188,7 +189,7 @@ def _read(
     wanted: dict[Key, Key] = {}
     for index in range(target[stage], target[stage + 1]):
         name = layers.first_use(index)
-        if name not in origins or not layers.owner(index, target):
+        if name not in origins or not layers.owner(index, Placement.chain(target)):
             continue
         old = saved_as(layers, saved.layout, name)
         extras, strict = None, options.strict

@@ -259,7 +259,7 @@ class Communicator:
         if without:
             raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
         assert plan is not None
-        self._same(digest, [theirs for theirs, _ in digests], plan.old, plan.new)
+        self._same(digest, [theirs for theirs, _ in digests], plan.old.boundaries, plan.new.boundaries)
 
     def agree_on(self, new: Sequence[int] | None, old: Sequence[int]) -> None:
         """Agree that all ranks are about to go to the same partition, of whatever number of stages.

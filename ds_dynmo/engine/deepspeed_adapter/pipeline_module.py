@@ -7,7 +7,7 @@ runtime/pipe/module.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, tied_weight
 from ds_dynmo.engine.serialization.object_graph import copy_of_modules
-from ds_dynmo.plan import stage_of
+from ds_dynmo.placement import Placement
 
 try:
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -43,6 +43,8 @@ class StageLayers:
 
     def __init__(self, module: PipelineModule, ties: Mapping[str, OwnUses] | None = None) -> None:
         self._module = module
+        self._placement = Placement.chain(module.parts)
+        self._stage = int(module.stage_id)
         self._ties = dict(ties or {})
         self._tied_aliases: dict[int, nn.Module] = {}
         self._tied_alias_of: dict[int, str] = {}
@@ -51,12 +53,19 @@ class StageLayers:
     # -- reading --------------------------------------------------------------------------------------
 
     @property
-    def start(self) -> int:
-        return int(self._module._local_start)
+    def placement(self) -> Placement:
+        """Where all layers of the model are."""
+        return self._placement
 
     @property
-    def stop(self) -> int:
-        return int(self._module._local_stop)
+    def indices(self) -> tuple[int, ...]:
+        """The layers of this stage, in the order in which they run."""
+        return self._placement.layers_of(self._stage)
+
+    @property
+    def run(self) -> range:
+        """The same, where they are one run of consecutive layers."""
+        return self._placement.run_of(self._stage)
 
     @property
     def num_layers(self) -> int:
@@ -112,15 +121,15 @@ class StageLayers:
 
     def file_name(self, index: int) -> str:
         """DeepSpeed's name of the file of a layer, whichever stage holds it."""
-        return os.path.basename(self._module.ckpt_layer_path("", index - self.start))
+        return os.path.basename(self._module.ckpt_layer_path("", index - self._module._local_start))
 
-    def owner(self, index: int, partition: Sequence[int]) -> bool:
+    def owner(self, index: int, placement: Placement) -> bool:
         """Does layer ``index`` own its module on its stage (False: a tied layer whose first use is there too)?"""
         key = self.key(index)
         if key is None:
             return True
-        stage = stage_of(index, partition)
-        return index == min(use for use in self.uses(key) if stage_of(use, partition) == stage)
+        here = placement.layers_of(placement.stage_of(index))
+        return index == min(use for use in self.uses(key) if use in here)
 
     def local_module(self, index: int) -> nn.Module | None:
         """The module of a layer of this stage: for a tied one that of its first use here; None for a function."""
@@ -130,25 +139,25 @@ class StageLayers:
     def _place(self, index: int) -> tuple[dict[str, nn.Module | None], str]:
         """Where the PipelineModule keeps the module of a layer of this stage, and the name there."""
         key, tie = self.key(index), self.tie_of(index)
-        if tie is not None and self._leads(index, self.start, self.stop):
+        if tie is not None and self._leads(index, self.indices):
             key = tie.key
         return (self._module._modules, str(index)) if key is None else (self._module.tied_modules._modules, key)
 
-    def _leads(self, index: int, start: int, stop: int) -> bool:
-        """Is it, of uses that are modules of their own, the first on a stage that holds layers ``[start, stop)``?"""
+    def _leads(self, index: int, here: Container[int]) -> bool:
+        """Is it, of uses that are modules of their own, the first on the stage that holds the layers ``here``?"""
         tie = self.tie_of(index)
-        return tie is not None and index == min(use for use in tie.uses if start <= use < stop)
+        return tie is not None and index == min(use for use in tie.uses if use in here)
 
-    def _in_order(self, indices: Iterable[int], start: int, stop: int) -> list[int]:
+    def _in_order(self, indices: Iterable[int], here: Container[int]) -> list[int]:
         """Layers of such a stage in the order that DeepSpeed's module has their parameters in."""
-        return sorted(indices, key=lambda i: (self.key(i) is None and not self._leads(i, start, stop), i))
+        return sorted(indices, key=lambda i: (self.key(i) is None and not self._leads(i, here), i))
 
     def modules(self) -> dict[int, nn.Module]:
         """The modules of this stage's layers, each once."""
         found = {}
-        for index in range(self.start, self.stop):
+        for index in self.indices:
             module = self.local_module(index)
-            if module is not None and self.owner(index, self._module.parts):
+            if module is not None and self.owner(index, self._placement):
                 found[index] = module
         return found
 
@@ -157,11 +166,11 @@ class StageLayers:
         key = self.key(index)
         return str(index) if key is None else f"tied {key}"
 
-    def param_owners(self, partition: Sequence[int], stage: int) -> dict[str, int]:
+    def param_owners(self, placement: Placement, stage: int) -> dict[str, int]:
         """List the owners of a stage's parameters, each with its layer there, in the order of :meth:`parameters`."""
-        start, stop = partition[stage], partition[stage + 1]
-        owners = [index for index in range(start, stop) if self.owner(index, partition)]
-        return {self.param_owner(index): index for index in self._in_order(owners, start, stop)}
+        here = placement.layers_of(stage)
+        owners = [index for index in here if self.owner(index, placement)]
+        return {self.param_owner(index): index for index in self._in_order(owners, here)}
 
     def every_module(self) -> Iterator[nn.Module]:
         """Every part of every layer that runs here, tied aliases too."""
@@ -171,7 +180,7 @@ class StageLayers:
     def parameters(self) -> list[nn.Parameter]:
         """This stage's parameters, each once, in the order that DeepSpeed's module gives them: tied layers first."""
         modules = self.modules()
-        ordered = self._in_order(modules, self.start, self.stop)
+        ordered = self._in_order(modules, self.indices)
         return list({id(p): p for index in ordered for p in modules[index].parameters()}.values())
 
     def tied_by_key(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
@@ -186,7 +195,7 @@ class StageLayers:
     def tied_parameters(self) -> list[nn.Parameter]:
         """The parameters of this stage's tied layers that are tied."""
         whole = [p for index, module in self.modules().items() if self.key(index) for p in module.parameters()]
-        return [*whole, *(weight for index in range(self.start, self.stop) for weight in self.tied_weights(index))]
+        return [*whole, *(weight for index in self.indices for weight in self.tied_weights(index))]
 
     def tied_weights(self, index: int) -> list[nn.Parameter]:
         """What layer ``index``, of this stage, shares with other modules, in the order of ``tied_weight_attr``."""
@@ -197,7 +206,7 @@ class StageLayers:
 
     def later_copies(self) -> list[nn.Parameter]:
         """Tied weights of this stage that are another module's too, one before it in the model."""
-        later = [i for i in range(self.start, self.stop) if (tie := self.tie_of(i)) is not None and i != tie.uses[0]]
+        later = [i for i in self.indices if (tie := self.tie_of(i)) is not None and i != tie.uses[0]]
         return [weight for index in later for weight in self.tied_weights(index)]
 
     def sharing(self) -> set[int]:
@@ -210,8 +219,8 @@ class StageLayers:
 
     def random_streams(self) -> list[int]:
         """For each layer of this stage, the number by which its random draws go; see the module ``randomness``."""
-        own = {index: self.local_module(index) for index in range(self.start, self.stop) if self.key(index) is None}
-        return [getattr(own.get(index), "draws_as_layer", index) for index in range(self.start, self.stop)]
+        own = {index: self.local_module(index) for index in self.indices if self.key(index) is None}
+        return [getattr(own.get(index), "draws_as_layer", index) for index in self.indices]
 
     def counted_modules(self) -> dict[int, nn.Module]:
         """Like :meth:`modules`, with a tied layer only on the stage of its first use in the whole model."""
@@ -232,21 +241,20 @@ class StageLayers:
         """Let go of the module of layer ``index``, which was sent away; :meth:`rebuild` follows."""
         modules, name = self._place(index)
         del modules[name]
-        self._module.forward_funcs[index - self.start] = _sent_away
+        self._module.forward_funcs[self.indices.index(index)] = _sent_away
 
     # -- rebuilding -----------------------------------------------------------------------------------
 
-    def rebuild(self, partition: Sequence[int], stage: int, modules: dict[int, nn.Module]) -> None:
-        """Make the PipelineModule what it would be had it been built with ``partition`` and ``modules``."""
+    def rebuild(self, placement: Placement, stage: int, modules: dict[int, nn.Module]) -> None:
+        """Make the PipelineModule what it would be had it been built with ``placement`` and ``modules``."""
         module = self._module
         for name in [name for name in module._modules if name.isdigit()]:
             del module._modules[name]
         module.tied_modules.clear()
         module.tied_weight_attrs.clear()
-        module.parts = list(partition)
-        module._set_bounds(start=partition[stage], stop=partition[stage + 1])
+        self._place_at(placement, stage)
         module.forward_funcs, module.fwd_map = [], {}
-        for index in range(self.start, self.stop):
+        for index in self.indices:
             self._attach(index, modules.get(index))
         self.split_uses()
         module.is_checkpointable_results_interval = None  # stale results would silently skip layers
@@ -259,15 +267,19 @@ class StageLayers:
                 parameter.data = parameter.data.new_empty(0)
             if isinstance(self.spec(index), nn.Module):
                 empty(self.spec(index))
-        self.rebuild([0, 0], 0, {})
+        self.rebuild(Placement.chain([0, 0], empty=[0]), 0, {})
         self._module.tied_comms = {}
 
-    def renumber(self, partition: Sequence[int], stage: int) -> None:
+    def renumber(self, placement: Placement, stage: int) -> None:
         """The same layers, as this stage of another number of stages. :meth:`tie` or a migration follows."""
-        module = self._module
-        assert self.stop - self.start == partition[stage + 1] - partition[stage], "it keeps its layers"
-        module.parts = list(partition)
-        module._set_bounds(start=partition[stage], stop=partition[stage + 1])
+        assert self.indices == placement.layers_of(stage), "it keeps its layers"
+        self._place_at(placement, stage)
+
+    def _place_at(self, placement: Placement, stage: int) -> None:
+        here = placement.run_of(stage)
+        self._placement, self._stage = placement, stage
+        self._module.parts = list(placement.boundaries)
+        self._module._set_bounds(start=here.start, stop=here.stop)
 
     def _attach(self, index: int, layer: nn.Module | None) -> None:
         module, spec, key = self._module, self.spec(index), self.key(index)
@@ -301,12 +313,14 @@ class StageLayers:
     def split_uses(self) -> None:
         """Give every use of a tied layer but the first on this stage a tied alias of its own."""
         self._tied_aliases, self._tied_alias_of, self._tied_alias_sums = {}, {}, {}
-        for index in range(self.start, self.stop):
+        for index in self.indices:
             key = self.key(index)
-            if key is not None and not self.owner(index, self._module.parts):
+            if key is not None and not self.owner(index, self._placement):
                 self._tied_aliases[index] = _tied_alias(self._module.tied_modules[key])
                 self._tied_alias_of[index] = key
-                self._module.forward_funcs[index - self.start] = _use(self.spec(index), self._tied_aliases[index])
+                self._module.forward_funcs[self.indices.index(index)] = _use(
+                    self.spec(index), self._tied_aliases[index]
+                )
 
     def refresh_tied_aliases(self, *, training: bool) -> None:
         """Point the tied aliases at the parameters' present memory, and put them in training or evaluation mode."""
@@ -373,7 +387,7 @@ class StageLayers:
     def _copies(self) -> Iterator[tuple[nn.Parameter, ...]]:
         """Each tied weight that is in several modules of this stage, all of its copies, in layer order."""
         for tie in self.own_uses:
-            here = [use for use in tie.uses if self.start <= use < self.stop]
+            here = [use for use in tie.uses if use in self.indices]
             if len(here) > 1:
                 yield from zip(*(self.tied_weights(use) for use in here), strict=True)
 
@@ -381,7 +395,7 @@ class StageLayers:
 
     def mark_copies(self) -> None:
         """Tell DeepSpeed which parameters another module before has too, and that no other of those modules' has."""
-        for index in range(self.start, self.stop):
+        for index in self.indices:
             module = self.local_module(index)
             if module is not None and self.tie_of(index) is not None:
                 for parameter in module.parameters():
@@ -398,7 +412,7 @@ class StageLayers:
         for key in sorted([*self.tied_keys(), *self._ties]):
             tie = self._ties.get(key)
             uses = self.uses(key) if tie is None else tie.uses
-            stages = sorted({stage_of(use, module.parts) for use in uses})
+            stages = sorted({self._placement.stage_of(use) for use in uses})
             for pipeline in grid.pipe_groups:  # per replica and slice, its ranks by stage
                 ranks = [pipeline[stage] for stage in stages]
                 if len(ranks) == 1:

@@ -7,24 +7,24 @@ optimizer state is split by :meth:`OptimizerState.scatter_shards`.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from functools import partial
 
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
 from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.migrate import MigrationContext, packed_layer
+from ds_dynmo.placement import Placement
 
 
-def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas: int) -> None:
+def copy_stage(context: MigrationContext, placement: Placement, num_replicas: int) -> None:
     """Copy a stage to every replica from number ``num_replicas`` on. Collective.
 
     Args:
         context: this rank's stage; empty where it is of a replica to be filled.
-        partition: of the stages.
+        placement: of the layers.
     """
     replica = context.grid.get_data_parallel_id()
     has_layers = replica < num_replicas
-    plan = context.state.plan_scatter_shards(partition, num_replicas)
+    plan = context.state.plan_scatter_shards(placement.boundaries, num_replicas)
     own = context.layers.modules() if has_layers else {}
     packed = {index: packed_layer(context, index, module) for index, module in own.items()}
     source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)
@@ -46,7 +46,7 @@ def copy_stage(context: MigrationContext, partition: Sequence[int], num_replicas
         arrived[index] = arrival.materialize(partial(context.layers.build, index, context.device))
     if not has_layers:
         modules = {index: content.module for index, content in arrived.items()}
-        context.layers.rebuild(partition, context.stage, modules)
+        context.layers.rebuild(placement, context.stage, modules)
     context.rebuilt()
     context.state.scatter_shards(plan, context.layers.parameters(), arrived)
     context.layers.tie(context.grid, context.comm.tied_group)

@@ -15,6 +15,7 @@ from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.migration.migrate import MigrationContext
 from ds_dynmo.engine.model_api import ModelApiEngine
 from ds_dynmo.errors import ConfigError, ReleasedError
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport, RepackReport
 
 _COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
@@ -193,13 +194,13 @@ class _Balancer:
     def forget_profile(self) -> None:
         self._engine._profile = None
 
-    def stages_changed(self, partition: tuple[int, ...]) -> None:
+    def stages_changed(self, placement: Placement) -> None:
         """What was learnt of the stages is of others now; what was learnt of the layers holds."""
         engine, profile = self._engine, self.profile
         self.cost_model.stages_changed()
         engine._move_seconds = 0.0
         if profile is not None:
-            engine._profile = replace(profile, partition=partition, micro_batches=engine.micro_batches)
+            engine._profile = replace(profile, placement=placement, micro_batches=engine.micro_batches)
         engine._layers_moved()
         engine._controller.decided(moved=True)
 

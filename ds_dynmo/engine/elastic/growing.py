@@ -98,7 +98,7 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
         change.load_shared_states(job)
         _shrink_back(change, plan, snapshot.before)
         return MigrationError(f"{error}. The ranks that were called are parked again", harmless=True)
-    change.balancer.stages_changed(plan.partition)
+    change.balancer.stages_changed(plan.placement)
     if snapshot.first_seconds is not None:
         change.balancer.cost_model.first_seconds = snapshot.first_seconds
     change.load_shared_states(job)
@@ -111,6 +111,6 @@ def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> No
     num_stages = len(owners) // before.replica_multiplier
     if before.replica_multiplier > 1:
         change.context.state.rebuild_buffers()
-    partition = tuple(sorted(set(plan.moves.old)))  # without the empty stages
-    back = between(plan.stages, plan.moves.old, partition, owners[:num_stages])
+    present = plan.moves.old.without_empty_stages()
+    back = between(plan.stages, plan.moves.old, present, owners[:num_stages])
     free_stages(change, back, owners[num_stages:], park=True)

@@ -9,6 +9,7 @@ import torch
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.balancing.policy import CostModel
 from ds_dynmo.engine.migration.migrate import MigrationContext
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 
 
@@ -86,8 +87,8 @@ class Balancer(Protocol):
         """Train until there is a profile. Collective."""
         ...
 
-    def stages_changed(self, partition: tuple[int, ...]) -> None:
-        """Discard what was learnt of stages, and keep what was learnt of layers, which are at ``partition`` now."""
+    def stages_changed(self, placement: Placement) -> None:
+        """Discard what was learnt of stages, and keep what was learnt of layers, which are at ``placement`` now."""
         ...
 
 

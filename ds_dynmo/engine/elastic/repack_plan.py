@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_dynmo.errors import PartitionError
-from ds_dynmo.partitioners import hosts, with_empty
+from ds_dynmo.partitioners import hosts
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan
 
 
@@ -76,12 +77,12 @@ class RepackPlan:
     @property
     def freed(self) -> list[int]:
         """Which of the stages, by index, own no layer afterwards."""
-        return sorted(self.moves.leaving)
+        return list(self.moves.leaving)
 
     @property
-    def partition(self) -> tuple[int, ...]:
-        """The boundaries over the stages that own layers afterwards."""
-        return tuple(sorted(set(self.moves.new)))
+    def placement(self) -> Placement:
+        """Where layers are afterwards, of the stages that own some."""
+        return self.moves.new.without_empty_stages()
 
     def stages_of_copies(self, replica_multiplier: int) -> list[int]:
         """Choose among the freed stages, by index, those that become extra replicas of the staying ones, in order."""
@@ -94,32 +95,27 @@ def plan_repack(
     """Plan the way from ``old``, of the first replicas, to ``new``, over another number of stages.
 
     Args:
+        old, new: boundaries.
         layer_bytes: per layer, what moves with it; None: each as much.
 
     Raises:
         PartitionError: there are not so many stages.
     """
-    num_stages, wanted = len(old) - 1, len(new) - 1
-    stages = job.at_work
+    present, target = Placement.chain(old), Placement.chain(new)
+    stages, wanted = job.at_work, target.num_stages
     if wanted > len(stages):
         stages = job.with_parked(wanted)
     elif job.replica_multiplier > 1:
         stages = in_order(stages, job.last)
-    owners = [stages.index(stage) for stage in job.at_work[:num_stages]]
-    spread = with_empty(old, owners, len(stages))
+    owners = [stages.index(stage) for stage in job.at_work[: present.num_stages]]
+    spread = present.among(owners, len(stages))
     if wanted == len(stages):
         staying = tuple(range(wanted))
     else:
-        staying = hosts(spread, new, layer_bytes or [1] * old[-1])
-    return between(stages, spread, new, staying)
+        staying = hosts(spread.boundaries, target.boundaries, layer_bytes or [1] * present.num_layers)
+    return between(stages, spread, target, staying)
 
 
-def between(stages: tuple[int, ...], old: Sequence[int], new: Sequence[int], staying: Sequence[int]) -> RepackPlan:
+def between(stages: tuple[int, ...], old: Placement, new: Placement, staying: Sequence[int]) -> RepackPlan:
     """Plan the way from ``old``, over ``stages``, to ``new``, over those at ``staying``."""
-    moves = MigrationPlan.between(
-        old,
-        with_empty(new, staying, len(stages)),
-        leaving=[stage for stage in range(len(stages)) if stage not in staying],
-        joining=[stage for stage in range(len(stages)) if old[stage] == old[stage + 1]],
-    )
-    return RepackPlan(stages, tuple(staying), moves)
+    return RepackPlan(stages, tuple(staying), MigrationPlan.between(old, new.among(staying, len(stages))))

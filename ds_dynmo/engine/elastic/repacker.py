@@ -26,6 +26,7 @@ from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fata
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import Profile, RepackReport
 
 
@@ -208,8 +209,8 @@ class Repacker:
         report = RepackReport(
             step=step,
             reason=reason,
-            old_partition=old,
-            new_partition=new,
+            old_placement=Placement.chain(old),
+            new_placement=Placement.chain(new),
             released_ranks=done.released_ranks,
             recalled_ranks=done.recalled_ranks,
             iteration_seconds_before=before,

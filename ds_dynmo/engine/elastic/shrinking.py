@@ -11,6 +11,7 @@ from ds_dynmo.engine.elastic.copying import copy_stage
 from ds_dynmo.engine.elastic.repack_plan import RepackPlan
 from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
 from ds_dynmo.engine.serialization.objects import from_bytes
+from ds_dynmo.placement import Placement
 
 
 def shrink(change: WorldChange, plan: RepackPlan, *, park: bool, replica_multiplier: int = 1) -> RepackResult:
@@ -51,7 +52,7 @@ def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *
             change.ranks.park(released)
         if stays or copies:
             change.begin(at_work, world.generation + 1, replica_multiplier)
-            _settle(change, plan.partition, has_layers=stays, replica_multiplier=replica_multiplier)
+            _settle(change, plan.placement, has_layers=stays, replica_multiplier=replica_multiplier)
             if change.shared_states:
                 change.load_shared_states(from_bytes(change.comm.broadcast_object(job), engine.device))
         else:
@@ -67,16 +68,16 @@ def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *
     )
 
 
-def _settle(change: WorldChange, partition: tuple[int, ...], *, has_layers: bool, replica_multiplier: int) -> None:
+def _settle(change: WorldChange, placement: Placement, *, has_layers: bool, replica_multiplier: int) -> None:
     """Number the stages of the smaller world, and fill extra replicas. Collective."""
     context = change.context
     if has_layers:
-        context.layers.renumber(partition, context.stage)
+        context.layers.renumber(placement, context.stage)
     else:
         context.state.forget()
     if replica_multiplier > 1:
         with change.naming_dead_ranks():
-            copy_stage(context, partition, change.world.launch_replicas)
+            copy_stage(context, placement, change.world.launch_replicas)
     else:
         context.layers.tie(context.grid, context.comm.tied_group)
-    change.balancer.stages_changed(partition)
+    change.balancer.stages_changed(placement)

@@ -360,9 +360,9 @@ class Migrator:
 
     def _staying(self, plan: MigrationPlan) -> dict[int, nn.Module]:
         """Find the modules that stay, by the layer that owns each from now on."""
-        layers, (start, stop) = self._context.layers, plan.new[self._context.stage :][:2]
-        here = range(max(start, layers.start), min(stop, layers.stop))
-        modules = {index: layers.local_module(index) for index in here if layers.owner(index, plan.new)}
+        layers, here = self._context.layers, plan.new.layers_of(self._context.stage)
+        stay = [index for index in layers.indices if index in here and layers.owner(index, plan.new)]
+        modules = {index: layers.local_module(index) for index in stay}
         return {index: module for index, module in modules.items() if module is not None}
 
     def _free_leaving(self, migration: _Migration) -> None:
@@ -405,6 +405,6 @@ class Migrator:
         except Exception as error:
             plan = self._in_progress().plan
             raise MigrationError(
-                f"rank {self._context.grid.get_global_rank()} failed {step} while layers moved from {list(plan.old)} "
-                f"to {list(plan.new)}: {error}. Layers had begun to move: resume the job from its last checkpoint"
+                f"rank {self._context.grid.get_global_rank()} failed {step} while layers moved from {plan.old} "
+                f"to {plan.new}: {error}. Layers had begun to move: resume the job from its last checkpoint"
             ) from error

@@ -18,7 +18,7 @@ from ds_dynmo.engine.optimizer.flat_layout import (
     plan_transfers,
     stage_buffers,
 )
-from ds_dynmo.plan import MigrationPlan, stage_of
+from ds_dynmo.plan import MigrationPlan
 
 MASTER = "master"  # the kind of state that the fp32 weights are
 
@@ -98,7 +98,7 @@ def plan_resharding(
     old = {s: stage_buffers(list(before[s]), members, count, shards[0], after=False) for s in stages}
     new = {s: stage_buffers(list(after[s]), members, count, shards[1], after=True) for s in stages}
     source_of = {
-        (stage, owner): stage if owner in before[stage] else stage_of(layer, plan.old)
+        (stage, owner): stage if owner in before[stage] else plan.old.stage_of(layer)
         for stage in stages
         for owner, layer in after[stage].items()
     }

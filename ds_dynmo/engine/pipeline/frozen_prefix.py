@@ -73,7 +73,7 @@ def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
         float32 ``[num_layers, most weights of a key]``: 1 or 0, zeros for layers elsewhere.
     """
     found = torch.zeros(layers.num_layers, max((tie.num_weights for tie in layers.own_uses), default=0))
-    for index in range(layers.start, layers.stop):
+    for index in layers.indices:
         for number, weight in enumerate(layers.tied_weights(index)):
             found[index, number] = float(weight.requires_grad)
     return found
@@ -86,7 +86,7 @@ def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequen
         trainable: per layer of the model, whether it had something to train when the engine was told.
         tied: per layer, the :func:`tied_weights_that_train` of then.
     """
-    for index in range(layers.start, layers.stop):
+    for index in layers.indices:
         for weight, trained in zip(layers.tied_weights(index), tied[index], strict=False):
             if weight.requires_grad != bool(trained):
                 raise ConfigError(
@@ -111,10 +111,8 @@ def frozen_prefix(trainable: Sequence[bool]) -> int:
     return next((index for index, trains in enumerate(trainable) if trains), len(trainable))
 
 
-def changes(
-    start: int, stop: int, prefix: int, *, own_backward: bool
-) -> dict[type, Callable[[Instruction], Instruction]]:
-    """What a stage owning layers ``[start, stop)`` puts around instructions, or in their place.
+def changes(here: range, prefix: int, *, own_backward: bool) -> dict[type, Callable[[Instruction], Instruction]]:
+    """What a stage owning the layers ``here`` puts around instructions, or in their place.
 
     Args:
         own_backward: the backward pass is not DeepSpeed's but the user's, who wants it called.
@@ -122,10 +120,10 @@ def changes(
     changed: dict[type, Callable[[Instruction], Instruction]] = {}
     if prefix == 0:
         return changed
-    if prefix >= stop:
+    if prefix >= here.stop:
         changed[schedule.BackwardPass] = _through_nothing if own_backward else lambda _: _skip_backward
         changed[schedule.RecvGrad] = lambda _: _nothing
-    if prefix >= start:
+    if prefix >= here.start:
         changed[schedule.SendGrad] = lambda _: _free_input
         changed[schedule.RecvActivation] = _without_gradient
         changed[schedule.LoadMicroBatch] = _without_gradient

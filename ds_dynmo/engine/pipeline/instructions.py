@@ -83,11 +83,11 @@ def compose(
     put_around(schedule.BackwardPass, _from_all_outputs)
     backward = present.get(schedule.BackwardPass)
     own_backward = backward is not None and not is_deepspeeds(backward)
-    for kind, around in frozen_prefix.changes(layers.start, layers.stop, prefix, own_backward=own_backward).items():
+    for kind, around in frozen_prefix.changes(layers.run, prefix, own_backward=own_backward).items():
         put_around(kind, around)
     if layers.has_tied_aliases or layers.has_copies:
         put_around(schedule.ReduceTiedGrads, _of_all_uses)
-    if layers.has_tied_aliases and accumulates and prefix < layers.stop:
+    if layers.has_tied_aliases and accumulates and prefix < layers.run.stop:
         put_around(schedule.BackwardPass, _accumulating_tied_aliases)
     if calls_back:
         put_around(schedule.OptimizerStep, _after_callbacks)

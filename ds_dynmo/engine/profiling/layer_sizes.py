@@ -14,6 +14,7 @@ from ds_dynmo.engine.migration.tensors import num_bytes
 from ds_dynmo.engine.optimizer.state import OptimizerState, held_alone
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 
 _FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _HELD = range(10)
@@ -32,7 +33,7 @@ def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, 
     try:
         return _stage_costs(layers, profiler, state, move_seconds)
     except Exception as error:  # whatever a user's load_signal raises: the others have to hear of it
-        logger.error(f"layers {layers.start} to {layers.stop}: cannot tell what they cost: {error!r}")
+        logger.error(f"layers {[*layers.indices]}: cannot tell what they cost: {error!r}")
         table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
         table[-1, _FAILED] = 1.0
         return table
@@ -41,7 +42,7 @@ def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, 
 def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
     samples = profiler.samples
     table = torch.zeros(layers.num_layers + 1, _COLUMNS, dtype=torch.float64)
-    for index in range(layers.start, layers.stop):
+    for index in layers.indices:
         row = table[index]
         row[_FORWARD], row[_BACKWARD] = samples.forward_seconds(index), samples.backward_seconds(index)
         row[_MEASURED] = float(bool(samples.forward[index]))
@@ -72,7 +73,7 @@ def move_seconds(table: torch.Tensor) -> float:
 
 def profile_from(
     table: torch.Tensor,
-    partition: tuple[int, ...],
+    placement: Placement,
     step: int,
     micro_batches: int,
     first_uses: Sequence[int | None] = (),
@@ -103,13 +104,13 @@ def profile_from(
                 first_use=first_uses[index] if first_uses else None,
             )
         )
-    return Profile(step, partition, tuple(costs), micro_batches, float(table[-1, _BATCH]))
+    return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, _BATCH]))
 
 
 def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
     """``number`` of every local layer's module: ``[num_layers]``, float64, zeros for functions and layers elsewhere."""
     numbers = torch.zeros(layers.num_layers, dtype=torch.float64)
-    for index in range(layers.start, layers.stop):
+    for index in layers.indices:
         module = layers.local_module(index)
         if module is not None:
             numbers[index] = number(module)
@@ -120,12 +121,12 @@ def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
     """What this rank's layers hold now, and what they hold while they train: as :func:`stage_costs` gives costs."""
     table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
     try:
-        for index in range(layers.start, layers.stop):
+        for index in layers.indices:
             module = layers.local_module(index)
             if module is not None:
                 table[index] = torch.tensor([*astuple(held_bytes(module, state)), static_bytes(module, state)])
     except Exception as error:  # whatever a user's tensor raises: the others have to hear of it
-        logger.error(f"layers {layers.start} to {layers.stop}: cannot tell what they hold: {error!r}")
+        logger.error(f"layers {[*layers.indices]}: cannot tell what they hold: {error!r}")
         table[-1, _FAILED] = 1.0
     return table
 

@@ -106,8 +106,7 @@ class Profiler:
         self._size_every_pass = size_every_pass
         self.samples = Samples()
         self._recent_seconds: deque[float] = deque(maxlen=_RECENT)
-        self._start = 0
-        self._stop = 0
+        self._last = -1  # layer of the stage
         self._has_loss = False
         self.measures = False
         self._in_pass = False
@@ -138,17 +137,17 @@ class Profiler:
         return self.samples.batches
 
     @contextmanager
-    def batch(self, module: Any, start: int, has_loss: bool) -> Iterator[None]:
+    def batch(self, module: Any, layers: Sequence[int], has_loss: bool) -> Iterator[None]:
         """Measure while a batch runs: ``module.forward_funcs`` are marked inside, and bare again afterwards.
 
         Args:
             module: the PipelineModule.
-            start: the number of the stage's first layer.
+            layers: the numbers of the stage's layers.
             has_loss: is this the last stage?
         """
         bare = module.forward_funcs
-        self._start, self._stop, self._has_loss, self._passes = start, start + len(bare), has_loss, []
-        module.forward_funcs = [self._marked(start + position, layer) for position, layer in enumerate(bare)]
+        self._last, self._has_loss, self._passes = max(layers, default=-1), has_loss, []
+        module.forward_funcs = [self._marked(index, layer) for index, layer in zip(layers, bare, strict=True)]
         self.measures = True
         began = time.perf_counter()
         try:
@@ -165,7 +164,7 @@ class Profiler:
     @contextmanager
     def one_pass(self, backward: bool) -> Iterator[None]:
         """One micro-batch's forward or backward pass through the stage."""
-        with self._one_pass(backward, self._stop - 1 if backward else None):
+        with self._one_pass(backward, self._last if backward else None):
             yield
 
     @contextmanager
@@ -203,7 +202,7 @@ class Profiler:
             try:
                 outputs = self._sized(index, layer, inputs)
             finally:
-                is_loss_next = self._has_loss and index == self._stop - 1 and not self._backward
+                is_loss_next = self._has_loss and index == self._last and not self._backward
                 self._mark(index if is_loss_next else before)
             if torch.is_grad_enabled():
                 self._watch_entering(inputs)

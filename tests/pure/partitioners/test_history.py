@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ds_dynmo.partitioners import CostHistory
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
 
@@ -16,7 +17,7 @@ def profile(
 ) -> Profile:
     signals = signals or [None] * len(seconds)
     layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, 10, 1, 1, signal) for s, signal in zip(seconds, signals))
-    return Profile(0, partition, layers, micro_batches=8, batch_seconds=1.0)
+    return Profile(0, Placement.chain(partition), layers, micro_batches=8, batch_seconds=1.0)
 
 
 def jittered(rng: random.Random, work: Sequence[float]) -> list[float]:

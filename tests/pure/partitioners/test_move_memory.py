@@ -9,6 +9,7 @@ import pytest
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import between, migration_peaks, overflow
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan, check_partition
 from tests.pure.partitioners.instances import random_start
 
@@ -64,7 +65,7 @@ def test_tied_layers_count_once_on_a_stage_and_on_every_stage_that_has_them() ->
     uses: list[int | None] = [0, 1, 2, 0]
     assert peaks([0, 2, 4], [0, 3, 4], layers, uses) == (120, 110)
     # Both uses on stage 0 from now on: it has the parameters already, and stage 1 keeps them until the end.
-    plan = MigrationPlan.between([0, 2, 4], [0, 4, 4], leaving=[1])
+    plan = MigrationPlan.between([0, 2, 4], Placement.chain([0, 4, 4], empty=[1]))
     assert migration_peaks(plan, layers, uses) == (120, 110)
 
 

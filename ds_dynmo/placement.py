@@ -1,0 +1,281 @@
+"""Which stage holds which layers. Pure; whoever has to know asks a :class:`Placement`.
+
+Layers are numbered 0 .. num_layers - 1 for life. A *chunk* is a run of consecutive layers, chunk ``c`` is layers
+``[boundaries[c], boundaries[c + 1])``. A *stage* is a position on the pipeline axis (DeepSpeed's ``stage_id``), and
+owns one chunk or more:
+
+=====  ======================  ==============  =====================================================
+shape  chunks of each stage    boundaries      stage ``s`` of ``p`` owns
+=====  ======================  ==============  =====================================================
+chain  one                     ``p + 1``       chunk ``s``
+V      two                     ``2 * p + 1``   chunks ``s`` and ``2 * p - 1 - s``
+=====  ======================  ==============  =====================================================
+
+``engine.partition`` is the list of boundaries: DeepSpeed's ``PipelineModule.parts``, or ``DualPipeVModule.parts``.
+
+Balancers are functions over costs and a chain's boundaries, and slice those (:mod:`ds_dynmo.partitioners`,
+:mod:`ds_dynmo.layer_groups`). Nothing else calculates with boundaries; tests/pure/test_placement.py reads the code.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import operator
+from collections.abc import Container, Sequence
+from dataclasses import InitVar, dataclass
+from functools import cached_property
+
+from ds_dynmo.errors import PartitionError
+
+__all__ = ["Placement", "check_partition", "stage_of"]
+
+
+def check_partition(
+    partition: Sequence[int], num_layers: int, num_stages: int, *, empty: Container[int] = ()
+) -> tuple[int, ...]:
+    """The boundaries of a chain, as plain ints.
+
+    Args:
+        empty: stages that may own no layer: they are being released, or were just taken back.
+
+    Raises:
+        PartitionError: not ``num_stages + 1`` ints, not strictly increasing (a stage would be empty),
+            or not running from 0 to ``num_layers``.
+    """
+    return Placement.chain(partition, num_layers=num_layers, num_stages=num_stages, empty=empty).boundaries
+
+
+def stage_of(layer: int, partition: Sequence[int]) -> int:
+    """The stage of a chain that owns ``layer``."""
+    return Placement.chain(partition).stage_of(layer)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every layer of the model, once, on a stage.
+
+    Attributes:
+        boundaries: of the chunks, in the order of the model.
+        owners: per chunk, the stage that holds it.
+
+    Args:
+        may_be_empty: stages whose chunks may have no layer.
+
+    Raises:
+        PartitionError: boundaries that leave out a layer or make a chunk empty, or owners that are not the stages
+            0 .. num_stages - 1.
+
+    >>> chain, v = Placement.chain([0, 3, 8]), Placement.v([0, 2, 4, 5, 8])
+    >>> chain.owners, v.owners
+    ((0, 1), (0, 1, 1, 0))
+    >>> chain.stage_of(4), v.stage_of(4), v.stage_of(7)
+    (1, 1, 0)
+    >>> v.layers_of(0), v.layers_of(1)
+    ((0, 1, 5, 6, 7), (2, 3, 4))
+    """
+
+    boundaries: tuple[int, ...]
+    owners: tuple[int, ...]
+    may_be_empty: InitVar[Container[int]] = ()
+
+    def __post_init__(self, may_be_empty: Container[int]) -> None:
+        bounds = self.boundaries
+        if len(bounds) != len(self.owners) + 1:
+            raise PartitionError(f"partition {list(bounds)} has {len(bounds)} boundaries, {len(self.owners)} owners")
+        if not self.owners or {*self.owners} != {*range(self.num_stages)}:
+            raise PartitionError(f"the owners {list(self.owners)} of chunks are not the stages 0, 1, ...")
+        if bounds[0] != 0:
+            raise PartitionError(f"partition {list(bounds)} runs from {bounds[0]}, the first layer is 0")
+        for owner, start, stop in zip(self.owners, bounds, bounds[1:]):
+            if stop < start or (stop == start and owner not in may_be_empty):
+                raise PartitionError(
+                    f"partition {list(bounds)} is not strictly increasing: stage {owner} would own no layer "
+                    f"({start} to {stop})"
+                )
+
+    @classmethod
+    def chain(
+        cls,
+        boundaries: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        num_stages: int | None = None,
+        empty: Container[int] = (),
+    ) -> Placement:
+        """One chunk per stage, in the order of the stages.
+
+        Args:
+            num_layers, num_stages: that it has to have; None: as many as it has.
+            empty: stages that may own no layer.
+
+        Raises:
+            PartitionError: it has not, or is no placement.
+
+        >>> Placement.chain([0, 3, 3, 8], empty=[1]).empty_stages
+        (1,)
+        """
+        bounds = _ints(boundaries)
+        stages = max(len(bounds) - 1, 1) if num_stages is None else num_stages
+        _check_extent(bounds, num_layers, f"{stages} stages", stages)
+        return cls(bounds, tuple(range(stages)), empty)
+
+    @classmethod
+    def v(cls, boundaries: Sequence[int], *, num_layers: int | None = None, num_stages: int | None = None) -> Placement:
+        """Two chunks per stage: down the stages and back up, so that the last layers are where the first ones are.
+
+        Raises:
+            PartitionError: as for :meth:`chain`, or an odd number of chunks.
+        """
+        bounds = _ints(boundaries)
+        stages = max((len(bounds) - 1) // 2, 1) if num_stages is None else num_stages
+        _check_extent(bounds, num_layers, f"a V of {stages} stages", 2 * stages)
+        return cls(bounds, (*range(stages), *reversed(range(stages))))
+
+    @classmethod
+    def of(cls, boundaries: Sequence[int], owners: Sequence[int] | None = None) -> Placement:
+        """The placement that was written down as :attr:`boundaries` and, unless it is a chain, :attr:`owners`."""
+        return cls.chain(boundaries) if owners is None else cls(_ints(boundaries), _ints(owners))
+
+    def at(self, boundaries: Sequence[int]) -> Placement:
+        """The same chunks on the same stages, of the same layers, cut elsewhere.
+
+        Raises:
+            PartitionError: boundaries of other layers, or of another number of chunks.
+        """
+        bounds = _ints(boundaries)
+        _check_extent(bounds, self.num_layers, f"{self.num_stages} stages", self.num_chunks)
+        return Placement(bounds, self.owners)
+
+    def __str__(self) -> str:
+        return f"{list(self.boundaries)}" + ("" if self.is_chain else f" on stages {list(self.owners)}")
+
+    def as_record(self, name: str) -> dict[str, tuple[int, ...]]:
+        """For JSON: the boundaries under ``name``, and the owners beside them unless this is a chain.
+
+        >>> Placement.v([0, 1, 2]).as_record("old_partition")
+        {'old_partition': (0, 1, 2), 'old_partition_owners': (0, 0)}
+        """
+        record = {name: self.boundaries}
+        return record if self.is_chain else {**record, f"{name}_owners": self.owners}
+
+    def among(self, places: Sequence[int], num_stages: int) -> Placement:
+        """This chain on the stages ``places`` of ``num_stages``, of which the others own no layer.
+
+        >>> str(Placement.chain([0, 3, 8]).among([0, 3], 4))
+        '[0, 3, 3, 3, 8]'
+        """
+        sizes = dict(zip(places, (len(self.run_of(stage)) for stage in self.stages), strict=True))
+        counts = [sizes.get(stage, 0) for stage in range(num_stages)]
+        return Placement.chain([0, *itertools.accumulate(counts)], empty={*range(num_stages)} - {*places})
+
+    def without_empty_stages(self) -> Placement:
+        """This chain on the stages that own a layer.
+
+        >>> str(Placement.chain([0, 3, 3, 8], empty=[1]).without_empty_stages())
+        '[0, 3, 8]'
+        """
+        assert self.is_chain
+        return Placement.chain(sorted({*self.boundaries}))
+
+    # -- the whole pipeline ---------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return self.boundaries[-1]
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.owners)
+
+    @property
+    def num_stages(self) -> int:
+        return max(self.owners) + 1
+
+    @property
+    def stages(self) -> range:
+        return range(self.num_stages)
+
+    @property
+    def is_chain(self) -> bool:
+        """Does every stage own one chunk, in the order of the stages?"""
+        return self.owners == tuple(range(len(self.owners)))
+
+    @property
+    def empty_stages(self) -> tuple[int, ...]:
+        """Stages without a layer."""
+        return tuple(stage for stage in self.stages if not self.layers_of(stage))
+
+    # -- from a layer to its stage --------------------------------------------------------------------
+
+    def chunk_of(self, layer: int) -> int:
+        """The chunk that ``layer`` is in.
+
+        Raises:
+            PartitionError: there is no such layer.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise PartitionError(f"layer {layer} is in no stage of partition {list(self.boundaries)}")
+        return bisect.bisect_right(self.boundaries, layer) - 1
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that owns ``layer``."""
+        return self.owners[self.chunk_of(layer)]
+
+    # -- from a stage to its layers -------------------------------------------------------------------
+
+    def chunk(self, number: int) -> range:
+        """The layers of a chunk.
+
+        >>> Placement.v([0, 2, 4, 5, 8]).chunk(3)
+        range(5, 8)
+        """
+        return range(self.boundaries[number], self.boundaries[number + 1])
+
+    def chunks_of(self, stage: int) -> tuple[range, ...]:
+        """The layers of each chunk of ``stage``, in the order of the model.
+
+        >>> Placement.v([0, 2, 4, 5, 8]).chunks_of(0)
+        (range(0, 2), range(5, 8))
+        """
+        return tuple(self.chunk(number) for number, owner in enumerate(self.owners) if owner == stage)
+
+    def layers_of(self, stage: int) -> tuple[int, ...]:
+        """The layers of ``stage``, in the order of the model."""
+        return self._layers[stage]
+
+    def run_of(self, stage: int) -> range:
+        """The layers of ``stage``, where they are one run of consecutive layers.
+
+        Raises:
+            PartitionError: they are not: whoever asks is made for a chain.
+
+        >>> Placement.chain([0, 3, 8]).run_of(1)
+        range(3, 8)
+        """
+        chunks = self.chunks_of(stage)
+        if len(chunks) != 1:
+            raise PartitionError(f"stage {stage} has {len(chunks)} chunks of layers, where one is supported")
+        return chunks[0]
+
+    @cached_property
+    def _layers(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(layer for run in self.chunks_of(stage) for layer in run) for stage in self.stages)
+
+
+def _ints(values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError as error:
+        raise PartitionError(f"a partition is a list of ints, got {values!r}") from error
+
+
+def _check_extent(bounds: tuple[int, ...], num_layers: int | None, what: str, num_chunks: int) -> None:
+    if len(bounds) != num_chunks + 1:
+        raise PartitionError(f"partition {list(bounds)} has {len(bounds)} boundaries, {what} need {num_chunks + 1}")
+    last = bounds[-1] if num_layers is None else num_layers
+    if bounds[0] != 0 or bounds[-1] != last:
+        raise PartitionError(
+            f"partition {list(bounds)} runs from {bounds[0]} to {bounds[-1]}, "
+            f"the model's {last} layers need 0 to {last}"
+        )

@@ -1,0 +1,19 @@
+"""Values that pass between measuring, deciding and migrating. All are frozen; all validate themselves once."""
+
+from ds_dynmo.placement import check_partition, stage_of
+from ds_dynmo.plan.migration import LayerMove, MigrationPlan
+from ds_dynmo.plan.profile import HeldBytes, LayerCost, Profile
+from ds_dynmo.plan.reports import MeasuredReport, RebalanceReport, RepackReport
+
+__all__ = [
+    "HeldBytes",
+    "LayerCost",
+    "LayerMove",
+    "MeasuredReport",
+    "MigrationPlan",
+    "Profile",
+    "RebalanceReport",
+    "RepackReport",
+    "check_partition",
+    "stage_of",
+]

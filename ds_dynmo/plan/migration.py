@@ -1,0 +1,71 @@
+"""Which layers move, from where to where."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.placement import Placement
+
+__all__ = ["LayerMove", "MigrationPlan"]
+
+
+@dataclass(frozen=True)
+class LayerMove:
+    """One layer's way from the stage that owns it to the stage that will."""
+
+    layer: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True)
+class MigrationPlan:
+    """Every layer that changes stage between two placements; ranks compare :attr:`digest` before a byte moves.
+
+    Raises:
+        PartitionError: placements of unlike numbers of layers or stages, or moves that do not lead from one to the
+            other.
+    """
+
+    old: Placement
+    new: Placement
+    moves: tuple[LayerMove, ...]
+
+    @classmethod
+    def between(cls, old: Placement | Sequence[int], new: Placement | Sequence[int]) -> MigrationPlan:
+        """The plan that leads from ``old`` to ``new``: placements, or boundaries, of a chain or of chunks as before."""
+        source = old if isinstance(old, Placement) else Placement.chain(old)
+        target = new if isinstance(new, Placement) else source.at(new)
+        return cls(source, target, tuple(_moves(source, target)))
+
+    def __post_init__(self) -> None:
+        old, new = self.old, self.new
+        if (old.num_layers, old.num_stages) != (new.num_layers, new.num_stages):
+            raise PartitionError(
+                f"a plan from {old.num_layers} layers on {old.num_stages} stages cannot lead to {new.num_layers} on "
+                f"{new.num_stages}"
+            )
+        if list(self.moves) != list(_moves(old, new)):
+            raise PartitionError(f"moves {self.moves} do not lead from {old.boundaries} to {new.boundaries}")
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Stages that will own no layer."""
+        return self.new.empty_stages
+
+    @property
+    def digest(self) -> int:
+        """A 62-bit hash, equal on ranks that are about to do the same."""
+        moves = tuple((move.layer, move.source, move.destination) for move in self.moves)
+        ends = tuple((end.boundaries, end.owners) for end in (self.old, self.new))
+        return int.from_bytes(hashlib.sha256(repr((ends, moves)).encode()).digest()[:8], "big") >> 2
+
+
+def _moves(old: Placement, new: Placement) -> Iterator[LayerMove]:
+    for layer in range(old.num_layers):
+        source, destination = old.stage_of(layer), new.stage_of(layer)
+        if source != destination:
+            yield LayerMove(layer, source, destination)

@@ -1,0 +1,122 @@
+"""What was measured: costs per layer, and under which placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_dynmo.placement import Placement
+
+__all__ = ["HeldBytes", "LayerCost", "Profile"]
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a layer holds on a rank between two batches, by what becomes of it when layers move.
+
+    Attributes:
+        own: in memory of its own: it is freed where the layer has left. Buffers; weights and optimizer state too,
+            unless the optimizer keeps them flat.
+        flat: of its weights in the stage's flat buffer.
+        shards: of its fp32 weights and moments in this rank's shards, all kinds of state together.
+        largest_shard: of the kind that has most.
+        gradients: of buffers that its gradients are summed in, freed before layers move and made anew afterwards.
+        staged: held once more, at most, while the layer or its state travels: small tensors are packed together.
+    """
+
+    own: int = 0
+    flat: int = 0
+    shards: int = 0
+    largest_shard: int = 0
+    gradients: int = 0
+    staged: int = 0
+
+    def __add__(self, other: HeldBytes) -> HeldBytes:
+        return HeldBytes(
+            self.own + other.own,
+            self.flat + other.flat,
+            self.shards + other.shards,
+            self.largest_shard + other.largest_shard,
+            self.gradients + other.gradients,
+            self.staged + other.staged,
+        )
+
+    @property
+    def total(self) -> int:
+        """All that is held while nothing moves."""
+        return self.own + self.flat + self.shards + self.gradients
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs, measured (paper, section 3.1: the first iteration after each dynamism step).
+
+    Attributes:
+        forward_seconds, backward_seconds: per micro-batch; recomputation under activation checkpointing
+            belongs to backward. Median over micro-batches, slowest data-parallel replica.
+        parameters, trainable_parameters: elements, frozen ones included and excluded.
+        static_bytes: weights, gradients, optimizer state and buffers.
+        activation_bytes: per micro-batch, what the layer saves for its backward pass.
+        input_bytes: per micro-batch, the layer's input, what a checkpointed segment keeps.
+        load_signal: the share of its dense work that the layer says it does now, None if it does not say.
+        held: between two batches, by what becomes of it when layers move.
+        first_use: the first layer that uses the same parameters: itself, unless it is tied; None: a function.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    parameters: int
+    trainable_parameters: int
+    static_bytes: int
+    activation_bytes: int
+    input_bytes: int
+    load_signal: float | None = None
+    held: HeldBytes = HeldBytes()
+    first_use: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together, per micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One measurement of the whole pipeline, the same on every rank.
+
+    Attributes:
+        step: ``global_steps`` after the last profiled batch.
+        placement: under which it was measured; after a re-packing, the one in force then.
+        layers: one :class:`LayerCost` per layer of the model.
+        micro_batches: micro-batches per batch.
+        batch_seconds: wall-clock seconds of a batch, median of the latest since layers moved or changed, slowest rank.
+    """
+
+    step: int
+    placement: Placement
+    layers: tuple[LayerCost, ...]
+    micro_batches: int
+    batch_seconds: float
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The boundaries of :attr:`placement`."""
+        return self.placement.boundaries
+
+    def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
+        """Per-layer costs for a balancer: seconds per micro-batch, or trainable parameters."""
+        if balance_by == "time":
+            return [layer.seconds for layer in self.layers]
+        return [float(layer.trainable_parameters) for layer in self.layers]
+
+    def as_record(self) -> dict[str, Any]:
+        """A dict for one JSON line: of the layers, their seconds."""
+        return {
+            "kind": "profile",
+            "step": self.step,
+            **self.placement.as_record("partition"),
+            "micro_batches": self.micro_batches,
+            "batch_seconds": self.batch_seconds,
+            "forward_seconds": [layer.forward_seconds for layer in self.layers],
+            "backward_seconds": [layer.backward_seconds for layer in self.layers],
+        }

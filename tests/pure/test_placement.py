@@ -1,0 +1,121 @@
+"""Which stage holds which layers, of a chain and of a V; and that nobody else calculates that."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_dynmo import placement
+from ds_dynmo.errors import PartitionError
+from ds_dynmo.placement import Placement, check_partition
+
+CHAIN = Placement.chain([0, 2, 3, 8])
+V = Placement.v([0, 2, 3, 8, 9, 10, 12])
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(placement).failed == 0
+
+
+@pytest.mark.parametrize("where", [CHAIN, V], ids=["chain", "V"])
+def test_from_layers_to_stages_and_back(where: Placement) -> None:
+    assert where.num_stages == 3
+    assert sorted(layer for stage in where.stages for layer in where.layers_of(stage)) == [*range(where.num_layers)]
+    for stage in where.stages:
+        assert [where.stage_of(layer) for layer in where.layers_of(stage)] == [stage] * len(where.layers_of(stage))
+        assert where.layers_of(stage) == tuple(layer for run in where.chunks_of(stage) for layer in run)
+    for layer in range(where.num_layers):
+        assert layer in where.chunk(where.chunk_of(layer))
+
+
+def test_the_v_comes_back_to_the_first_stage() -> None:
+    assert [V.stage_of(layer) for layer in range(12)] == [0, 0, 1, 2, 2, 2, 2, 2, 2, 1, 0, 0]
+    assert V.chunks_of(0) == (range(0, 2), range(10, 12))
+    assert not V.is_chain and CHAIN.is_chain and Placement.v([0, 1, 2]).num_stages == 1
+
+
+def test_where_a_stage_has_one_run() -> None:
+    assert CHAIN.run_of(2) == range(3, 8)
+    with pytest.raises(PartitionError, match="stage 1 has 2 chunks"):
+        V.run_of(1)
+
+
+@pytest.mark.parametrize("where", [CHAIN, V], ids=["chain", "V"])
+@pytest.mark.parametrize("layer", [-1, 12])
+def test_a_layer_that_there_is_not(where: Placement, layer: int) -> None:
+    with pytest.raises(PartitionError, match=f"layer {layer} is in no stage"):
+        where.stage_of(layer)
+
+
+def test_a_stage_without_layers() -> None:
+    released = Placement.chain([0, 2, 2, 8], empty=[1])
+    assert released.empty_stages == (1,) and released.layers_of(1) == () and released.run_of(1) == range(2, 2)
+    assert [released.stage_of(layer) for layer in (1, 2)] == [0, 2]
+    assert CHAIN.empty_stages == () and released == Placement.chain([0, 2, 2, 8], empty=[0, 1])
+
+
+def test_cut_elsewhere() -> None:
+    assert V.at([0, 1, 2, 3, 4, 5, 12]) == Placement.v([0, 1, 2, 3, 4, 5, 12])
+    for wrong in ([0, 6, 12], [0, 1, 2, 3, 4, 5, 13], [0, 1, 2, 3, 3, 5, 12]):
+        with pytest.raises(PartitionError):
+            V.at(wrong)
+
+
+def test_written_down_and_read_again() -> None:
+    assert Placement.of([0, 2, 3, 8]) == CHAIN
+    assert Placement.of(list(V.boundaries), list(V.owners)) == V
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "owners", "message"),
+    [
+        ([0, 3, 8], [0], "3 boundaries, 1 owners"),
+        ([0, 3, 8], [0, 2], "owners"),
+        ([0, 3, 8], [0, -1], "owners"),
+        ([0], [], "owners"),
+        ([1, 3, 8], [0, 1], "runs from 1"),
+        ([0, 3, 3], [0, 1], "stage 1 would own no layer"),
+        ([0, 3, 2], [0, 1], "not strictly increasing"),
+        ([0, 2.5, 8], [0, 1], "list of ints"),
+    ],
+)
+def test_what_is_no_placement(boundaries: Any, owners: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        Placement.of(boundaries, owners)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [([0, 3, 5, 8], "a V of 1 stages need 3"), ([0, 3, 3], "stage 0 would own no layer"), ([], "a V of 1 stages")],
+)
+def test_what_is_no_v(boundaries: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        Placement.v(boundaries)
+
+
+def test_a_partition_becomes_plain_ints() -> None:
+    assert check_partition([0, np.int64(3), 8], 8, 2) == (0, 3, 8)
+    assert all(type(bound) is int for bound in check_partition([0, np.int64(3), 8], 8, 2))
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ([0, 8], "has 2 boundaries, 2 stages need 3"),
+        ([], "has 0 boundaries, 2 stages need 3"),
+        ([0, 3, 7], "8 layers need 0 to 8"),
+        ([1, 3, 8], "runs from 1"),
+        ([0, 0, 8], "stage 0 would own no layer"),
+        ([0, 8, 8], "stage 1 would own no layer"),
+        ([0, 9, 8], "not strictly increasing"),
+        ([0, 2.5, 8], "list of ints"),
+        ("abc", "list of ints"),
+        (None, "list of ints"),
+    ],
+)
+def test_what_is_no_partition(partition: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        check_partition(partition, 8, 2)
