@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,15 @@ def send(
     build: Callable[[], nn.Module],
     place: Callable[[int], torch.Tensor | None] = own_memory,
 ) -> LayerContent:
-    room = ArrivingLayer(packed.header)
-    room.allocate(torch.device("cpu"), place)
-    assert len(room.recv_buffers) == len(packed.tensors)
-    for there, here in zip(room.recv_buffers, packed.tensors):
+    arrival = ArrivingLayer(packed.header)
+    arrival.allocate(torch.device("cpu"), place)
+    transmit(packed.tensors, arrival.recv_buffers)
+    return arrival.materialize(build)
+
+
+def transmit(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+    for there, here in zip(received, sent, strict=True):
         there.copy_(here)
-    return room.materialize(build)
 
 
 def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerContent:
@@ -276,3 +279,74 @@ def test_zeroing_elements_leaves_the_count_of_steps_alone() -> None:
         held = state.state_of(parameter)
         assert held["step"] == 1
         assert all(int(part.count_nonzero()) == left for part in (parameter, held["exp_avg"], held["exp_avg_sq"]))
+
+
+# -- constant tensors that are sent ahead ---------------------------------------------------------------------
+
+
+def trained(layer: Layer) -> torch.optim.Optimizer:
+    """An optimizer with moments and a count of steps for the linear layer."""
+    optimizer = torch.optim.Adam(layer.linear.parameters())
+    layer.linear(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def travel_in_two_parts(
+    layer: Layer, optimizer: torch.optim.Optimizer, change: Callable[[], None]
+) -> tuple[LayerContent, PackedLayer]:
+    """``change`` comes between the constant tensors and the rest; what arrives, and what was packed after it."""
+    state, build = PerParameterState(optimizer), type(layer)
+    ahead = pack(state.content(layer), build)
+    first = ArrivingLayer(ahead.header)
+    first.allocate(torch.device("cpu"), own_memory)
+    transmit(ahead.constants, first.constants)
+    change()
+    rest = pack(state.content(layer), build, sent_ahead=ahead)
+    arrival = ArrivingLayer(rest.header)
+    arrival.allocate(torch.device("cpu"), own_memory, first)
+    transmit(rest.tensors, arrival.recv_buffers)
+    return arrival.materialize(build), rest
+
+
+def test_weights_and_moments_are_constant_and_the_rest_is_not(layer: Layer) -> None:
+    optimizer = trained(layer)
+    packed = pack(PerParameterState(optimizer).content(layer), type(layer))
+    elements = layer.linear.weight.numel() + layer.linear.bias.numel()
+    assert sum(flat.numel() for flat in packed.constants) == 3 * 4 * elements
+    assert sum(flat.numel() for flat in packed.others) == 4 + 8 + 2 * 4 + 4 * elements  # buffers, steps, gradients
+
+
+def test_what_was_sent_ahead_is_not_sent_again(layer: Layer) -> None:
+    def change() -> None:
+        layer.scratch.fill_(7.0)
+        layer.frozen = True
+        layer.linear.bias.requires_grad_(False)
+        for held in optimizer.state.values():
+            held["step"] += 1
+
+    optimizer = trained(layer)
+    content, rest = travel_in_two_parts(layer, optimizer, change)
+    module = content.module
+    assert not rest.constants
+    assert torch.equal(module.linear.weight, layer.linear.weight) and module.linear.weight is not layer.linear.weight
+    assert torch.equal(module.scratch, layer.scratch) and module.frozen and not module.linear.bias.requires_grad
+    for position, parameter in enumerate(layer.linear.parameters()):
+        here, there = optimizer.state[parameter], content.optimizer_state[position]
+        assert there is not None and there["step"] == 2 and torch.equal(there["exp_avg"], here["exp_avg"])
+
+
+@pytest.mark.parametrize("how", ["in place", "other memory", "other parameter"])
+def test_a_weight_that_changed_after_all_is_sent_again(layer: Layer, how: str) -> None:
+    def change() -> None:
+        if how == "in place":
+            with torch.no_grad():
+                layer.linear.weight.fill_(3.0)
+        elif how == "other memory":
+            layer.linear.weight.data = torch.full((4, 3), 3.0)
+        else:
+            layer.linear.weight = nn.Parameter(torch.full((2, 3), 3.0))
+
+    content, rest = travel_in_two_parts(layer, trained(layer), change)
+    assert [flat.numel() for flat in rest.constants] == [4 * layer.linear.weight.numel()]
+    assert torch.equal(content.module.linear.weight, layer.linear.weight)

@@ -15,11 +15,10 @@ import torch
 
 from ds_dynmo.engine.checkpoint.layout import FLAT, Key, Slot, StageLayout, flat_file, fragments, stage_file
 from ds_dynmo.engine.checkpoint.optimizer_files import Named, Saved, in_memory
-from ds_dynmo.engine.optimizer.flat_layout import shard_size
+from ds_dynmo.engine.optimizer.flat_layout import MASTER, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import Pieces
 from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
-from ds_dynmo.engine.optimizer.resharding_plan import MASTER
 from ds_dynmo.errors import CheckpointError
 
 

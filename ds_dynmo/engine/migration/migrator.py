@@ -150,7 +150,7 @@ class Migrator:
                 travels ahead, and is there twice; else its flat buffers follow at the commit, kind after kind.
 
         Returns:
-            Is there a layer to move?
+            Whether there is a layer to move.
 
         Raises:
             MigrationError: on every rank that can still say so.
@@ -225,7 +225,8 @@ class Migrator:
     def commit(self) -> int:
         """Send what can have changed, put the layers in their places, and free what was sent.
 
-        Between two batches, or before the optimizer's step of one.
+        Call it between two batches. Before the optimizer's step of a batch, gradients that parameters hold travel too;
+        those that DeepSpeed's wrappers sum in flat buffers do not.
 
         Returns:
             Bytes moved in this rank's pipeline.

@@ -29,12 +29,12 @@ class RankCoordinates:
     """One of the ranks that hold parts of the same layers.
 
     Attributes:
-        slice_index, slices: its tensor-parallel index, and how many there are.
+        tp_rank, tp_size: its tensor-parallel index, and how many there are.
         replica, replicas: its data-parallel index, and how many there are; 0 of 1 where all hold the same.
     """
 
-    slice_index: int
-    slices: int
+    tp_rank: int
+    tp_size: int
     replica: int = 0
     replicas: int = 1
 
@@ -42,46 +42,46 @@ class RankCoordinates:
 def gradient_norm(
     layers: Mapping[int, nn.Module],
     num_layers: int,
-    place: RankCoordinates,
+    location: RankCoordinates,
     sum_over_all: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
     gradient_of: GradientOf,
 ) -> float:
-    """The 2-norm of the gradients of the whole model, already averaged over replicas; the same on every rank.
+    """Take the 2-norm of the whole model's gradients, already averaged over replicas; the same on every rank.
 
     Args:
         layers: this stage's layers by number. A tied layer is here only on the stage of its first use.
-        place: this rank's among the holders of its layers.
-        sum_over_all: collective; the elementwise sum over stages and places (zeros but for one rank in every element,
+        location: this rank's among those that hold its layers.
+        sum_over_all: collective; the elementwise sum over stages and ranks (zeros but for one rank in every element,
             so that it is exact).
         gradient_of: the gradient of a parameter, or None.
     """
-    squares = torch.zeros(num_layers, place.slices, place.replicas, dtype=torch.float64, device=device)
+    squares = torch.zeros(num_layers, location.tp_size, location.replicas, dtype=torch.float64, device=device)
     for index, layer in layers.items():
-        counted = [p for p in layer.parameters() if counts(p, place)]
+        counted = [p for p in layer.parameters() if counts(p, location)]
         gradients = [_elements(gradient).float() for p in counted if (gradient := gradient_of(p)) is not None]
         if gradients:
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-            squares[index, place.slice_index, place.replica] = norms.square().sum()
+            squares[index, location.tp_rank, location.replica] = norms.square().sum()
     return float(sum_over_all(squares).sum().sqrt())
 
 
 def gradient_magnitudes(
     layers: Mapping[int, nn.Module],
     num_layers: int,
-    place: RankCoordinates,
+    location: RankCoordinates,
     gradient_of: GradientOf,
 ) -> torch.Tensor:
-    """``[num_layers]``, fp64 on the CPU: per layer the sum of the magnitudes of what this rank counts of its gradients.
+    """Sum the magnitudes of the gradients that this rank counts, per layer: fp64 ``[num_layers]`` on the CPU.
 
     Args:
         layers: of this stage, by number; those alone of which this rank counts gradients.
-        place: this rank's among the holders of its layers.
+        location: this rank's among those that hold its layers.
         gradient_of: the gradient of a parameter or this rank's part of it, or None.
     """
     sums = torch.zeros(num_layers, dtype=torch.float64)
     for index, layer in layers.items():
-        found = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, place)]
+        found = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, location)]
         norms = [
             torch.linalg.vector_norm(_elements(gradient), ord=1, dtype=torch.float64)
             for gradient in found
@@ -93,20 +93,20 @@ def gradient_magnitudes(
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient holds; a sparse one (``nn.Embedding(sparse=True)``) may hold a row in several terms."""
+    """Return the values of a gradient; a sparse one (``nn.Embedding(sparse=True)``) may hold a row in several terms."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def counts(parameter: nn.Parameter, place: RankCoordinates) -> bool:
-    """Is it counted here: every part of a parameter that is split over slices or replicas, others on the first?"""
-    in_slice = place.slice_index == 0 or bool(is_model_parallel_parameter(parameter))
-    return in_slice and (place.replica == 0 or is_own(parameter))
+def counts(parameter: nn.Parameter, location: RankCoordinates) -> bool:
+    """Tell whether it counts here: every part of a split parameter, others on the first slice and replica only."""
+    on_this_slice = location.tp_rank == 0 or bool(is_model_parallel_parameter(parameter))
+    return on_this_slice and (location.replica == 0 or is_own(parameter))
 
 
 def sharded_norm(
     gradients: Iterable[torch.Tensor], sum_over_world: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> float:
-    """The 2-norm of gradients of which every rank holds a part, rounded to fp32; the same on every rank.
+    """Take the 2-norm of gradients of which every rank holds a part, rounded to fp32; the same on every rank.
 
     Which part depends on where layers are, so the order of summation does too. Squares are summed in fp64, whose
     rounding reaches the fp32 result about once in ten million steps.
@@ -117,7 +117,7 @@ def sharded_norm(
 
 
 class ModelNorm:
-    """The norm of all gradients of the model, as this rank's optimizer has them.
+    """Takes the norm of all gradients of the model, as this rank's optimizer has them.
 
     Args:
         engine: DeepSpeed's, of which the grid and the device are read when a norm is taken.
@@ -134,22 +134,24 @@ class ModelNorm:
         return RankCoordinates(grid.get_slice_parallel_rank(), grid.slice_parallel_size)
 
     def of(self, gradient_of: GradientOf) -> float:
-        """The norm of gradients that lie beside their parameters, averaged over the replicas. Collective."""
-        modules, count, place = self._layers.counted_modules(), self._layers.num_layers, self.coordinates
+        """Take the norm of gradients that lie beside their parameters, averaged over the replicas. Collective."""
+        modules, count, location = self._layers.counted_modules(), self._layers.num_layers, self.coordinates
         sum_over_all = self._comm.sum_over_model
         if self._replicas_differ:
             grid = self._engine.grid
-            place = replace(place, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
+            location = replace(location, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
             sum_over_all = self._comm.sum_over_world
-        return gradient_norm(modules, count, place, sum_over_all, self._engine.device, self.counted_once(gradient_of))
+        return gradient_norm(
+            modules, count, location, sum_over_all, self._engine.device, self.counted_once(gradient_of)
+        )
 
     def of_sums(self, gradients: Gradients) -> float:
-        """The norm of the sums of gradients that ``BF16_Optimizer`` keeps. Collective."""
+        """Take the norm of the sums of gradients that ``BF16_Optimizer`` keeps. Collective."""
         found = {id(parameter): gradient for parameter, gradient in gradients}
         return self.of(lambda parameter: found.get(id(parameter)))
 
     def of_shards(self, gradients: Gradients) -> float:
-        """The norm of gradients of which every replica holds a part (ZeRO). Collective."""
+        """Take the norm of gradients of which every replica holds a part (ZeRO). Collective."""
         modules, mine = self._layers.counted_modules().values(), self.coordinates
         counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
         counted -= {id(p) for p in self._layers.later_copies()}
@@ -157,7 +159,7 @@ class ModelNorm:
         return sharded_norm(held, self._comm.sum_over_world, self._engine.device)
 
     def counted_once(self, gradient_of: GradientOf) -> GradientOf:
-        """``gradient_of``, but None for a weight that is counted with the module that has it first in the model."""
+        """Return ``gradient_of``, but None for a weight that counts with the module that has it first in the model."""
         copies = {id(parameter) for parameter in self._layers.later_copies()}
         return (lambda p: None if id(p) in copies else gradient_of(p)) if copies else gradient_of
 

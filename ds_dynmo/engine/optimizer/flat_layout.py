@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+MASTER = "master"  # the kind of state that the fp32 weights are
+
 ParamOwner = str  # a layer's number, or the key of a tied layer
 ParamKey = tuple[ParamOwner, int]  # a parameter: its owner, its position among the owner's parameters
 BufferKey = tuple[int, bool]  # a flat buffer: parameter group, parked or not

@@ -11,9 +11,8 @@ from torch import nn
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
 from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import FlatWrapper
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.optimizer.flat_layout import BufferKey, shard_size
+from ds_dynmo.engine.optimizer.flat_layout import MASTER, BufferKey, shard_size
 from ds_dynmo.engine.optimizer.membership import Membership
-from ds_dynmo.engine.optimizer.resharding_plan import MASTER
 from ds_dynmo.engine.optimizer.state import held_alone
 from ds_dynmo.plan import HeldBytes
 
@@ -69,11 +68,11 @@ class FlatShards:
     def device(self) -> torch.device:
         return self._wrapper.masters[0].device
 
-    # -- by container ---------------------------------------------------------------------------------
+    # -- by buffer ------------------------------------------------------------------------------------
 
-    def held(self, container: BufferKey) -> dict[str, torch.Tensor]:
+    def held(self, key: BufferKey) -> dict[str, torch.Tensor]:
         """Return this rank's shard of each kind of state."""
-        group, parked = container
+        group, parked = key
         return self._parked[group] if parked else self.live(group)
 
     def live(self, group: int) -> dict[str, torch.Tensor]:

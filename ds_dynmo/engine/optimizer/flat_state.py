@@ -24,18 +24,13 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import FlatWrapper, unbind
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
-from ds_dynmo.engine.optimizer.flat_layout import Member, ParamOwner, ShardOwner, shard_size
+from ds_dynmo.engine.optimizer.flat_layout import MASTER, ShardOwner, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import FlatShards, Pieces
+from ds_dynmo.engine.optimizer.inventory import Inventory, StageInventory, merge_scalars
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.optimizer.resharding import Resharding
-from ds_dynmo.engine.optimizer.resharding_plan import (
-    MASTER,
-    Inventory,
-    ReshardingPlan,
-    merge_scalars,
-    plan_resharding,
-)
+from ds_dynmo.engine.optimizer.resharding_plan import ReshardingPlan, plan_resharding
 from ds_dynmo.engine.optimizer.state import Transfers
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
@@ -64,8 +59,7 @@ class FlatState:
         self._flats: dict[int, torch.Tensor] = {}  # per group, the weights' next flat buffer while layers move
         self._lacks_gradients = False  # their buffers are freed, and made anew by wrapping
         self._linked = False
-        # Of layers some of whose parameters are others since a load.
-        self._exchanged: dict[ParamOwner, list[Member]] = {}
+        self._stage_inventory = StageInventory(layers, self._shards, grid)
         self._weights_lead = False
         self._mark_tied()
 
@@ -285,7 +279,8 @@ class FlatState:
         self._shards.count = self._grid.data_parallel_size
 
     def clear(self) -> None:
-        self._exchanged, self._weights_lead = {}, False
+        self._stage_inventory.settled()
+        self._weights_lead = False
         for group in self._wrapper.groups:
             for parameter in group:
                 unbind(parameter)
@@ -310,7 +305,8 @@ class FlatState:
             self.settle(self._layers.parameters(), {})
         if self._weights_lead:
             self._shards.follow_weights()
-        self._exchanged, self._weights_lead = {}, False
+        self._stage_inventory.settled()
+        self._weights_lead = False
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -363,57 +359,11 @@ class FlatState:
             before, after: the stage's parameters by layer and name, in the order of its layers.
         """
         self._weights_lead = True
-        layers: dict[ParamOwner, list[tuple[nn.Parameter, nn.Parameter | None]]] = {}
-        for key, parameter in before.items():
-            if parameter in self._membership:
-                layers.setdefault(self._layers.param_owner(key[0]), []).append((parameter, after.get(key)))
-        position = {id(p): n for module in self._layers.modules().values() for n, p in enumerate(module.parameters())}
-        for owner, pairs in layers.items():
-            if all(old is new for old, new in pairs):
-                continue
-            members = self._exchanged[owner] = []
-            for number, (old, new) in enumerate(pairs):
-                if old is new:
-                    members.append(self._member(old, position[id(old)]))
-                    continue
-                members.append(replace(self._member(old, -1 - number), park=None))
-                group = self._membership.group(old)
-                if new is not None and group is not None:
-                    self._membership.join(new, group)
-                    members.append(replace(self._member(new, position[id(new)]), parked=None))
-                self.drop([old])
-
-    def _member(self, parameter: nn.Parameter, position: int) -> Member:
-        group = self._membership.group(parameter)
-        assert group is not None
-        return Member(
-            position=position,
-            numel=parameter.numel(),
-            group=group,
-            parked=self._membership.is_parked(parameter),
-            park=not parameter.requires_grad,
-        )
+        for old in self._stage_inventory.exchange(before, after):
+            self.drop([old])
 
     def _inventory(self) -> Inventory:
-        members: dict[ParamOwner, list[Member]] = {}
-        for index, module in self._layers.modules().items():
-            owner = self._layers.param_owner(index)
-            members[owner] = self._exchanged.get(owner) or [
-                self._member(parameter, position)
-                for position, parameter in enumerate(module.parameters())
-                if parameter in self._membership
-            ]
-        shards = self._shards
-        buffers = [(number, parked) for number in shards.numbers for parked in (False, True)]
-        return Inventory(
-            stage=self._stage,
-            tp_rank=self._grid.get_slice_parallel_rank(),
-            replica=self._grid.data_parallel_id,
-            num_groups=len(self._placeholders),
-            members=members,
-            kinds={key: {name: tensor.dtype for name, tensor in shards.held(key).items()} for key in buffers},
-            scalars={number: shards.scalars(number) for number in shards.numbers},
-        )
+        return self._stage_inventory.take()
 
     # -- settling -------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,39 +10,15 @@ import torch
 
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.optimizer.flat_layout import (
+    MASTER,
     Buffer,
     BufferKey,
-    Member,
-    ParamOwner,
     Transfer,
     plan_transfers,
     stage_buffers,
 )
+from ds_dynmo.engine.optimizer.inventory import Inventory, Scalars, merge_scalars
 from ds_dynmo.plan import MigrationPlan
-
-MASTER = "master"  # the kind of state that the fp32 weights are
-
-Scalars = dict[int, dict[str, Any]]  # per parameter group, what the optimizer keeps once for all of it
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """What one rank tells the others: its parameters, and the kinds of state it keeps for them.
-
-    Attributes:
-        tp_rank: the rank's index on the tensor ("model") axis.
-        replica: its data-parallel index.
-        kinds: per buffer, the dtypes of the fp32 weights and of the optimizer's tensors in it.
-        scalars: such as the count of steps.
-    """
-
-    stage: int
-    tp_rank: int
-    replica: int
-    num_groups: int
-    members: dict[ParamOwner, list[Member]]
-    kinds: dict[BufferKey, dict[str, torch.dtype]]
-    scalars: Scalars
 
 
 @dataclass(frozen=True)
@@ -114,12 +90,3 @@ def plan_resharding(
         held=held,
         scalars=merge_scalars(inventory.scalars for inventory in every),
     )
-
-
-def merge_scalars(every: Iterable[Scalars]) -> Scalars:
-    """Merge the scalars of each group, from whichever ranks have them."""
-    merged: Scalars = {}
-    for scalars in every:
-        for number, values in scalars.items():
-            merged.setdefault(number, {}).update(values)
-    return merged

@@ -167,8 +167,8 @@ def missing_in(shell: nn.Module, parts: Dismantled, path: str = "") -> list[str]
     missing = []
     for name, child in parts.children.items():
         if isinstance(child, Dismantled):
-            room = shell._modules.get(name)
-            missing += [path + name] if room is None else missing_in(room, child, f"{path}{name}.")
+            built = shell._modules.get(name)
+            missing += [path + name] if built is None else missing_in(built, child, f"{path}{name}.")
     return missing
 
 

@@ -1,0 +1,55 @@
+"""Layers that travel beside a batch: on a stream of their own, in the right order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_dynmo.engine.comm.transfer_stream import TransferStream
+from tests.accelerator.devices import ACCELERATOR, each, needs, run_on_devices
+from tests.distributed.support.configs import PRECISIONS, Case
+from tests.distributed.support.training import whole
+from tests.distributed.test_migration_phases import train
+
+SIZE = 4096
+
+
+def long_work(device: torch.device) -> None:
+    """Keep the compute stream busy for some tens of milliseconds."""
+    matrix = torch.ones(SIZE, SIZE, device=device)
+    for _ in range(50):
+        matrix = matrix @ matrix / SIZE
+
+
+def pass_through_the_stream() -> tuple[float, float]:
+    """A tensor that the compute stream writes, the transfer stream copies, and the compute stream reads."""
+    device = torch.device(ACCELERATOR.current_device_name())
+    stream = TransferStream(device)
+    source = torch.zeros(SIZE, device=device)
+    arrived = torch.zeros(SIZE, device=device)
+    long_work(device)
+    source.fill_(1.0)
+    with stream.after_compute():
+        sent = source.clone()
+    long_work(device)
+    with stream.before_compute():
+        long_work(device)
+        arrived.copy_(sent)
+    read = arrived.clone()
+    return read.min().item(), read.max().item()
+
+
+@needs(1)
+def test_what_is_sent_has_been_computed_and_what_arrives_is_waited_for() -> None:
+    assert run_on_devices(1, pass_through_the_stream) == [(1.0, 1.0)]
+
+
+@needs(2)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_a_move_in_phases_changes_nothing(precision: str, overlapped: bool) -> None:
+    case, moves = Case(stages=2, precision=precision), ([0, 2, 8], [0, 7, 8], [0, 4, 8])
+    ranks = run_on_devices(2, each, train, ((case, [None] * len(moves), overlapped), (case, moves, overlapped)))
+    still, moved = ([rank[number] for rank in ranks] for number in range(2))
+    assert [result["losses"] for result in moved] == [result["losses"] for result in still]
+    assert whole(moved) == whole(still)
