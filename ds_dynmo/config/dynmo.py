@@ -42,7 +42,7 @@ class TraceConfig(Block):
     path: str = Field(min_length=1, description="file that rank 0 writes, in Chrome's trace format")
     steps: tuple[int, int] = Field(description="[first, last] batch that is traced, counted from 1")
 
-    @field_validator("steps", mode="plain")
+    @field_validator("steps", mode="before")
     @classmethod
     def _first_and_last(cls, steps: Any) -> tuple[int, int]:
         if isinstance(steps, list | tuple) and len(steps) == 2 and all(type(step) is int for step in steps):
@@ -159,7 +159,7 @@ class DynMoConfig(Block):
             return limit
         raise ValueError("should be null, an int of bytes > 0 or a float in (0, 1]")
 
-    @field_validator("rank_attributes", mode="plain")
+    @field_validator("rank_attributes", mode="before")
     @classmethod
     def _attribute_names(cls, names: Any) -> tuple[str, ...]:
         if isinstance(names, list | tuple) and all(isinstance(name, str) and name.isidentifier() for name in names):
@@ -178,7 +178,7 @@ class DynMoConfig(Block):
     def _runs_and_types(cls, rules: Any) -> tuple[KeepRule, ...]:
         return parse_keep_together(rules)
 
-    @field_validator("initial_partition", mode="plain")
+    @field_validator("initial_partition", mode="before")
     @classmethod
     def _boundaries_or_method(cls, partition: Any) -> tuple[int, ...] | str | None:
         if partition is None:

@@ -86,7 +86,7 @@ class RepackConfig(Block):
         default=60.0, gt=0, description="how long one attempt, or one of its requests, may take"
     )
 
-    @field_validator("command", mode="plain")
+    @field_validator("command", mode="before")
     @classmethod
     def _program(cls, command: Any, info: ValidationInfo) -> tuple[str, ...] | None:
         words = command if isinstance(command, list | tuple) else ()

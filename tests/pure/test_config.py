@@ -1,5 +1,6 @@
 import base64
 import json
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -354,3 +355,20 @@ def test_a_key_path_through_a_list() -> None:
 
 def test_parse_block_gives_the_model() -> None:
     assert parse_block(Drawing, {"title": "t"}, "model") == Drawing(title="t")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        {"initial_partition": [0, 3, 8], "memory_limit": 0.5, "keep_together": [[1, 2], "type:norm"]},
+        {"initial_partition": "uniform", "rank_attributes": ["args"], "trace": {"path": "t.json", "steps": [1, 2]}},
+        {"repack": {"release": "command", "command": ["free", "them"]}},
+    ],
+)
+def test_a_block_is_written_as_json_without_a_warning(block: dict[str, Any]) -> None:
+    config = parse_block(DynMoConfig, block, "dynmo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        written = json.loads(config.model_dump_json())
+    assert parse_block(DynMoConfig, written, "dynmo") == config
