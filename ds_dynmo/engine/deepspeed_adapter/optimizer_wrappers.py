@@ -366,8 +366,8 @@ def flat_wrapper(optimizer: Any) -> FlatWrapper | None:
     if isinstance(optimizer, BF16_Optimizer):
         return Bf16Wrapper(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        for flat in optimizer.bit16_groups_flat:
-            flat.detach_()  # in 0.18.9 it hangs on the graph that flattened it, and gloo cannot gather into it
+        for flats in (optimizer.bit16_groups_flat, *optimizer.parallel_partitioned_bit16_groups):
+            flats[:] = [flat.detach() for flat in flats]  # 0.18.9 keeps the graph, and gloo cannot gather into them
         return ZeroWrapper(optimizer)
     return None
 
