@@ -11,10 +11,9 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.errors import CheckpointError, ConfigError, MigrationError, PartitionError, ReleasedError
 from ds_dynmo.launchers import end_with_launcher
 from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
-from ds_dynmo.shm_operator import skip_shm_operator
 
 if TYPE_CHECKING:
-    from ds_dynmo.engine import DynMoPipelineEngine, initialize
+    from ds_dynmo.engine import DynMoPipelineEngine, initialize, skip_shm_operator
 
 __all__ = [
     "CheckpointError",
@@ -36,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DynMoPipelineEngine", "initialize"):
+    if name in ("DynMoPipelineEngine", "initialize", "skip_shm_operator"):
         from ds_dynmo import engine
 
         return getattr(engine, name)

@@ -14,13 +14,14 @@ from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import check_hosts
 from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class as built_upon
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
+from ds_dynmo.engine.deepspeed_adapter.shm_operator import warn_of_shm_operator
 from ds_dynmo.engine.elastic.release import check_policy
 from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
 from ds_dynmo.engine.profiling import layer_sizes
-from ds_dynmo.shm_operator import warn_of_shm_operator
 
 
 def initialize(
@@ -111,7 +112,7 @@ def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequenc
         counts = engine._comm.max_over_world(layer_sizes.per_layer(layers, layer_sizes.trainable_parameters))
         return partitioners.balanced_groups(counts.tolist(), engine.num_stages, groups)
     if isinstance(first, str):
-        weights = validation.type_costs(engine.module._layer_specs, first)
+        weights = validation.type_costs(layer_specs(engine.module), first)
         return partitioners.balanced_groups(weights, engine.num_stages, groups)
     assert first is not None
     return first

@@ -15,6 +15,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.tied_layers import attach, build_missing
 from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
@@ -118,7 +119,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     every = comm.gather_objects(facts)
     validation.check_layers(problem for problem, *_ in every)
     differ = any(differ for _, differ, *_ in every)
-    ties = own_uses((uses for *_, uses, _ in every), model._layer_specs)
+    ties = own_uses((uses for *_, uses, _ in every), layer_specs(model))
     of_others = attach(model, built, ties) if any(builds for *_, builds in every) else None
     layers = StageLayers(model, ties)
     norm = ModelNorm(engine, layers, comm, replicas_differ=differ)

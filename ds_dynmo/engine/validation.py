@@ -10,13 +10,13 @@ import torch
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.module import LayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig, parse_type_partition
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_own
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers, is_dual_pipe_v
 from ds_dynmo.engine.deepspeed_adapter.settings import read_settings, removed_blocks
 from ds_dynmo.errors import ConfigError, PartitionError
@@ -45,7 +45,7 @@ def check_module(model: Any) -> None:
         raise ConfigError("model is a DualPipeVModule, whose stages hold two ranges of layers: use PipelineModule")
     if not isinstance(model, PipelineModule):
         raise ConfigError(f"model has to be a deepspeed.pipe.PipelineModule, got {type(model).__name__}")
-    num_layers, num_stages = len(model._layer_specs), model.num_stages
+    num_layers, num_stages = len(layer_specs(model)), model.num_stages
     if num_stages > num_layers:
         raise PartitionError(f"{num_stages} stages need at least as many layers, the model has {num_layers}")
     check_partition([int(bound) for bound in model.parts], num_layers, num_stages)
@@ -135,7 +135,7 @@ def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
     if sparse and flat:
         return "nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed's flat buffers take no sparse gradients"
     for key, module in model.tied_modules.items():
-        ways = {(spec.typename, spec.forward_fn) for spec in model._layer_specs if _is_use(spec, key)}
+        ways = {(spec.typename, spec.forward_fn) for spec in layer_specs(model) if _is_use(spec, key)}
         if len(ways) > 1 and any(id(part) in sparse for part in module.modules()):
             return (
                 f"nn.Embedding(sparse=True) in layers tied by the key {key!r} whose forward_fn differ, or classes: "
@@ -304,7 +304,7 @@ def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
     Raises:
         ConfigError: a rule that does not suit the model, or fewer groups than stages.
     """
-    groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in model._layer_specs])
+    groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in layer_specs(model)])
     if (problem := groups.shortage(model.num_stages)) is not None:
         raise ConfigError(problem)
     return groups
@@ -327,6 +327,6 @@ def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:
     groups, partition = layer_groups(dynmo, model), dynmo.initial_partition
     if isinstance(partition, str):
         if partition.startswith("type:"):
-            type_costs(model._layer_specs, partition)
+            type_costs(layer_specs(model), partition)
     elif partition is not None:
-        groups.check(check_partition(partition, len(model._layer_specs), model.num_stages))
+        groups.check(check_partition(partition, len(layer_specs(model)), model.num_stages))

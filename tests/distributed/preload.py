@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.bf16_optimizer
 
-from ds_dynmo.shm_operator import skip_shm_operator
+from ds_dynmo import skip_shm_operator
 
 MODULES = [
     "torch._dynamo",

@@ -6,8 +6,6 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, install
 from ds_dynmo.engine.checkpoint.layout import Manifest
@@ -107,8 +105,7 @@ def client_state_of(engine: Any, loaded: Loaded, options: LoadOptions) -> dict[s
     if options.scheduler:
         used.add("lr_scheduler")
     used.add("optimizer")
-    if loaded.common.get(UNIVERSAL_CHECKPOINT_INFO) == universal_info(engine).get(UNIVERSAL_CHECKPOINT_INFO):
-        used.add(UNIVERSAL_CHECKPOINT_INFO)
+    used |= {key for key, value in universal_info(engine).items() if loaded.common.get(key) == value}
     client = copy.deepcopy({key: value for key, value in loaded.common.items() if key not in used})
     if options.optimizer and not options.module_only and engine.basic_optimizer is not None:
         client["optimizer"] = engine.basic_optimizer.state_dict()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ds_dynmo.engine.checkpoint.compact import compact
@@ -18,6 +17,7 @@ from ds_dynmo.engine.checkpoint.initial_model import (
     is_its_own,
     plain_attributes,
 )
+from ds_dynmo.engine.deepspeed_adapter.module import is_split
 from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
@@ -52,7 +52,7 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_share
                 "shape": list(parameter.shape),
                 "requires_grad": parameter.requires_grad,
                 "changed": origin.trainable.get(name) != parameter.requires_grad,
-                "split": is_model_parallel_parameter(parameter),  # over slices: clipping counts them all
+                "split": is_split(parameter),  # over slices: clipping counts them all
             }
             for name, parameter in named.items()
         },

@@ -10,17 +10,15 @@ import zlib
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import safe_globals
 
 from ds_dynmo.engine.checkpoint.layout import SavedFile
+from ds_dynmo.engine.deepspeed_adapter.files import PICKLED, ZeroStageEnum
 from ds_dynmo.errors import CheckpointError
 
 # Beyond what torch allows by itself (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values,
 # which DeepSpeed or its users put into checkpoints. None of them does anything when it is built.
-_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, argparse.Namespace, fragment_address, frozenset)
+_CLASSES = (*PICKLED, argparse.Namespace, frozenset)
 
 
 def _member(enum: Any, name: str) -> Any:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from deepspeed.checkpoint.constants import (
-    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
-    UNIVERSAL_CHECKPOINT_INFO,
-    UNIVERSAL_CHECKPOINT_VERSION_KEY,
-    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-)
-
-from ds_dynmo.engine.deepspeed_adapter.files import writes_optimizer_shards
+from ds_dynmo.engine.deepspeed_adapter.files import universal_information, writes_optimizer_shards
 
 
 def universal_info(engine: Any) -> dict[str, Any]:
@@ -23,9 +16,4 @@ def universal_info(engine: Any) -> dict[str, Any]:
     for tie in engine._layers.own_uses:  # a later use may have the weight by another name, and weights of its own
         names = tie.weights[tie.uses[0]]
         tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]
-    return {
-        UNIVERSAL_CHECKPOINT_INFO: {
-            UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-            PIPELINE_REPLICATED_PARAMETER_PATTERNS: tied,
-        }
-    }
+    return universal_information(tied)

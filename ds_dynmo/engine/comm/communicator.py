@@ -20,6 +20,7 @@ from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.bounded import BoundedStore, within
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
+from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
 from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
@@ -303,7 +304,7 @@ class Communicator:
             raise MigrationError(
                 f"ranks {unready} could not get their layers ready: {first}. No layer has moved", harmless=True
             )
-        return sum(every[rank][1] for rank in self._grid.pp_group)
+        return sum(every[rank][1] for rank in pipeline_ranks(self._grid))
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64)

@@ -52,8 +52,8 @@ def backward_from(engine: Any, loss: torch.Tensor, gradient: torch.Tensor) -> It
         engine.loss, engine.grad_layer = before
 
 
-def forget_batch(engine: Any) -> None:
-    """Let go of all buffers of the last batch and of what neighbours were told about them."""
+def free_buffers(engine: Any) -> None:
+    """Free the buffers of a pipeline engine, and forget which shapes were announced to neighbours."""
     engine.reset_activation_shape()
     engine.first_gradient_send = True
     engine.num_pipe_buffers = 0
@@ -61,6 +61,22 @@ def forget_batch(engine: Any) -> None:
         buffers.clear()
 
 
-def forget_losses(engine: Any) -> None:
-    """Let go of the losses of the last batch: DeepSpeed would add those of an evaluation to them."""
+def free_losses(engine: Any) -> None:
+    """Drop the losses of the last batch, whose graphs hold layers."""
+    engine.loss = engine.total_loss = engine.total_additional_losses = None
+
+
+def forget_total_loss(engine: Any) -> None:
+    """Drop the sum of an earlier batch's losses: DeepSpeed would add those of an evaluation to it."""
     engine.total_loss = engine.total_additional_losses = None
+
+
+def accumulation_dtype(engine: Any) -> torch.dtype:
+    """In which precision ``BF16_Optimizer`` sums gradients over micro-batches."""
+    dtype: torch.dtype = engine.optimizer.grad_acc_dtype
+    return dtype
+
+
+def gradient_attribute(engine: Any) -> str:
+    """The attribute of a parameter whose content DeepSpeed sums over the stages that tie it."""
+    return "_hp_grad" if engine.using_bf16_optimizer else "grad"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
+TRACKER = "_CUDA_RNG_STATE_TRACKER"  # the global of Megatron's modules and of DeepSpeed's that holds their tracker
+
 
 def deepspeeds_tracker() -> Any:
     """The random states by name that layers fork, as Megatron's tracker keeps them."""

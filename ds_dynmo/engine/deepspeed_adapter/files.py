@@ -5,6 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed.checkpoint.constants import (
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+__all__ = [
+    "PICKLED",
+    "ZeroStageEnum",
+    "cannot_write",
+    "note_degrees",
+    "restore_data_efficiency",
+    "slice_number",
+    "universal_information",
+    "write",
+    "writes_optimizer_shards",
+]
+
+PICKLED = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)  # classes of objects in DeepSpeed's files
+
 
 def slice_number(engine: Any) -> int:
     """The number of this rank's tensor-parallel slice in the names of DeepSpeed's files."""
@@ -48,3 +72,17 @@ def note_degrees(engine: Any, common: Mapping[str, Any], *, tensor_parallel: boo
     if tensor_parallel:
         engine.loaded_checkpoint_mp_world_size = common["mp_world_size"]
     engine.loaded_checkpoint_dp_world_size = common["dp_world_size"]
+
+
+def universal_information(replicated: list[str]) -> dict[str, Any]:
+    """What DeepSpeed's conversion to a universal checkpoint asks the client state for.
+
+    Args:
+        replicated: patterns of the names of parameters that may be on several stages.
+    """
+    return {
+        UNIVERSAL_CHECKPOINT_INFO: {
+            UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+            PIPELINE_REPLICATED_PARAMETER_PATTERNS: replicated,
+        }
+    }

@@ -10,6 +10,7 @@ from typing import Any
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.balancing.policy import CostModel
 from ds_dynmo.engine.checkpoint.progress import counters_of, restore_counters
+from ds_dynmo.engine.deepspeed_adapter.counters import set_shared_counters, shared_counters
 from ds_dynmo.engine.elastic.interfaces import Stateful
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.migration.migrate import MigrationContext
@@ -18,13 +19,7 @@ from ds_dynmo.errors import ConfigError, ReleasedError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport, RepackReport
 
-_COUNTED = (  # of DeepSpeed 0.19.8's engine and of ours, alike on every rank
-    "global_steps",
-    "global_samples",
-    "skipped_steps",
-    "_global_grad_norm",
-    "agg_train_loss",
-    "agg_additional_losses",
+_COUNTED = (  # of our engine, alike on every rank
     "_profile",
     "_trainable",
     "_tied_trainable",
@@ -231,9 +226,11 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         attributes = {name: getattr(self._engine, name) for name in _COUNTED}
-        return {"attributes": attributes, "counters": counters_of(self._engine)}
+        deepspeeds = shared_counters(self._engine)
+        return {"deepspeed": deepspeeds, "attributes": attributes, "counters": counters_of(self._engine)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_shared_counters(self._engine, state["deepspeed"])
         for name, value in state["attributes"].items():
             setattr(self._engine, name, value)
         restore_counters(self._engine, state["counters"], same_partition=True)

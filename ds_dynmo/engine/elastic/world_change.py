@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.comm.bounded import within
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed_adapter import batch_buffers, process_groups
+from ds_dynmo.engine.deepspeed_adapter import buffers, process_groups
 from ds_dynmo.engine.elastic import job_snapshot, secret
 from ds_dynmo.engine.elastic.data_position import DataPosition
 from ds_dynmo.engine.elastic.interfaces import Balancer, Engine, Migrator, Stateful
@@ -111,8 +111,8 @@ class WorldChange:
         """Free all that this rank has of the model, and stop training on it."""
         engine = self.engine
         self.context.state.forget()
-        batch_buffers.free_buffers(engine)
-        batch_buffers.free_losses(engine)
+        buffers.free_buffers(engine)
+        buffers.free_losses(engine)
         self.balancer.forget_profile()
         engine.released = True
         gc.collect()  # parameters are held by cycles through what DeepSpeed binds on them
@@ -147,7 +147,7 @@ class WorldChange:
             process_groups.refit(engine, topology, world_group=group, rank=self.world.rank)
 
         within(timeout_seconds + self.world.timeout_seconds, begin)
-        batch_buffers.free_buffers(engine)
+        buffers.free_buffers(engine)
         self.comm.connect("repack")
         if self.ranks.secret is not None:
             name = f"{self.ranks.job_name}/{generation}"

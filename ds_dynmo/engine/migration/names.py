@@ -18,15 +18,13 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from ds_dynmo.engine.deepspeed_adapter.module import HOLDS_LAYERS, layer_specs
 from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY, Path, children, follow, text, walk
 
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
 _NO_GLOBALS_OF_A_MODEL = frozenset({*sys.stdlib_module_names, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"})
 _GLOBALS_DEPTH = 3
 _MOST_ENTRIES = 10_000  # of a container that is looked into for names: a loss function may hold a whole data set
-_OF_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers; private, read in DeepSpeed 0.19.8
-    ("_layer_specs", "forward_funcs", "fwd_map", "tied_modules", "tied_comms", "tied_weight_attrs")
-)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Names:
         """
         kind, key = name.anchor
         if kind == _LAYER:
-            start = self._pipeline._layer_specs[key]
+            start = layer_specs(self._pipeline)[key]
         else:
             start = self._pipeline if kind == _PIPELINE else sys.modules.get(key)
         return follow(start, name.path)
@@ -100,11 +98,11 @@ class Names:
         """
         users: dict[int, tuple[nn.Module, set[int]]] = {}
         first_use = self._first_uses()
-        given = {i: spec for i, spec in enumerate(self._pipeline._layer_specs) if isinstance(spec, nn.Module)}
+        given = {i: spec for i, spec in enumerate(layer_specs(self._pipeline)) if isinstance(spec, nn.Module)}
         for layer, module in {**given, **self._modules()}.items():
             for part in module.modules():
                 users.setdefault(id(part), (part, set()))[1].add(first_use[layer])
-        specs = [((("item", i),), s) for i, s in enumerate(self._pipeline._layer_specs) if isinstance(s, LayerSpec)]
+        specs = [((("item", i),), s) for i, s in enumerate(layer_specs(self._pipeline)) if isinstance(s, LayerSpec)]
         arguments = {path: part for path, part in walk(specs, lambda _: True) if isinstance(part, nn.Module)}
         mine = {path: sorted(users[id(part)][1]) for path, part in arguments.items() if id(part) in users}
         for theirs in gather(mine):
@@ -115,7 +113,7 @@ class Names:
     def _first_uses(self) -> list[int]:
         """Find, per layer, the first that is tied to it: itself, unless it is a later use of a key."""
         first: dict[str | int, int] = {}
-        specs = self._pipeline._layer_specs
+        specs = layer_specs(self._pipeline)
         keys = [str(spec.key) if isinstance(spec, TiedLayerSpec) else layer for layer, spec in enumerate(specs)]
         return [first.setdefault(key, layer) for layer, key in enumerate(keys)]
 
@@ -123,7 +121,7 @@ class Names:
         """Map an ``id`` to its name. ``owner``: by ``id`` of a module, the only layer that registers it."""
         found: dict[int, tuple[Any, Name]] = {}
         users: dict[int, int] = {}
-        for layer, spec in enumerate(self._pipeline._layer_specs):
+        for layer, spec in enumerate(layer_specs(self._pipeline)):
 
             def enter(value: Any, layer: int = layer) -> bool:
                 """Stop at what another layer owns, and, the third time, at what two entries refer to."""
@@ -167,7 +165,7 @@ class Names:
 
 def _is_of_pipeline(name: str) -> bool:
     """Tell whether it holds layers, or is what every module has, such as the hooks of an engine."""
-    return name in _OF_LAYERS or name.isdigit() or name in MODULE_MACHINERY
+    return name in HOLDS_LAYERS or name.isdigit() or name in MODULE_MACHINERY
 
 
 def _is_data(value: Any) -> bool:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.deepspeed_adapter.module import is_split
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 
 GradientOf = Callable[[nn.Parameter], torch.Tensor | None]
@@ -99,7 +99,7 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
 
 def counts(parameter: nn.Parameter, location: RankCoordinates) -> bool:
     """Tell whether it counts here: every part of a split parameter, others on the first slice and replica only."""
-    on_this_slice = location.tp_rank == 0 or bool(is_model_parallel_parameter(parameter))
+    on_this_slice = location.tp_rank == 0 or is_split(parameter)
     return on_this_slice and (location.replica == 0 or is_own(parameter))
 
 

@@ -196,7 +196,7 @@ def _from_all_outputs(backward: Instruction) -> Instruction:
 def _accumulating_tied_aliases(backward: Instruction) -> Instruction:
     def backward_pass(engine: Any, buffer_id: int) -> None:
         backward(engine, buffer_id=buffer_id)
-        engine._layers.accumulate_tied_alias_gradients(engine.optimizer.grad_acc_dtype)
+        engine._layers.accumulate_tied_alias_gradients(buffers.accumulation_dtype(engine))
 
     return backward_pass
 
@@ -207,7 +207,7 @@ def _of_all_uses(reduce: Instruction) -> Instruction:
             engine._layers.fold_tied_alias_sums()
         else:
             engine._layers.fold_tied_alias_gradients()
-        gradient = "_hp_grad" if engine.using_bf16_optimizer else "grad"  # as DeepSpeed sums it over the stages
+        gradient = buffers.gradient_attribute(engine)
         engine._layers.join_copies(gradient)
         reduce(engine)
         engine._layers.share_copies(gradient)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynmo.engine.deepspeed_adapter.checkpointing import checkpointing_mpu, deepspeeds_tracker
+from ds_dynmo.engine.deepspeed_adapter.checkpointing import TRACKER, checkpointing_mpu, deepspeeds_tracker
 from ds_dynmo.errors import ConfigError
 
 State = torch.Tensor | torch.Generator
@@ -33,7 +33,6 @@ _MODULES = (  # where Megatron, Megatron-DeepSpeed, GPT-NeoX and fairscale keep 
     "mpu",
     "fairscale.nn.model_parallel.random",
 )
-_TRACKER = "_CUDA_RNG_STATE_TRACKER"  # the global of such a module
 _KEY = struct.Struct("<Qq")
 
 
@@ -55,13 +54,13 @@ def _tracker_of(holder: Any) -> Any:
     One that is not made yet is not asked for: Megatron's function, also where a package hands it on, would make one
     and so choose its kind.
     """
-    if hasattr(holder, _TRACKER):
-        return getattr(holder, _TRACKER)
+    if hasattr(holder, TRACKER):
+        return getattr(holder, TRACKER)
     function = getattr(holder, "get_cuda_rng_tracker", None)
     if not callable(function):
         return None
     home = sys.modules.get(getattr(function, "__module__", ""))
-    return getattr(home, _TRACKER) if hasattr(home, _TRACKER) else function()
+    return getattr(home, TRACKER) if hasattr(home, TRACKER) else function()
 
 
 def states_of(name: str, tracker: Any) -> dict[str, State]:
