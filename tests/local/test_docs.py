@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.models.config import ModelConfig
 from tests.pure.test_docs import PAGES, ROOT, keys
 
@@ -19,6 +20,15 @@ def test_the_page_of_cases_lists_the_keys_of_the_block() -> None:
     page = (ROOT / "docs" / "cases.md").read_text()
     listed = re.findall(r"^\| `([\w.]+)` \| (?:required|`)", page, re.MULTILINE)
     assert sorted(listed) == sorted(keys(ModelConfig))
+
+
+INSTANCE = {"global_steps", "grid", "module", "optimizer", "released"}  # set in the constructor, most by DeepSpeed
+
+
+def test_every_name_of_the_engine_that_is_documented_exists() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`engine\.([a-z_]+)[\[(`.]", page.read_text())}
+    assert {"rebalance", "repack", "reports"} <= named
+    assert not [name for name in named - INSTANCE if not hasattr(DynMoPipelineEngine, name)]
 
 
 def commands(page: Path) -> set[tuple[str, ...]]:
