@@ -38,5 +38,11 @@ class MigrationError(RuntimeError):
         self.harmless = harmless
 
 
+def raise_unless_harmless(error: Exception) -> None:
+    """Raise ``error`` again if layers may have moved: training cannot go on."""
+    if isinstance(error, MigrationError) and not error.harmless:
+        raise error
+
+
 class ReleasedError(RuntimeError):
     """This rank was released by a re-packing: it has no layers and no peers. ``engine.released`` says so too."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from ds_dynmo.placement import Placement
 
 T = TypeVar("T")
 
@@ -14,12 +17,12 @@ class LayersMoved:
     """The layers of this stage are others than before, or other modules.
 
     Attributes:
-        partition: the boundaries in force from now on.
+        placement: where layers are from now on.
         step: after how many batches.
         stages_changed: a re-packing: there are fewer or more stages than before, or other ranks hold them.
     """
 
-    partition: tuple[int, ...]
+    placement: Placement
     step: int
     stages_changed: bool = False
 
@@ -46,3 +49,36 @@ class Event(Generic[T]):
     def reasons(self) -> list[str]:
         """Why each subscriber has to know, in order."""
         return [why for why, _ in self._subscribers]
+
+
+class AroundSchedule:
+    """What the schedule of a batch runs inside."""
+
+    def __init__(self) -> None:
+        self._entered: list[Callable[[bool], AbstractContextManager[None]]] = []
+
+    def add(self, enter: Callable[[bool], AbstractContextManager[None]]) -> None:
+        """Enter ``enter(training)`` before a schedule is run; ``training`` is False in an evaluation."""
+        self._entered.append(enter)
+
+    @contextmanager
+    def __call__(self, training: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for enter in self._entered:
+                stack.enter_context(enter(training))
+            yield
+
+
+class Timeline:
+    """Lets the parts mark what they do, for whoever records a batch at the time; costs nothing if nobody does.
+
+    Attributes:
+        record: gives a context manager for a phase of this category and name; None: nobody records.
+    """
+
+    def __init__(self) -> None:
+        self.record: Callable[[str, str], AbstractContextManager[None]] | None = None
+
+    def phase(self, category: str, name: str) -> AbstractContextManager[None]:
+        """A part of a batch, or of what follows it."""
+        return nullcontext() if self.record is None else self.record(category, name)

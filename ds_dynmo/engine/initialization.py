@@ -12,6 +12,7 @@ import deepspeed
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import validation
+from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.comm.communicator import check_hosts
 from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class as built_upon
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
@@ -22,6 +23,7 @@ from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
 from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.plan import check_partition
 
 
 def initialize(
@@ -94,22 +96,23 @@ def initialize(
     engine = results[0]
     warn_of_shm_operator()
     if dynmo is not None:
-        first = engine.allowed(_first_partition(engine, dynmo))
+        first = engine.balancer.nearest_allowed(_first_partition(engine, dynmo))
         if list(first) != engine.partition:
-            engine.start_at(first)
+            new = check_partition(first, engine.stage.layers.num_layers, engine.num_stages)
+            engine.balancer.rebalance_to(new, Request(Reason.INITIAL), what="initialize")
     return engine, results[1], results[2], results[3]
 
 
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
     """Where training begins, as ``dynmo.initial_partition`` says. Collective."""
-    first, layers, groups = dynmo.initial_partition, engine._layers, engine._layer_groups
+    first, layers, groups = dynmo.initial_partition, engine.stage.layers, engine.balancer.groups
     if first in (None, "profile"):
         return engine.partition
     if first == "uniform":
         even = partitioners.uniform(layers.num_layers, engine.num_stages)
         return partitioners.balanced_groups([1] * layers.num_layers, engine.num_stages, groups, start=even)
     if first == "parameters":
-        counts = engine._comm.max_over_world(layer_sizes.per_layer(layers, layer_sizes.trainable_parameters))
+        counts = engine.stage.comm.max_over_world(layer_sizes.per_layer(layers, layer_sizes.trainable_parameters))
         return partitioners.balanced_groups(counts.tolist(), engine.num_stages, groups)
     if isinstance(first, str):
         weights = validation.type_costs(layer_specs(engine.module), first)

@@ -19,7 +19,7 @@ from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.tied_layers import attach, build_missing
 from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
-from ds_dynmo.engine.events import Event, LayersMoved
+from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
 from ds_dynmo.engine.optimizer.binding import OptimizerBinding
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.state import OptimizerState
@@ -55,6 +55,8 @@ class DeepSpeedPipeline(Protocol):
     basic_optimizer: Any
     lr_scheduler: Any
     data_iterator: Any
+    is_pipe_partitioned: bool
+    using_bf16_optimizer: bool
 
     def is_first_stage(self) -> bool: ...
 
@@ -74,6 +76,8 @@ class StageContext:
         replicas_differ: the model has parameters that are each data-parallel replica's own.
         replicas_would_differ: or would have some if there were several replicas.
         layers_moved: published once layers are in place after a move, a re-packing or a load.
+        around_schedule: what the schedule of every batch runs inside.
+        timeline: where parts mark what they do, for a trace.
     """
 
     engine: DeepSpeedPipeline
@@ -84,6 +88,8 @@ class StageContext:
     replicas_differ: bool
     replicas_would_differ: bool
     layers_moved: Event[LayersMoved] = field(default_factory=Event)
+    around_schedule: AroundSchedule = field(default_factory=AroundSchedule)
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def state(self) -> OptimizerState:
@@ -95,9 +101,13 @@ class StageContext:
         """The boundaries in force."""
         return tuple(int(bound) for bound in self.engine.module.parts)
 
+    def connect_replicas(self) -> None:
+        """Tell the layers of this stage, where they ask for it, who its data-parallel replicas are."""
+        replicas.use_replicas(self.layers.every_module(), self.engine.grid.get_data_parallel_group())
+
     def publish_move(self, *, stages_changed: bool = False) -> None:
         """Tell whoever has to know that the layers of this stage are others now."""
-        self.layers_moved.publish(LayersMoved(self.partition, self.engine.global_steps, stages_changed))
+        self.layers_moved.publish(LayersMoved(self.layers.placement, self.engine.global_steps, stages_changed))
 
 
 def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
@@ -123,7 +133,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
     of_others = attach(model, built, ties) if any(builds for *_, builds in every) else None
     layers = StageLayers(model, ties)
     norm = ModelNorm(engine, layers, comm, replicas_differ=differ)
-    return StageContext(
+    stage = StageContext(
         engine=engine,
         config=config,
         comm=comm,
@@ -132,6 +142,8 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         replicas_differ=differ,
         replicas_would_differ=any(shares for _, _, shares, *_ in every),
     )
+    stage.layers_moved.subscribe("layers that arrived have other replicas", lambda _: stage.connect_replicas())
+    return stage
 
 
 def _unsupported(engine: Any, model: Any) -> str | None:

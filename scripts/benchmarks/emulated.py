@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
 from scripts.benchmarks.arms import Arm, profiling_seconds, quietly, say, timed, turns
 from scripts.benchmarks.emulation import data, make_engine, set_loads, told_seconds
@@ -151,7 +152,7 @@ class Benchmark:
         partitions, decisions = [arm.engine.partition], [self.batch_and_costs(arm)]
         partitions.append(arm.engine.partition)
         if arm.dynamic and phase.iterations > known_after(self.case) + self.case.interval:
-            arm.engine._controller.request("interval")
+            arm.engine.balancer.trigger.ask(Request(Reason.INTERVAL))
             decisions.append(self.batch_and_costs(arm))
             partitions.append(arm.engine.partition)
         moved = [old != new for old, new in zip(partitions, partitions[1:])]

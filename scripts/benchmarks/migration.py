@@ -142,14 +142,14 @@ def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
     count = int(arguments.stage_parameters * 1e6 / layers)
     engine = make_engine([count] * layers + [SMALL] + [count] * layers, layers, arguments.precision)
     settled: list[float] = []
-    settle = engine._state.settle
+    settle = engine.stage.state.settle
 
     def clocked(*args: Any) -> None:
         began = time.perf_counter()
         settle(*args)
         settled.append(time.perf_counter() - began)
 
-    engine._state.settle = clocked
+    engine.stage.state.settle = clocked
     copied = []
     for _ in range(arguments.pairs):
         for boundary in (layers + 1, layers):

@@ -26,6 +26,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.models.gpt import Block, GPTConfig
 from ds_dynmo.partitioners import bottleneck
 from scripts.startup import init_distributed
@@ -151,7 +152,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def freeze_first(engine: Any, count: int) -> None:
-    for index, module in engine._layers.modules().items():
+    for index, module in engine.stage.layers.modules().items():
         if index < count:
             module.requires_grad_(False)
     engine.model_changed(f"first {count} layers are frozen")
@@ -194,16 +195,16 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for interval in (0, 1):
         engine = make_engine(block_specs(arguments, timed=True), arguments, {"interval": 0, "log": False}, interval)
-        original = engine._profiler.one_pass
+        original = engine.profiler.one_pass
         data = batches(arguments)
-        own = list(engine._layers.modules().values())
+        own = list(engine.stage.layers.modules().values())
 
         def one_pass(backward: bool, original: Any = original, own: list[Any] = own) -> Any:
             for layer in own:
                 layer.in_backward = backward
             return original(backward)
 
-        engine._profiler.one_pass = one_pass
+        engine.profiler.one_pass = one_pass
         engine.train_batch(data), engine.train_batch(data)
         errors: dict[str, list[float]] = {"forward": [], "backward": []}
         for _ in range(arguments.pairs):
@@ -211,10 +212,10 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
                 layer.recording = True
                 layer.forwards.clear(), layer.recomputations.clear(), layer.backwards.clear()
             engine.model_changed("measure")
-            engine._controller._reason = None
-            samples = engine._profiler
+            engine.balancer.trigger._pending = None
+            samples = engine.profiler
             engine.train_batch(data)
-            for index, layer in engine._layers.modules().items():
+            for index, layer in engine.stage.layers.modules().items():
                 if not layer.backwards:
                     continue  # the first layer: its input needs no gradient, so its own clock has no end
                 forward, backward = statistics.median(layer.forwards), statistics.median(layer.backwards)
@@ -222,7 +223,7 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
                     backward += statistics.median(layer.recomputations)
                 errors["forward"].append(samples.samples.forward_seconds(index) / forward - 1)
                 errors["backward"].append(samples.samples.backward_seconds(index) / backward - 1)
-            engine._controller._urgent = False
+            engine.balancer.trigger._urgent = False
             for layer in own:
                 layer.recording = False
         name = "checkpointed" if interval else "plain"
@@ -232,7 +233,7 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
             figures[f"{name} {phase}: the layer that is farthest off"] = 1 + max(
                 (statistics.median(found[place::measured_layers]) for place in range(measured_layers)), key=abs
             )
-        engine._profiler.one_pass = original
+        engine.profiler.one_pass = original
     return figures
 
 
@@ -249,17 +250,17 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = {}
         for marked in (True, False) if pair % 2 else (False, True):
             if marked:
-                engine._controller.request("measure")
-            engine._controller.decision_due = lambda batches: False
+                engine.balancer.trigger.ask(Request(Reason.MODEL_CHANGED, "measure"))
+            engine.balancer.trigger.decision_due = lambda batches: False
             seconds[marked] = timed(lambda: engine.train_batch(data))
-            del engine._controller.decision_due
-            engine._controller.decided(moved=False)
-            engine._profiler.forget()
+            del engine.balancer.trigger.decision_due
+            engine.balancer.trigger.decided(moved=False)
+            engine.profiler.forget()
         ratios.append(seconds[True] / seconds[False])
         profiled.append(seconds[True])
         plain.append(seconds[False])
     batch = statistics.median(plain)
-    engine._controller.request("measure")
+    engine.balancer.trigger.ask(Request(Reason.MODEL_CHANGED, "measure"))
     engine.train_batch(data)
     decision = engine.reports[-1]
     balanced, static = engine.partition, [0, FROZEN, BLOCKS]

@@ -27,7 +27,7 @@ def main(folder: str, policy: str) -> None:
         if engine.global_steps == 2:
             engine.repack(1)
             if policy == "slurm" and not engine.released:
-                engine._messenger.finish()  # the nodes have left: the job goes on without them
+                engine.repacker._policy_runner.finish()  # the nodes have left: the job goes on without them
         if engine.global_steps == 4 and policy == "park":
             engine.repack(2)
         if engine.released and not engine.wait_for_recall():

@@ -39,14 +39,14 @@ def train_unsteady(
         "weights": {layer.number: layer.weight.tolist() for layer in engine.module.forward_funcs},
         "partition": engine.partition,
         "reports": engine.reports,
-        "speeds": engine._cost_model.history.speeds,
+        "speeds": engine.balancer.cost_model.history.speeds,
     }
     if folder is not None:
         engine.save_checkpoint(folder)
         again, _ = unsteady_engine(block, seconds, slowdowns, jitter)
         again.load_checkpoint(folder)
-        result["loaded"] = (again.partition, again._cost_model.history.speeds)
-        result["state"] = (engine._cost_model.state_dict(), again._cost_model.state_dict())
+        result["loaded"] = (again.partition, again.balancer.cost_model.history.speeds)
+        result["state"] = (engine.balancer.cost_model.state_dict(), again.balancer.cost_model.state_dict())
     return result
 
 
@@ -94,7 +94,7 @@ def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Se
         for _ in range(3):  # one to warm up, one to profile what came of the move
             engine.train_batch(data)
         went.append(engine.rebalance().new_partition)
-    return {"went": went, "speeds": engine._cost_model.history.speeds}
+    return {"went": went, "speeds": engine.balancer.cost_model.history.speeds}
 
 
 def test_neighbours_take_the_decisions_that_diffusion_takes_of_a_slow_stage() -> None:
@@ -164,14 +164,14 @@ def skip_a_layer(block: dict[str, Any], skipped: int, steps: int) -> dict[str, A
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         leaves_out = engine.global_steps < steps
         for position, layer in enumerate(module.forward_funcs):
-            if not (leaves_out and engine._layers.indices[position] == skipped):
+            if not (leaves_out and engine.stage.layers.indices[position] == skipped):
                 hidden = layer(hidden)
         return hidden
 
     module.forward = forward
     engine.set_dataiterator(data)
     warned = []
-    engine._reporter.warn = warned.append
+    engine.balancer._reporter.warn = warned.append
     losses = [engine.train_batch(data).item() for _ in range(steps - 1)]
     found = {"losses": losses, "warned": warned, "profile": engine.profile, "partition": engine.partition}
     try:

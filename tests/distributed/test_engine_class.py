@@ -227,16 +227,16 @@ def test_it_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> N
 def an_attribute_of_the_same_name() -> str:
     class TheirEngine(PipelineEngine):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._controller, self._harmless_too = "theirs", 2
+            self.balancer, self._harmless_too = "theirs", 2
             super().__init__(*args, **kwargs)
-            self._reporter, self._harmless, self.micro_batches = "theirs", 1, self.micro_batches
+            self._parts, self._harmless, self.micro_batches = "theirs", 1, self.micro_batches
 
     return error_of(lambda: initialize("ds_dynmo", Case(), layers, TheirEngine))
 
 
 def test_an_engine_class_whose_constructor_sets_what_is_ours_is_refused() -> None:
     for message in run(2, an_attribute_of_the_same_name):
-        assert "TheirEngine: its constructor sets _controller, _reporter, which ds_dynmo's engine uses" in message
+        assert "TheirEngine: its constructor sets _parts, balancer, which ds_dynmo's engine uses" in message
 
 
 def patched_engine_class_of_deepspeed() -> tuple[bool, bool]:

@@ -109,7 +109,7 @@ def train(run: CaseRun) -> dict[str, Any]:
         "norms": norms,
         "weights": {
             f"{index}.{name}": (first[index] if getattr(p, "replica_own", False) else 0, p.detach().numpy().copy())
-            for index, module in engine._layers.counted_modules().items()
+            for index, module in engine.stage.layers.counted_modules().items()
             for name, p in module.named_parameters()
         },
     }

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo import MigrationError
+from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.migration import arriving
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case
@@ -57,9 +58,11 @@ def _no_load_signal(engine: Any) -> None:
 
 HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
-    "decide": lambda engine: setattr(engine, "_decide", broken),
-    "prepare": lambda engine: setattr(engine._state, "_inventory" if engine._wrapper else "prepare", broken),
-    "pack": lambda engine: setattr(engine._state, "content", broken),
+    "decide": lambda engine: setattr(engine.balancer, "decide", broken),
+    "prepare": lambda engine: setattr(
+        engine.stage.state, "_inventory" if engine.stage.optimizer.wrapper else "prepare", broken
+    ),
+    "pack": lambda engine: setattr(engine.stage.state, "content", broken),
 }
 
 
@@ -71,10 +74,10 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
     if engine.global_rank == rank:
         HARMLESS[point](engine)
     if point in ("gather", "decide"):
-        engine._controller.request("a test")
+        engine.balancer.trigger.ask(Request(Reason.MODEL_CHANGED, "a test"))
     for _ in range(2):
         losses.append(engine.train_batch(data).item())
-    message = repr(engine._failure)
+    message = repr(engine.balancer.failure)
     if point not in ("gather", "decide"):
         try:
             engine.rebalance(MOVES[(rank + 1) % 3])  # the rank sends
@@ -82,8 +85,8 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             assert error.harmless
             message = str(error)
     if engine.global_rank == rank:
-        for owner in (engine, engine._state):
-            for name in ("_decide", "prepare", "_inventory", "content"):
+        for owner in (engine.balancer, engine.stage.state):
+            for name in ("decide", "prepare", "_inventory", "content"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)
@@ -115,12 +118,12 @@ def _arriving(engine: Any) -> None:
 
 
 FATAL: dict[str, Callable[[Any], None]] = {
-    "headers": lambda engine: setattr(engine._comm.p2p, "exchange_headers", broken),
-    "send": lambda engine: setattr(engine._comm.p2p, "post", broken),
+    "headers": lambda engine: setattr(engine.stage.comm.p2p, "exchange_headers", broken),
+    "send": lambda engine: setattr(engine.stage.comm.p2p, "post", broken),
     "unpack": _arriving,
-    "rebuild": lambda engine: setattr(engine._layers, "rebuild", broken),
-    "rewrap": lambda engine: setattr(engine._state, "settle", broken),
-    "tie": lambda engine: setattr(engine._layers, "tie", broken),
+    "rebuild": lambda engine: setattr(engine.stage.layers, "rebuild", broken),
+    "rewrap": lambda engine: setattr(engine.stage.state, "settle", broken),
+    "tie": lambda engine: setattr(engine.stage.layers, "tie", broken),
 }
 
 

@@ -60,10 +60,10 @@ def send_accelerated() -> dict[str, Any]:
     """What ranks learn of state on an accelerator, and of state that has no data."""
     engine = build(Case(precision="bf16"))
     engine.train_batch(batches(engine))
-    comm, rank = engine._comm, engine.global_rank
+    comm, rank = engine.stage.comm, engine.global_rank
     for held in engine.basic_optimizer.state.values():
         held["step"] = Accelerated(held["step"])
-    every = comm.gather_or_fail("listing what the optimizer holds", engine._state._inventory)
+    every = comm.gather_or_fail("listing what the optimizer holds", engine.stage.state._inventory)
     value = Accelerated(torch.tensor(float(rank)))
     message = ""
     try:

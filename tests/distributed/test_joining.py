@@ -246,7 +246,7 @@ def impostor(case: Case, address: str) -> None:
         gather(secrets.token_bytes(32))
         gather(secrets.token_bytes(32))
         with suppress(RuntimeError):  # the others leave
-            engine._comm.gather_objects(Bomb())
+            engine.stage.comm.gather_objects(Bomb())
 
     secret.check_members = pretend
     with suppress(MigrationError):

@@ -34,7 +34,7 @@ PARK = {"release": "park"}
 
 
 def _now(engine: Any, pull: Callable[[], None]) -> None:
-    engine._comm.gather_objects(None)
+    engine.stage.comm.gather_objects(None)
     pull()
 
 
@@ -60,7 +60,7 @@ def _first(pull: Callable[[], None], owner: Any, name: str) -> None:
 
 
 def _while_layers_move(engine: Any, data: Any, pull: Callable[[], None]) -> None:
-    _first(pull, engine._comm.p2p, "exchange_headers")
+    _first(pull, engine.stage.comm.p2p, "exchange_headers")
     engine.repack(2)
 
 

@@ -41,7 +41,7 @@ def changing_layers(case: Case) -> list[Any]:
 
 
 def migrator_of(engine: Any) -> Migrator:
-    return Migrator(engine._migration_context())
+    return Migrator(engine.migrator.context())
 
 
 def plan_to(engine: Any, partition: Sequence[int]) -> MigrationPlan:
@@ -58,7 +58,7 @@ def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool) -
             asked += 1
             time.sleep(1e-3)
         migrator.commit()
-        engine._layers_moved()
+        engine.stage.publish_move()
     return asked
 
 
@@ -130,7 +130,7 @@ def changed_while_prepared(precision: str) -> dict[str, Any]:
                 module.norm.weight.fill_(5.0)  # a weight that changed after all is sent again
         weight = raw(module.up.weight)
     migrator.commit()
-    engine._layers_moved()
+    engine.stage.publish_move()
     if engine.stage_id == 0:
         return {"weight": weight}
     module = layers_of(engine)[2]
@@ -142,7 +142,7 @@ def changed_while_prepared(precision: str) -> dict[str, Any]:
         "trains": (module.up.bias.requires_grad, module.up.weight.requires_grad),
     }
     if plain:
-        found["steps"] = engine._state.state_of(module.up.weight)["step"].item()
+        found["steps"] = engine.stage.state.state_of(module.up.weight)["step"].item()
         found["gradient"] = module.norm.bias.grad.tolist()[:1]
         found["norm"] = module.norm.weight.tolist()[:1]
     return found
@@ -172,7 +172,7 @@ def counted_meanwhile(precision: str) -> list[float]:
     if engine.stage_id == 1:
         engine.basic_optimizer.state.clear()
     migrator.commit()
-    engine._layers_moved()
+    engine.stage.publish_move()
     return [float(held["step"]) for held in engine.basic_optimizer.state.values()]
 
 
@@ -234,11 +234,11 @@ def broken_on(engine: Any, rank: int, how: str) -> Iterator[None]:
         raise MemoryError("no room")
 
     if engine.global_rank == rank:
-        setattr(engine._state, name, fail)
+        setattr(engine.stage.state, name, fail)
     try:
         yield
     finally:
-        vars(engine._state).pop(name, None)
+        vars(engine.stage.state).pop(name, None)
 
 
 def end_harmlessly(case: Case, how: str) -> dict[str, Any]:

@@ -85,7 +85,9 @@ def wide_layers(case: Case) -> list[Any]:
 
 
 def held_now(engine: Any) -> tuple[HeldBytes, ...]:
-    return layer_sizes.held_from(engine._comm.max_over_world(layer_sizes.held_table(engine._layers, engine._state)))[0]
+    return layer_sizes.held_from(
+        engine.stage.comm.max_over_world(layer_sizes.held_table(engine.stage.layers, engine.stage.state))
+    )[0]
 
 
 def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
@@ -94,7 +96,7 @@ def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, in
     data, found = batches(engine), []
     for new in moves:
         engine.train_batch(data), engine.train_batch(data)
-        held, uses = held_now(engine), engine._layers.first_uses()
+        held, uses = held_now(engine), engine.stage.layers.first_uses()
         plan = MigrationPlan.between(engine.partition, new)
         said = migration_peaks(plan, held, uses)[engine.stage_id]
         with TensorBytes() as tensors:
@@ -133,7 +135,7 @@ def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
 
 
 def with_limit(engine: Any, limit: int | None) -> None:
-    engine.__dict__["dynmo"] = engine.dynmo.model_copy(update={"memory_limit": limit})
+    engine.balancer.memory.limit = limit
 
 
 def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
         )
     else:
         plan = MigrationPlan.between(engine.partition, new)
-    needed = max(migration_peaks(plan, held_now(engine), engine._layers.first_uses()))
+    needed = max(migration_peaks(plan, held_now(engine), engine.stage.layers.first_uses()))
     ask = {
         "rebalance": lambda: engine.rebalance(new),
         "shrink": lambda: engine.repack(partition=[0, case.num_layers]),

@@ -52,7 +52,7 @@ def fail_while_moving() -> None:
     def broken(*args: Any) -> None:
         raise OSError("the cable is gone")
 
-    engine._comm.p2p.post = broken
+    engine.stage.comm.p2p.post = broken
     engine.rebalance([0, 1, 8])
 
 
@@ -102,7 +102,7 @@ def full_state(case: Case, moves: dict[int, list[int]]) -> list[dict[str, Any]]:
         if step in moves:
             engine.rebalance(moves[step])
         found: dict[str, Any] = {}
-        for index, module in engine._layers.counted_modules().items():
+        for index, module in engine.stage.layers.counted_modules().items():
             for name, parameter in module.named_parameters():
                 found[f"{index}.{name}"] = raw(safe_get_full_fp32_param(parameter))
                 if step:

@@ -56,7 +56,7 @@ def nonzero(engine: Any) -> dict[str, tuple[int, int]]:
         for linear in prunable_linears(layer):
             assert linear.mask is not None
             kept = linear.mask.flatten()
-            held = {"weight": (0, linear.weight.detach().flatten()), **engine._state.state_of(linear.weight)}
+            held = {"weight": (0, linear.weight.detach().flatten()), **engine.stage.state.state_of(linear.weight)}
             for name, value in held.items():
                 if isinstance(value, torch.Tensor) and value.shape == linear.weight.shape:
                     value = (0, value.flatten())
@@ -82,7 +82,7 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
         before.append(weights(engine))
         case.prune(sparsity)
         after.append(masks(engine))
-        requested = engine._controller.reason
+        requested = str(engine.balancer.trigger.pending)
         drop_decision(engine)
     right_away = nonzero(engine)
     for _ in range(2):

@@ -111,7 +111,7 @@ def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
         "evaluations": evaluations,
         "state": state(engine),
         "moved": sum(report.layers_moved for report in engine.reports),
-        "profiled": engine._profiler.batches,
+        "profiled": engine.profiler.batches,
         "replica": engine.grid.get_data_parallel_id(),
         "generators kept": generators() == before,
     }

@@ -138,8 +138,8 @@ def test_only_copies_are_marked(way: str, copy: str, converted_once: bool) -> No
 
 
 def freeze(engine: Any, uses: set[int]) -> None:
-    for index in uses & {*engine._layers.indices}:
-        for weight in engine._layers.tied_weights(index):
+    for index in uses & {*engine.stage.layers.indices}:
+        for weight in engine.stage.layers.tied_weights(index):
             weight.requires_grad_(False)
 
 
@@ -154,7 +154,7 @@ def freeze_one_use(case: Case, way: str) -> tuple[str, bool]:
             engine.model_changed("frozen")
         except ConfigError as error:
             message = str(error)
-    weights = engine._layers.tied_weights(7 * engine.is_last_stage())
+    weights = engine.stage.layers.tied_weights(7 * engine.is_last_stage())
     before = [raw(weight) for weight in weights]
     for _ in range(2):
         engine.train_batch(data)

@@ -166,7 +166,7 @@ def train_both(
             losses.append(engine.train_batch(data).item())
             if waiting:
                 engine.rebalance(waiting.pop(0))
-        held = [engine._state.state_of(parameter) for parameter in engine.module.parameters()]
+        held = [engine.stage.state.state_of(parameter) for parameter in engine.module.parameters()]
         found.append(
             {
                 "losses": losses,

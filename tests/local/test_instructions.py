@@ -53,8 +53,8 @@ def test_what_a_frozen_prefix_refuses(kind: type, prefix: int, partitioned: bool
 
 
 def composed(present: dict[type, Any]) -> Any:
-    layers: Any = SimpleNamespace(start=0, stop=4, has_tied_aliases=False, has_copies=False)
-    return compose(present, layers, 0, accumulates=False, calls_back=False, streams=None)
+    layers: Any = SimpleNamespace(run=range(4), has_tied_aliases=False, has_copies=False)
+    return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None)
 
 
 def test_only_what_is_needed_goes_around() -> None:
@@ -121,7 +121,7 @@ class Deciding(PipelineEngine):
     def rebalance(self) -> None:
         pass
 
-    _decide = rebalance
+    balancer = rebalance
 
 
 def test_an_engine_class_is_built_once_and_keeps_its_name() -> None:
@@ -145,7 +145,7 @@ def test_an_engine_class_is_built_once_and_keeps_its_name() -> None:
         (dict, "engine_class = <class 'dict'>: has to be a subclass of deepspeed.*PipelineEngine"),
         ("Theirs", "engine_class = 'Theirs': has to be a subclass"),
         (partial(Theirs, 1), "has to be a subclass .* with keyword arguments"),
-        (Deciding, "engine_class = Deciding: it defines _decide, rebalance, which ds_dynmo's engine uses"),
+        (Deciding, "engine_class = Deciding: it defines balancer, rebalance, which ds_dynmo's engine uses"),
     ],
 )
 def test_engine_classes_that_are_refused(given: Any, message: str) -> None:

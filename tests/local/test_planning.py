@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
-from ds_dynmo.engine.balancing import trigger
+from ds_dynmo.engine.balancing.memory import memory_model
 from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.errors import PartitionError
@@ -29,7 +29,7 @@ def planner(share: float, limit: int | None = None, most: int = STAGES, **block:
     return Planner(
         given=given,
         config=parse_block(DynMoConfig, block, "dynmo"),
-        memory=trigger.memory_model(profile, limit, 0),
+        memory=memory_model(profile, limit, 0),
         most=most,
         first_seconds=given.pipeline.iteration_seconds(given.current) / share,
     )

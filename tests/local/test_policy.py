@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
-from ds_dynmo.engine.balancing import policy, trigger
+from ds_dynmo.engine.balancing import policy
+from ds_dynmo.engine.balancing.memory import memory_model
 from ds_dynmo.engine.balancing.policy import CostModel, DecisionInput, MoveTradeoff
 from ds_dynmo.engine.profiling.profiler import Samples
 from ds_dynmo.errors import PartitionError
@@ -56,10 +57,10 @@ def test_by_parameters() -> None:
 
 def test_memory_forces_a_move_and_forbids_others() -> None:
     costs = profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0)
-    memory = trigger.memory_model(costs, 20, 0)
+    memory = memory_model(costs, 20, 0)
     assert decide(costs, config(), memory).partition == (0, 2, 4)
     with pytest.raises(PartitionError, match="stage"):
-        decide(costs, config(), trigger.memory_model(costs, 15, 0))
+        decide(costs, config(), memory_model(costs, 15, 0))
 
 
 def test_the_schedule_decides_by_the_iteration() -> None:
@@ -106,10 +107,10 @@ def test_a_move_has_to_save_more_than_it_costs() -> None:
         assert (made.partition == (0, 3, 4)) == goes
         assert goes or f"in each of {batches} batches" in made.verdict
     dear = tradeoff(1, MoveCosts([(10, 1e9)]))
-    memory = trigger.memory_model(replace(given.profile, placement=Placement.chain((0, 2, 4))), 45, 0)
+    memory = memory_model(replace(given.profile, placement=Placement.chain((0, 2, 4))), 45, 0)
     assert policy.decide(given, config(), memory, dear).partition == (0, 2, 4)
     given = DecisionInput.of(profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0))
-    memory = trigger.memory_model(given.profile, 20, 0)  # the present partition does not fit: whatever it costs
+    memory = memory_model(given.profile, 20, 0)  # the present partition does not fit: whatever it costs
     assert policy.decide(given, config(), memory, dear).partition == (0, 2, 4)
     by_size = DecisionInput.of(profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4)))  # parameters are not moved to save time
     assert policy.decide(by_size, config(balance_by="parameters"), None, dear).partition == (0, 2, 4)
@@ -355,14 +356,14 @@ def holding(seconds: list[float], partition: tuple[int, ...], held: HeldBytes) -
 def test_a_move_that_takes_more_memory_than_there_is_goes_as_far_as_it_can() -> None:
     # Stage 0 from 4 to n layers: 2 n of flat weights, 9 n of state, and 16 of the one kind's old shards.
     costs = holding([1.0] * 6 + [4.0] * 2, (0, 4, 8), HeldBytes(flat=2, shards=9, largest_shard=4))
-    with_limit = {limit: decide(costs, config(), trigger.memory_model(costs, limit, 0)) for limit in (82, 81, 71, 70)}
+    with_limit = {limit: decide(costs, config(), memory_model(costs, limit, 0)) for limit in (82, 81, 71, 70)}
     assert [decision.partition[1] for decision in with_limit.values()] == [6, 5, 5, 4]
     assert with_limit[82].verdict == "better"
     assert with_limit[71].verdict == (
         "better; going to [0, 6, 8], stage 0 would hold 82 bytes while layers move, its limit is 71"
     )
     groups = LayerGroups((0, 1, 2, 3, 4, 6, 7, 8))
-    limited = trigger.memory_model(costs, 71, 0)
+    limited = memory_model(costs, 71, 0)
     assert policy.decide(DecisionInput.of(costs), config(), limited, groups=groups).partition == (0, 4, 8)
     assert with_limit[70].verdict == (
         "going to [0, 6, 8], stage 0 would hold 82 bytes while layers move, its limit is 70"
@@ -371,4 +372,4 @@ def test_a_move_that_takes_more_memory_than_there_is_goes_as_far_as_it_can() -> 
 
 def test_layers_leave_a_stage_that_is_above_its_limit() -> None:
     costs = holding([3.0, 1.0, 1.0, 1.0], (0, 1, 4), HeldBytes(own=9, staged=1))
-    assert decide(costs, config(), trigger.memory_model(costs, 20, 0)).partition == (0, 2, 4)
+    assert decide(costs, config(), memory_model(costs, 20, 0)).partition == (0, 2, 4)

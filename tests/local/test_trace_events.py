@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -82,11 +81,3 @@ def test_a_pause_at_the_beginning_is_part_of_the_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(trace.time, "perf_counter", lambda: host[0])
     mark, seconds, error = trace.begin(Clock())
     assert error == 0.125 and abs(seconds - mark) <= error
-
-
-def test_a_method_that_the_user_set_on_the_engine_is_there_again_afterwards() -> None:
-    engine = SimpleNamespace(_decide="theirs")
-    for name in ("_decide", "_go_to"):
-        with trace._replaced(engine, name, print):
-            assert getattr(engine, name) is print
-    assert vars(engine) == {"_decide": "theirs"}

@@ -9,7 +9,7 @@ import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
 from ds_dynmo.engine.balancing import trigger
-from ds_dynmo.engine.balancing.trigger import Controller
+from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
@@ -19,13 +19,13 @@ def config(**block: Any) -> DynMoConfig:
 
 
 def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = None) -> dict[str, list[Any]]:
-    """Drive a controller as the engine does; ``requests`` are made before the batch of that step."""
+    """Drive a trigger as the engine does; ``requests`` are made before the batch of that step."""
     told: dict[str, list[Any]] = {"profiled": [], "decided": [], "outcomes": []}
-    steering, profiled = Controller(settings), 0
+    steering, profiled = Trigger(settings), 0
     for step in range(1, steps + 1):
         if requests and step in requests:
             profiled = 0
-            steering.request(requests[step])
+            steering.ask(Request(Reason.MODEL_CHANGED, requests[step]))
         if steering.profile_batch(step):
             told["profiled"].append(step)
             profiled += 1
@@ -37,7 +37,7 @@ def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = Non
             told["outcomes"].append(step)
             steering.outcome_recorded()
         if decision:
-            told["decided"].append((step, steering.reason))
+            told["decided"].append((step, str(steering.pending)))
             steering.decided(moved=False)
     return told
 
@@ -68,7 +68,7 @@ def test_disabled_profiles_once_where_it_begins_by_profile() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 6])
 def test_disabled_a_resumed_run_profiles_only_if_it_had_not(steps: int) -> None:
     settings = config(enabled=False, initial_partition="profile")
-    first, resumed = Controller(settings), Controller(settings)
+    first, resumed = Trigger(settings), Trigger(settings)
     for step in range(1, steps + 1):
         if first.profile_batch(step):
             first.decided(moved=True)
@@ -79,12 +79,12 @@ def test_disabled_a_resumed_run_profiles_only_if_it_had_not(steps: int) -> None:
 
 
 def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
-    decided = Controller(config(interval=1, profile={"warmup_batches": 0}))
+    decided = Trigger(config(interval=1, profile={"warmup_batches": 0}))
     decided.batch_done(1)
-    assert decided.reason == "interval"
-    resumed = Controller(config(enabled=False, initial_partition="profile"))
+    assert decided.pending == Request(Reason.INTERVAL)
+    resumed = Trigger(config(enabled=False, initial_partition="profile"))
     resumed.load_state_dict(decided.state_dict())
-    assert resumed.reason == "initial" and not resumed.placed
+    assert resumed.pending == Request(Reason.INITIAL) and not resumed.placed
 
 
 def test_start_and_stop_step() -> None:
@@ -108,10 +108,10 @@ def test_initial_profile_decides_after_the_first_profiled_batch() -> None:
 
 
 def test_how_long_a_decision_is_expected_to_last() -> None:
-    steering = Controller(config(interval=7))
+    steering = Trigger(config(interval=7))
     steering.model_changed("pruned")
     assert steering.batches_to_gain == 7
-    steering = Controller(config(interval=0))
+    steering = Trigger(config(interval=0))
     expected = {20: 100, 150: 150, 130: 130, 1: 100}  # batches before each change
     for batches, batches_to_gain in expected.items():
         for step in range(batches):
@@ -120,14 +120,14 @@ def test_how_long_a_decision_is_expected_to_last() -> None:
         assert steering.batches_to_gain == batches_to_gain
 
 
-def test_a_checkpoint_has_all_that_a_controller_counts_and_sets_nothing_else() -> None:
-    before = Controller(config(interval=7))
+def test_a_checkpoint_has_all_that_a_trigger_counts_and_sets_nothing_else() -> None:
+    before = Trigger(config(interval=7))
     for step in range(1, 7):
         before.batch_done(step)
     before.model_changed("pruned")
     before.outcome_recorded()
     saved = json.loads(json.dumps(before.state_dict()))
-    after = Controller(config(interval=3))
+    after = Trigger(config(interval=3))
     after.load_state_dict({**saved, "_config": None, "decided": None, "_later": 1})
     assert after.batches_to_gain == 3 and callable(after.decided) and not hasattr(after, "_later")
     assert vars(after) == {**vars(before), "_config": config(interval=3)}
@@ -135,8 +135,31 @@ def test_a_checkpoint_has_all_that_a_controller_counts_and_sets_nothing_else() -
         after.load_state_dict({name: value for name, value in saved.items() if name != "_urgent"})
 
 
+@pytest.mark.parametrize(
+    ("saved", "pending"),
+    [
+        (None, None),
+        ("interval", Request(Reason.INTERVAL)),
+        ("by hand", Request(Reason.BY_HAND)),
+        ("pruned", Request(Reason.MODEL_CHANGED, "pruned")),
+    ],
+)
+def test_a_checkpoint_says_in_words_what_asked_for_a_decision(saved: Any, pending: Any) -> None:
+    state, resumed = Trigger(config()).state_dict(), Trigger(config())
+    resumed.load_state_dict({**state, "_reason": saved})
+    assert resumed.pending == pending
+    assert resumed.state_dict() == {**state, "_reason": saved}
+
+
+def test_a_model_that_says_interval_is_no_interval() -> None:
+    first, resumed = Trigger(config()), Trigger(config())
+    first.model_changed("by hand")
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.pending == Request(Reason.MODEL_CHANGED, "by hand")
+
+
 def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
-    steering = Controller(config(interval=0))
+    steering = Trigger(config(interval=0))
     steering.outcome_recorded()
     steering.decided(moved=True)
     assert not steering.profile_batch(5)

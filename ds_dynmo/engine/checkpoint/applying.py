@@ -6,11 +6,12 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from ds_dynmo.engine.checkpoint.context import CheckpointContext
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, install
 from ds_dynmo.engine.checkpoint.layout import Manifest
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
-from ds_dynmo.engine.checkpoint.progress import restore_counters, restore_random_states
+from ds_dynmo.engine.checkpoint.progress import restore_random_states
 from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.engine.checkpoint.universal import universal_info
 from ds_dynmo.engine.deepspeed_adapter import files
@@ -37,59 +38,61 @@ class Loaded:
     random: dict[str, Any] | None
 
 
-def apply(engine: Any, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
+def apply(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
     """Put what was read in place. The partition is the one that it was read for. Collective.
 
     Raises:
         CheckpointError: on every rank, if any rank fails.
     """
-    together(engine._comm, lambda: _put_layers(engine, loaded, options))
-    engine._agree_on_trainable("load_checkpoint")
-    together(engine._comm, lambda: _put_progress(engine, manifest, loaded, options))
+    together(context.stage.comm, lambda: _put_layers(context, loaded, options))
+    context.trainable.agree("load_checkpoint")
+    together(context.stage.comm, lambda: _put_progress(context, manifest, loaded, options))
 
 
-def _put_layers(engine: Any, loaded: Loaded, options: LoadOptions) -> None:
+def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> None:
     """The layers, and the optimizer's state for them."""
-    layers = engine._layers
+    layers = context.stage.layers
     before = named_parameters(layers)
     for index, module in layers.modules().items():
         install(
             module,
             loaded.layers[index],
-            engine._origin.layers[layers.first_use(index)],
+            context.origin.layers[layers.first_use(index)],
             strict=options.strict,
-            is_shared=engine._names.is_shared,
+            is_shared=context.names.is_shared,
         )
     after = named_parameters(layers)
-    optimizer_files(engine).restore(before, after, loaded.optimizer)
+    optimizer_files(context.stage).restore(before, after, loaded.optimizer)
     layers.split_uses()  # tied aliases copy what their layer keeps
-    engine._layers_moved()
+    context.stage.publish_move()
 
 
-def _put_progress(engine: Any, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
+def _put_progress(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
     """Schedulers, counters and random states."""
+    engine = context.engine
     common = loaded.common
     if not options.module_only:
         if options.scheduler and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(engine, common["lr_scheduler"])))
+            engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(context, common["lr_scheduler"])))
         files.restore_data_efficiency(engine, common)
         engine.global_steps = common["global_steps"]
         engine.global_samples = common.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = common["skipped_steps"]
         if not manifest.stock:
-            restore_counters(engine, manifest.state, same_partition=list(manifest.partition) == engine.partition)
+            stays = tuple(manifest.partition) == context.stage.partition
+            context.progress.restore_counters(manifest.state, same_partition=stays)
     files.note_degrees(engine, common, tensor_parallel=not options.module_only)
     if loaded.random is not None:
         restore_random_states(loaded.random)
 
 
-def _for_all_groups(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _for_all_groups(context: CheckpointContext, state: dict[str, Any]) -> dict[str, Any]:
     """A scheduler's state where stock DeepSpeed had dropped a stage's empty groups: their entries stay as they are."""
-    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
+    groups = context.engine.basic_optimizer.param_groups if context.engine.basic_optimizer is not None else []
     present = [number for number, group in enumerate(groups) if group["params"]]
     filled = dict(state)
     for name, value in state.items():
-        own = getattr(engine.lr_scheduler, name, None)
+        own = getattr(context.engine.lr_scheduler, name, None)
         if isinstance(value, list) and isinstance(own, list) and len(value) == len(present) < len(own) == len(groups):
             filled[name] = list(own)
             for number, entry in zip(present, value):
@@ -97,7 +100,7 @@ def _for_all_groups(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def client_state_of(engine: Any, loaded: Loaded, options: LoadOptions) -> dict[str, Any]:
+def client_state_of(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> dict[str, Any]:
     """What DeepSpeed returns: everything in its file that it did not use itself."""
     used = {"module"}
     if not options.module_only:
@@ -105,8 +108,9 @@ def client_state_of(engine: Any, loaded: Loaded, options: LoadOptions) -> dict[s
     if options.scheduler:
         used.add("lr_scheduler")
     used.add("optimizer")
-    used |= {key for key, value in universal_info(engine).items() if loaded.common.get(key) == value}
+    universal = universal_info(context.engine, context.stage)
+    used |= {key for key, value in universal.items() if loaded.common.get(key) == value}
     client = copy.deepcopy({key: value for key, value in loaded.common.items() if key not in used})
-    if options.optimizer and not options.module_only and engine.basic_optimizer is not None:
-        client["optimizer"] = engine.basic_optimizer.state_dict()
+    if options.optimizer and not options.module_only and context.engine.basic_optimizer is not None:
+        client["optimizer"] = context.engine.basic_optimizer.state_dict()
     return client

@@ -7,7 +7,7 @@ beside it: shards of frozen parameters, and options and step counts of all group
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +41,16 @@ class LoadedFlat:
 
 
 class FlatFiles:
-    """The state of ``BF16_Optimizer`` and of ``DeepSpeedZeroOptimizer`` stage 1."""
+    """The state of ``BF16_Optimizer`` and of ``DeepSpeedZeroOptimizer`` stage 1.
+
+    Args:
+        name_parameters: called before state is put back, for parameters that are others now.
+    """
 
     kind = FLAT
 
-    def __init__(self, engine: Any, state: FlatState) -> None:
-        self._engine = engine
-        self._state = state
+    def __init__(self, state: FlatState, device: torch.device, name_parameters: Callable[[], None]) -> None:
+        self._state, self._device, self._name_parameters = state, device, name_parameters
 
     # -- writing --------------------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class FlatFiles:
         for number, values, options, kinds in self._groups(saved, sources):
             loaded.options.setdefault(number, options)
             if kinds:  # a stage may have none of it, where another one has
-                device = self._engine.device
+                device = self._device
                 scalars = {name: in_memory(name, value, options, device) for name, value in values.items()}
                 loaded.scalars.setdefault(number, scalars)
                 loaded.kinds.setdefault(number, set()).update(kinds)
@@ -157,7 +160,7 @@ class FlatFiles:
     # -- putting back ---------------------------------------------------------------------------------
 
     def restore(self, before: Named, after: Named, loaded: LoadedFlat | None) -> None:
-        self._engine._name_parameters()
+        self._name_parameters()
         if loaded is None:
             self._state.weights_loaded(before, after)
             return

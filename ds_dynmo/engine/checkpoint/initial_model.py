@@ -18,6 +18,7 @@ from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import StageLayout
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY
+from ds_dynmo.engine.stage import StageContext
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
@@ -91,27 +92,31 @@ class InitialModelSpec:
     layout: StageLayout
 
     @classmethod
-    def of(cls, engine: Any) -> InitialModelSpec:
-        """Collective: every rank describes its layers."""
-        layers, mine = engine._layers, engine.grid.get_slice_parallel_rank()
-        engine._comm.enter("initialize")
-        precision = engine.get_data_types()[0]
+    def of(cls, stage: StageContext, precision: torch.dtype, is_shared: IsShared) -> InitialModelSpec:
+        """Collective: every rank describes its layers.
+
+        Args:
+            precision: what the engine trains in.
+            is_shared: says which values are not a layer's own.
+        """
+        mine = stage.engine.grid.get_slice_parallel_rank()
+        stage.comm.enter("initialize")
         described = {
-            index: LayerOrigin.of(module, precision, engine._names.is_shared)
-            for index, module in layers.counted_modules().items()
+            index: LayerOrigin.of(module, precision, is_shared)
+            for index, module in stage.layers.counted_modules().items()
         }
-        every = engine._comm.gather_objects((mine, described))
+        every = stage.comm.gather_objects((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}
-        return cls(tuple(engine.partition), dict(sorted(whole.items())), _layout(engine))
+        return cls(stage.partition, dict(sorted(whole.items())), _layout(stage))
 
-    def with_optimizer(self, engine: Any) -> InitialModelSpec:
-        """The same with the optimizer that ``engine`` was given since; layers that moved before stay as described."""
-        return replace(self, layout=_layout(engine)) if tuple(engine.partition) == self.partition else self
+    def with_optimizer(self, stage: StageContext) -> InitialModelSpec:
+        """The same with the optimizer that was given since; layers that moved before stay as described."""
+        return replace(self, layout=_layout(stage)) if stage.partition == self.partition else self
 
 
-def _layout(engine: Any) -> StageLayout:
-    return optimizer_files(engine).layout(named_parameters(engine._layers))
+def _layout(stage: StageContext) -> StageLayout:
+    return optimizer_files(stage).layout(named_parameters(stage.layers))
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:

@@ -9,30 +9,60 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.deepspeed_adapter.checkpointing import deepspeeds_tracker
-from ds_dynmo.engine.deepspeed_adapter.counters import micro_batch_counters, set_micro_batch_counters
+from ds_dynmo.engine.deepspeed_adapter.counters import (
+    micro_batch_counters,
+    set_micro_batch_counters,
+    set_shared_counters,
+    shared_counters,
+)
+from ds_dynmo.engine.pipeline.trainable import TrainableLayers
 
 
-def counters_of(engine: Any) -> dict[str, Any]:
-    """What DeepSpeed's files lack, the same on every rank, as plain JSON."""
-    return {
-        **micro_batch_counters(engine),
-        "last_move_step": engine._last_move_step,
-        "controller": engine._controller.state_dict(),
-        "experience": engine._cost_model.state_dict(),
-    }
+class Progress:
+    """What an engine counts and has learnt, the same on every rank."""
 
+    def __init__(self, engine: Any, balancer: Balancer, trainable: TrainableLayers) -> None:
+        self._engine, self._balancer, self._trainable = engine, balancer, trainable
 
-def restore_counters(engine: Any, saved: dict[str, Any], *, same_partition: bool) -> None:
-    """Put back :func:`counters_of`; when to decide, and what was learnt for it, at the saved partition alone."""
-    set_micro_batch_counters(engine, saved)
-    if same_partition:
-        engine._last_move_step = saved["last_move_step"]
-        engine._controller.load_state_dict(saved["controller"])
-        engine._cost_model.load_state_dict(saved["experience"])
-    else:
-        engine._cost_model.model_changed()
-        engine._cost_model.first_seconds = saved["experience"].get("first_seconds")
+    def counters(self) -> dict[str, Any]:
+        """What DeepSpeed's checkpoints lack, as plain JSON."""
+        balancer = self._balancer
+        return {
+            **micro_batch_counters(self._engine),
+            "last_move_step": balancer.last_move_step,
+            "controller": balancer.trigger.state_dict(),
+            "experience": balancer.cost_model.state_dict(),
+        }
+
+    def restore_counters(self, saved: dict[str, Any], *, same_partition: bool) -> None:
+        """Put back :meth:`counters`; when to decide, and what was learnt for it, at the saved partition alone."""
+        balancer = self._balancer
+        set_micro_batch_counters(self._engine, saved)
+        if same_partition:
+            balancer.last_move_step = saved["last_move_step"]
+            balancer.trigger.load_state_dict(saved["controller"])
+            balancer.cost_model.load_state_dict(saved["experience"])
+        else:
+            balancer.cost_model.model_changed()
+            balancer.cost_model.first_seconds = saved["experience"].get("first_seconds")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, for a rank that was away."""
+        return {
+            "shared": shared_counters(self._engine),
+            "counters": self.counters(),
+            "profile": self._balancer.profile,
+            "trainable": self._trainable.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was taken."""
+        set_shared_counters(self._engine, state["shared"])
+        self.restore_counters(state["counters"], same_partition=True)
+        self._balancer.profile = state["profile"]
+        self._trainable.load_state_dict(state["trainable"])
 
 
 def random_states() -> dict[str, Any]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from deepspeed.utils import logger
 
+from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.engine.checkpoint.applying import Loaded, LoadOptions, apply, client_state_of
+from ds_dynmo.engine.checkpoint.context import CheckpointContext
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, Shapes, check_state, present_shapes
 from ds_dynmo.engine.checkpoint.layout import (
@@ -65,8 +67,10 @@ class SavedCheckpoint:
         return check_file(self.path(name), self.manifest.files.get(name))
 
 
-def load(engine: Any, load_dir: str, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
-    """Make ``engine`` what it was when the checkpoint was written. Collective.
+def load(
+    context: CheckpointContext, load_dir: str, tag: str | None, options: LoadOptions
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Make the engine what it was when the checkpoint was written. Collective.
 
     Returns:
         The file that counters and client state came from, and the client state; ``None, None`` where ``tag`` is None
@@ -75,9 +79,9 @@ def load(engine: Any, load_dir: str, tag: str | None, options: LoadOptions) -> t
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
     """
-    if engine.load_universal_checkpoint():
+    if context.engine.load_universal_checkpoint():
         raise ConfigError("checkpoint.load_universal = true: universal checkpoints are not supported with dynmo")
-    comm = engine._comm
+    comm = context.stage.comm
     comm.enter("load_checkpoint")
     tag = str(tag) if tag is not None else together(comm, lambda: folders.read_latest(load_dir))
     tags = comm.gather_objects(tag)
@@ -86,29 +90,31 @@ def load(engine: Any, load_dir: str, tag: str | None, options: LoadOptions) -> t
     if tag is None:
         logger.warning(f"{os.path.join(load_dir, folders.LATEST)}: there is no such file; nothing was loaded")
         return None, None
-    saved = _open(engine, load_dir, tag, options)
-    target = _target(engine, saved.manifest, options)
-    present = _gather_shapes(engine)
-    loaded = together(comm, lambda: _read(engine, saved, target, present, options))
-    if list(target) != engine.partition:
-        engine._go_to(target, reason="checkpoint", decides=False)
+    saved = _open(context, load_dir, tag, options)
+    target = _target(context, saved.manifest, options)
+    present = _gather_shapes(context)
+    loaded = together(comm, lambda: _read(context, saved, target, present, options))
+    if list(target) != list(context.stage.partition):
+        context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:
-        apply(engine, saved.manifest, loaded, options)
+        apply(context, saved.manifest, loaded, options)
     except Exception as error:
         raise CheckpointError(
-            f"{saved.path('')}: rank {engine.global_rank} failed while it was put to use, so the "
+            f"{saved.path('')}: rank {context.engine.global_rank} failed while it was put to use, so the "
             f"engine is neither what it was nor what was saved: {error}"
         ) from error
-    allowed = engine.allowed(engine.partition)  # saved without dynmo.keep_together, or with another one
-    if list(allowed) != engine.partition:
-        engine._go_to(allowed, reason="checkpoint")
-    return loaded.path, client_state_of(engine, loaded, options)
+    allowed = context.balancer.nearest_allowed(
+        list(context.stage.partition)
+    )  # saved without dynmo.keep_together, or with another one
+    if list(allowed) != list(context.stage.partition):
+        context.balancer.go_to(allowed, Request(Reason.CHECKPOINT))
+    return loaded.path, client_state_of(context, loaded, options)
 
 
 # -- read ---------------------------------------------------------------------------------------------
 
 
-def _open(engine: Any, load_dir: str, tag: str, options: LoadOptions) -> SavedCheckpoint:
+def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOptions) -> SavedCheckpoint:
     """The checkpoint and its manifest, which every rank has to see alike."""
 
     def manifest() -> tuple[str, str | None]:
@@ -123,62 +129,68 @@ def _open(engine: Any, load_dir: str, tag: str, options: LoadOptions) -> SavedCh
         with open(path, encoding="utf-8") as file:
             return folder, file.read()
 
-    comm = engine._comm
+    comm = context.stage.comm
     folder, text = together(comm, manifest)
     digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
     if len(set(digests)) > 1:
         raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks see different ones")
-    slice_index = engine.grid.get_slice_parallel_rank()
-    slices = join(comm.gather_objects((slice_index, engine.stage_id, own_layout(engine, engine._origin.layout))))
+    slice_index = context.engine.grid.get_slice_parallel_rank()
+    slices = join(
+        comm.gather_objects((slice_index, context.engine.stage_id, own_layout(context, context.origin.layout)))
+    )
 
     def parse() -> Manifest:
-        if text is None and engine.repacker.world.generation:
+        if text is None and context.generation:
             raise CheckpointError(f"{folder}: was not written by ds_dynmo, and cannot be read after a re-packing")
         if text is None:
-            return stock_manifest(engine, folder, slices, options)
+            return stock_manifest(context, folder, slices, options)
         try:
             read = Manifest.from_json(text)
         except ValueError as error:
             raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: cannot be read: {error}") from error
-        check_model(engine, read, os.path.join(folder, MANIFEST), options)
+        check_model(context, read, os.path.join(folder, MANIFEST), options)
         return read
 
     return SavedCheckpoint(folder, together(comm, parse), slice_index)
 
 
-def _target(engine: Any, manifest: Manifest, options: LoadOptions) -> tuple[int, ...]:
+def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> tuple[int, ...]:
     """Where the ranks go before they load: to the saved partition if it is one for them."""
-    adopts = manifest.num_stages == engine.num_stages and (
-        engine.dynmo.enabled or _was_placed(engine, manifest, options)
+    adopts = manifest.num_stages == context.engine.num_stages and (
+        context.stage.config.enabled or _was_placed(context, manifest, options)
     )
     if manifest.stock:
         adopts = not options.module_only
-    return manifest.partition if adopts else tuple(engine.partition)
+    return manifest.partition if adopts else context.stage.partition
 
 
-def _was_placed(engine: Any, manifest: Manifest, options: LoadOptions) -> bool:
+def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
     """Is this a run whose profile at its start put layers where they were saved, and that goes on?"""
-    goes_on = engine.dynmo.initial_partition == "profile" and not manifest.stock and not options.module_only
+    goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
     return goes_on and bool(manifest.state["controller"].get("_placed"))
 
 
-def _gather_shapes(engine: Any) -> dict[int, Shapes]:
+def _gather_shapes(context: CheckpointContext) -> dict[int, Shapes]:
     """What every layer of this rank's slice of the model is now, wherever it is: it may be this rank's soon."""
-    mine = {index: present_shapes(module) for index, module in engine._layers.counted_modules().items()}
-    slice_index = engine.grid.get_slice_parallel_rank()
-    every = engine._comm.gather_objects((slice_index, mine))
+    mine = {index: present_shapes(module) for index, module in context.stage.layers.counted_modules().items()}
+    slice_index = context.engine.grid.get_slice_parallel_rank()
+    every = context.stage.comm.gather_objects((slice_index, mine))
     return {index: shapes for other, found in every if other == slice_index for index, shapes in found.items()}
 
 
 def _read(
-    engine: Any, saved: SavedCheckpoint, target: tuple[int, ...], present: dict[int, Shapes], options: LoadOptions
+    context: CheckpointContext,
+    saved: SavedCheckpoint,
+    target: tuple[int, ...],
+    present: dict[int, Shapes],
+    options: LoadOptions,
 ) -> Loaded:
     """Everything that this rank needs under the partition ``target``. Nothing changes."""
-    manifest, stage = saved.manifest, engine.stage_id
-    layers, origins = engine._layers, engine._origin.layers
-    replica, slice_index = engine.grid.get_data_parallel_id(), saved.slice_index
-    same_ranks = manifest.num_stages == engine.num_stages
-    same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
+    manifest, stage = saved.manifest, context.engine.stage_id
+    layers, origins = context.stage.layers, context.origin.layers
+    replica, slice_index = context.engine.grid.get_data_parallel_id(), saved.slice_index
+    same_ranks = manifest.num_stages == context.engine.num_stages
+    same_replicas = manifest.replicas == context.engine.grid.get_data_parallel_world_size()
     source = stage if same_ranks and not (manifest.stock and options.module_only) else 0
     first = stage_file(saved.layout.numbers[source])
     common = saved.read(first)
@@ -194,7 +206,7 @@ def _read(
         old = saved_as(layers, saved.layout, name)
         extras, strict = None, options.strict
         if not manifest.stock:
-            extras = saved.read_to(engine.device, layer_file(old, replica if same_replicas else 0, slice_index))
+            extras = saved.read_to(context.engine.device, layer_file(old, replica if same_replicas else 0, slice_index))
         path = saved.layout.weights[old]
         if manifest.stock and layers.tie_of(index) is not None:
             path, state, complete = stock_state_of_use(saved, layers, index, origins)
@@ -216,11 +228,11 @@ def _read(
         wanted.update({(name, parameter): (old, parameter) for parameter in parameters})
     optimizer = None
     if options.optimizer and not options.module_only:
-        kind = optimizer_files(engine)
+        kind = optimizer_files(context.stage)
         optimizer = kind.read(saved, wanted, source)
         for index, layer in found.items():
             own_optimizer_state(layers.first_use(index), layer, optimizer)
-    schedules = options.scheduler and not options.module_only and engine.lr_scheduler is not None
+    schedules = options.scheduler and not options.module_only and context.engine.lr_scheduler is not None
     if schedules and not isinstance(common.get("lr_scheduler"), dict):
         raise CheckpointError(
             f"{saved.path(first)}: holds no LR scheduler, but this engine has one; "
@@ -228,5 +240,5 @@ def _read(
         )
     random = None
     if not manifest.stock and same_ranks and same_replicas and not options.module_only:
-        random = saved.read_to(engine.device, rank_file(stage, replica, slice_index))
+        random = saved.read_to(context.engine.device, rank_file(stage, replica, slice_index))
     return Loaded(saved.path(first), found, optimizer, common, random)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.engine.checkpoint.context import CheckpointContext
 from ds_dynmo.engine.checkpoint.flat_files import FlatFiles
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
 from ds_dynmo.engine.checkpoint.kinds import optimizer_files
@@ -23,7 +24,7 @@ from ds_dynmo.engine.checkpoint.layout import (
 )
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.own_layout import own_layout
-from ds_dynmo.engine.checkpoint.progress import counters_of, random_states
+from ds_dynmo.engine.checkpoint.progress import random_states
 from ds_dynmo.engine.checkpoint.replica_files import add_own
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.checkpoint.together import together
@@ -33,14 +34,14 @@ from ds_dynmo.errors import CheckpointError, ConfigError
 
 
 def save(
-    engine: Any,
+    context: CheckpointContext,
     save_dir: str,
     tag: str | None,
     client_state: dict[str, Any],
     save_latest: bool,
     exclude_frozen_parameters: bool,
 ) -> bool:
-    """Write a checkpoint of ``engine``. Collective.
+    """Write a checkpoint. Collective.
 
     Raises:
         ConfigError: a tag that is no folder's name, or a way of writing that is not supported. Nothing was written.
@@ -49,22 +50,22 @@ def save(
     """
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-    tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
-    _check_supported(engine, tag)
-    comm, leads = engine._comm, engine.global_rank == 0
+    tag = str(tag if tag is not None else f"global_step{context.engine.global_steps}")
+    _check_supported(context, tag)
+    comm, leads = context.stage.comm, context.engine.global_rank == 0
     comm.enter("save_checkpoint")
     _agree_on_tag(comm, save_dir, tag)
     folder = CheckpointFolder(save_dir, tag)
     try:
         together(comm, lambda: folder.begin() if leads else None)
-        together(comm, lambda: _write_files(engine, folder.temporary, client_state, exclude_frozen_parameters))
-        place = engine.grid.get_slice_parallel_rank(), engine.stage_id
-        share = together(comm, lambda: (*place, _layout(engine), _check_files(engine, folder.temporary)))
+        together(comm, lambda: _write_files(context, folder.temporary, client_state, exclude_frozen_parameters))
+        place = context.engine.grid.get_slice_parallel_rank(), context.engine.stage_id
+        share = together(comm, lambda: (*place, _layout(context), _check_files(context, folder.temporary)))
         every = comm.gather_on_first(share)
 
         def finish() -> None:
             if leads:
-                _finish(folder, _manifest(engine, every, exclude_frozen_parameters), save_latest)
+                _finish(folder, _manifest(context, every, exclude_frozen_parameters), save_latest)
 
         together(comm, finish)
     except CheckpointError:
@@ -73,10 +74,10 @@ def save(
     return True
 
 
-def _check_supported(engine: Any, tag: str) -> None:
+def _check_supported(context: CheckpointContext, tag: str) -> None:
     if os.path.basename(tag) != tag or tag in ("", ".", ".."):
         raise ConfigError(f"tag = {tag!r}: has to be the name of one folder")
-    if (problem := files.cannot_write(engine)) is not None:
+    if (problem := files.cannot_write(context.engine)) is not None:
         raise ConfigError(problem)
 
 
@@ -86,32 +87,33 @@ def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
         raise ConfigError(f"the ranks name different checkpoints: {sorted(set(every))}")
 
 
-def _write_files(engine: Any, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
+def _write_files(context: CheckpointContext, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
     """DeepSpeed's files of this rank, and ours."""
-    layers = engine._layers
-    layers.refresh_tied_aliases(training=engine.module.training)
+    layers = context.stage.layers
+    layers.refresh_tied_aliases(training=context.engine.module.training)
     parent, name = os.path.split(folder)
-    client_state = universal_info(engine) | client_state
+    engine = context.engine
+    client_state = universal_info(engine, context.stage) | client_state
     files.write(engine, parent, name, client_state, exclude_frozen=exclude_frozen)
     replica, slice_index = engine.grid.get_data_parallel_id(), engine.grid.get_slice_parallel_rank()
     for index, module in layers.counted_modules().items():
         weights = replica == 0 and layers.stored_use(index) is None
-        extras = extras_of(module, engine._origin.layers[index], weights=weights, is_shared=engine._names.is_shared)
-        extras = add_own(extras, module, engine._state)
+        extras = extras_of(module, context.origin.layers[index], weights=weights, is_shared=context.names.is_shared)
+        extras = add_own(extras, module, context.stage.state)
         torch.save(extras, os.path.join(folder, layer_file(index, replica, slice_index)))
-    of_optimizer = optimizer_files(engine)
+    of_optimizer = optimizer_files(context.stage)
     if isinstance(of_optimizer, FlatFiles):
         torch.save(of_optimizer.extras(), os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
     torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica, slice_index)))
 
 
-def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
+def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile]:
     """This rank's share of all files: on the disk, and such that they can be loaded."""
     names = sorted(
         os.path.relpath(os.path.join(path, name), folder) for path, _, names in os.walk(folder) for name in names
     )
     found = {}
-    for name in names[engine.global_rank :: engine.world_size]:
+    for name in names[context.engine.global_rank :: context.engine.world_size]:
         path = os.path.join(folder, name)
         sync(path)
         safe_load(path, mapped=True)
@@ -119,26 +121,26 @@ def _check_files(engine: Any, folder: str) -> dict[str, SavedFile]:
     return found
 
 
-def _layout(engine: Any) -> SliceLayout:
-    return own_layout(engine, optimizer_files(engine).layout(named_parameters(engine._layers)))
+def _layout(context: CheckpointContext) -> SliceLayout:
+    return own_layout(context, optimizer_files(context.stage).layout(named_parameters(context.stage.layers)))
 
 
 def _manifest(
-    engine: Any, every: list[tuple[int, int, SliceLayout, dict[str, SavedFile]]], exclude_frozen: bool
+    context: CheckpointContext, every: list[tuple[int, int, SliceLayout, dict[str, SavedFile]]], exclude_frozen: bool
 ) -> Manifest:
     """``every``: per rank its slice, its stage, what it wrote of that, and the files that it checked."""
-    optimizer = engine.basic_optimizer
+    optimizer = context.engine.basic_optimizer
     return Manifest(
-        partition=tuple(engine.partition),
-        replicas=engine.grid.get_data_parallel_world_size(),
-        optimizer=optimizer_files(engine).kind,
+        partition=context.stage.partition,
+        replicas=context.engine.grid.get_data_parallel_world_size(),
+        optimizer=optimizer_files(context.stage).kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",
         slices=join((slice_index, stage, layout) for slice_index, stage, layout, _ in every),
         frozen_excluded=exclude_frozen,
-        replicas_differ=engine._replicas_differ,
-        ties=engine._layers.alike_uses(),
+        replicas_differ=context.stage.replicas_differ,
+        ties=context.stage.layers.alike_uses(),
         files={name: file for *_, found in every for name, file in found.items()},
-        state=counters_of(engine),
+        state=context.progress.counters(),
     )
 
 

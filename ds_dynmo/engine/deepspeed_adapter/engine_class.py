@@ -7,6 +7,7 @@ the user's class instead: the user's method runs, and finds ours where it calls 
 
 from __future__ import annotations
 
+import inspect
 from functools import cache, partial
 from typing import Any
 
@@ -106,6 +107,7 @@ def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
 
 
 def _own_names(kind: type) -> set[str]:
-    """What a subclass of DeepSpeed's engine defines beside it, dunder names left out."""
+    """What a subclass of DeepSpeed's engine defines beside it, attributes too; dunder names left out."""
     classes = [part for part in kind.__mro__ if part not in PipelineEngine.__mro__]
-    return {name for part in classes for name in vars(part) if not (name.startswith("__") and name.endswith("__"))}
+    names = {name for part in classes for name in (*vars(part), *inspect.get_annotations(part))}
+    return {name for name in names if not (name.startswith("__") and name.endswith("__"))}

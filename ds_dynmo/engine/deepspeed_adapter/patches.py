@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm import replicas
+from ds_dynmo.engine.deepspeed_adapter.checkpointing import checkpoint_any_input
+from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.optimizer.clipping import scale_gradients
 from ds_dynmo.engine.stage import StageContext, stage_of
 from ds_dynmo.errors import ConfigError
@@ -36,8 +39,10 @@ class PatchedPipelineEngine(PipelineEngine):
         self.__dict__["_timers_started"] = set()
         super().__init__(*args, **kwargs)
         if dynmo is not None:
+            checkpoint_any_input(self.module)
             self.stage.layers.mark_copies()
             self.stage.optimizer.follow()
+            self.stage.layers_moved.subscribe("DeepSpeed keeps what belongs to the layers before", self._forget_layers)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's ``compile``; refused where layers can move."""
@@ -110,6 +115,33 @@ class PatchedPipelineEngine(PipelineEngine):
             return scaled
         return grad
 
+    # -- a batch --------------------------------------------------------------------------------------
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Run the schedule of a batch, training or evaluation, inside what the parts put around it."""
+        if self.dynmo is None:
+            super()._exec_schedule(pipe_schedule)
+            return
+        with self.stage.around_schedule(torch.is_grad_enabled()):
+            super()._exec_schedule(pipe_schedule)
+
+    def _aggregate_total_loss(self) -> Any:
+        """As DeepSpeed does, and a trace shows how long that waits."""
+        if self.dynmo is None:
+            return super()._aggregate_total_loss()
+        with self.stage.timeline.phase("loss", "share the loss"):
+            return super()._aggregate_total_loss()
+
+    def _forget_layers(self, moved: LayersMoved) -> None:
+        """Let go of what DeepSpeed keeps of the layers before."""
+        self.reset_activation_shape()
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        last: Any = vars(self).get("loss")  # its graph holds the layers before
+        self.loss = last.detach() if isinstance(last, torch.Tensor) else None
+        debug_clear_module_and_param_names()
+        debug_extract_module_and_param_names(self.module)
+
     # -- timers ---------------------------------------------------------------------------------------
 
     # With wall_clock_breakdown DeepSpeed starts and stops its backward timers twice in a pipeline, once in the
@@ -126,15 +158,3 @@ class PatchedPipelineEngine(PipelineEngine):
             timer_names = [name for name in timer_names if name in self._timers_started]
             self._timers_started.difference_update(timer_names)
         super()._stop_timers(timer_names)
-
-    # -- the stage by older names, until all parts take it as an argument ------------------------------
-
-    _comm = property(lambda self: self.stage.comm)
-    _layers = property(lambda self: self.stage.layers)
-    _state = property(lambda self: self.stage.state)
-    _wrapper = property(lambda self: self.stage.optimizer.wrapper)
-    _replicas_differ = property(lambda self: self.stage.replicas_differ)
-    _replicas_would_differ = property(lambda self: self.stage.replicas_would_differ)
-
-    def _name_parameters(self) -> None:
-        self.stage.optimizer.name_parameters()

@@ -1,5 +1,1 @@
 """Fewer or more ranks in mid-run: layers move off those that leave, the others go on in a world of another size."""
-
-from ds_dynmo.engine.elastic.engine import ElasticEngine
-
-__all__ = ["ElasticEngine"]

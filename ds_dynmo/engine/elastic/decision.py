@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.balancing.trigger import memory_model
+from ds_dynmo.engine.balancing.memory import memory_model
 from ds_dynmo.engine.elastic.interfaces import Balancer, Engine
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.planning import Planner

@@ -87,6 +87,14 @@ class Balancer(Protocol):
         """Train until there is a profile. Collective."""
         ...
 
+    def check_room(self, plan: MigrationPlan) -> None:
+        """Refuse a plan that takes a rank above the memory limit. Collective; MigrationError, harmless."""
+        ...
+
+    def move_to(self, partition: tuple[int, ...]) -> RebalanceReport:
+        """Move layers to a partition of the present stages. Collective."""
+        ...
+
     def stages_changed(self, placement: Placement) -> None:
         """Discard what was learnt of stages, and keep what was learnt of layers, which are at ``placement`` now."""
         ...
@@ -97,12 +105,4 @@ class Migrator(Protocol):
 
     def context(self) -> MigrationContext:
         """Describe this rank's stage as it is now."""
-        ...
-
-    def check_room(self, plan: MigrationPlan) -> None:
-        """Refuse a plan that takes a rank above the memory limit. Collective; MigrationError, harmless."""
-        ...
-
-    def move_to(self, partition: tuple[int, ...]) -> RebalanceReport:
-        """Move layers to a partition of the present stages. Collective."""
         ...

@@ -90,7 +90,22 @@ class Repacker:
     # -- what users call ------------------------------------------------------------------------------
 
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
-        """See ``DynMoPipelineEngine.repack``."""
+        """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.
+
+        Layers, optimizer state and master weights move as in a rebalance. All replicas give up the same stages; the
+        first and the last stage keep their ranks as long as there are two. Ranks that go are released as
+        ``dynmo.repack.release`` says; afterwards ``engine.released`` is True on them.
+
+        Args:
+            num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
+            partition: exactly the boundaries to go to. Without, and before the first profile, layers are spread by
+                parameters.
+
+        Raises:
+            PartitionError: more stages than there are or than layers, fewer than 1, a partition that cuts what
+                ``keep_together`` keeps together, or no partition fits in memory. Nothing has changed.
+            MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
+        """
         if self._balancer.profile is None and num_stages is None and partition is None:
             self._balancer.train_until_profiled()
         began = time.perf_counter()
@@ -121,7 +136,23 @@ class Repacker:
         return False
 
     def join(self, job: Any) -> None:
-        """See ``DynMoPipelineEngine.join``."""
+        """Offer the ranks of this launch to a job that runs already, as stages that it can call like parked ones.
+
+        Collective over this launch. Run the job's script with its arguments, in a launch of its own of any number of
+        stages that holds the model, with as many replicas as the job; call this before the training loop and
+        ``engine.wait_for_recall()`` next. ``engine.released`` is True until the job calls: by ``repack``, or because
+        throughput asks for it. A rank reads on where the job is in ``training_data``; data that the script makes itself
+        has to begin at ``engine.micro_batches_taken``, as after a checkpoint was loaded. Both are configured with
+        ``dynmo.repack.accept_joins``, and prove to each other that they know the secret in DS_DYNMO_JOIN_SECRET.
+
+        Args:
+            job: "HOST:PORT", the job's MASTER_ADDR and MASTER_PORT; or the ``torch.distributed.Store`` of its launch.
+
+        Raises:
+            ConfigError: no job is there, or one that does not know the secret or differs in its model, configuration,
+                replicas or versions (says in which), or this engine is without ``accept_joins``. Nothing has changed.
+            MigrationError: a rank of this launch failed.
+        """
         self._comm.enter("join")
         ranks, secret = self.ranks, self.ranks.secret
         if secret is None:
@@ -199,7 +230,7 @@ class Repacker:
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
         elif len(new) == len(old):
-            moved = self._migrator.move_to(new)
+            moved = self._balancer.move_to(new)
             done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
             done = self._resize(new)
@@ -231,7 +262,7 @@ class Repacker:
         change, ranks, profile = self._change, self.ranks, self._balancer.profile
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
         plan = plan_repack(ranks.stages, self._engine.partition, new, layer_bytes)
-        self._migrator.check_room(plan.moves)
+        self._balancer.check_room(plan.moves)
         if len(plan.stages) > len(self.world.stages):
             return growing.grow(change, plan, self._decision.first_seconds_with(new) if ranks.has_new else None)
         wants_replicas = self._engine.dynmo.repack.freed_ranks == "replicas" and self._can_copy_replicas

@@ -161,6 +161,11 @@ class OptimizerBinding:
             return {id(p): p.grad for p in self._engine.module.parameters() if p.grad is not None}
         return {id(p): gradient for p, gradient in self.wrapper.gradients()}
 
+    def accumulate(self, micro_batches: int) -> None:
+        """Gradients are summed over so many micro-batches from now on."""
+        if self.wrapper is not None:
+            self.wrapper.accumulate(micro_batches)
+
     def name_parameters(self) -> None:
         """Name this stage's parameters. In place: DeepSpeed's wrappers hold the same dict."""
         names = self._engine.param_names

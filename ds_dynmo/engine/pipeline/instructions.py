@@ -9,7 +9,8 @@ These functions take the engine as DeepSpeed's do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,13 +19,13 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
+from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.pipeline import frozen_prefix
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
+from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.errors import ConfigError
 
-Instruction = Callable[..., None]
-Instructions = Mapping[type, Instruction]
 Around = Callable[[Instruction], Instruction]
 
 
@@ -63,7 +64,7 @@ def compose(
     prefix: int,
     *,
     accumulates: bool,
-    calls_back: bool,
+    callbacks: Sequence[Callable[[], None]],
     streams: LayerStreams | None,
 ) -> Instructions:
     """The instructions of a stage, around those of ``present``.
@@ -71,7 +72,7 @@ def compose(
     Args:
         prefix: how many leading layers of the model are frozen.
         accumulates: the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
-        calls_back: the user has something to do before a step.
+        callbacks: of the user's, before a step.
         streams: of random numbers per layer; None: layers draw from the rank's.
     """
     composed = dict(present)
@@ -86,22 +87,22 @@ def compose(
     for kind, around in frozen_prefix.changes(layers.run, prefix, own_backward=own_backward).items():
         put_around(kind, around)
     if layers.has_tied_aliases or layers.has_copies:
-        put_around(schedule.ReduceTiedGrads, _of_all_uses)
+        put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
     if layers.has_tied_aliases and accumulates and prefix < layers.run.stop:
-        put_around(schedule.BackwardPass, _accumulating_tied_aliases)
-    if calls_back:
-        put_around(schedule.OptimizerStep, _after_callbacks)
+        put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
+    if callbacks:
+        put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))
     if streams is not None:
         composed.update(streams.instructions(composed, own_kinds=filter(is_own_kind, composed)))
     return MappingProxyType(composed)
 
 
-def marked(bare: Instructions, *, backward: bool) -> Instructions:
+def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
     """``bare`` with the passes of every micro-batch marked for the profiler; ``backward``: there are such passes."""
-    around: dict[type, Around] = {kind: _another_pass for kind in bare if is_own_kind(kind)}
-    around[schedule.ForwardPass] = lambda instruction: _one_pass(instruction, False)
+    around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_own_kind(kind)}
+    around[schedule.ForwardPass] = partial(_one_pass, profiler, False)
     if backward:
-        around[schedule.BackwardPass] = lambda instruction: _one_pass(instruction, True)
+        around[schedule.BackwardPass] = partial(_one_pass, profiler, True)
     return MappingProxyType({kind: around.get(kind, _bare)(instruction) for kind, instruction in bare.items()})
 
 
@@ -109,17 +110,17 @@ def _bare(instruction: Instruction) -> Instruction:
     return instruction
 
 
-def _one_pass(instruction: Instruction, is_backward: bool) -> Instruction:
+def _one_pass(profiler: Profiler, is_backward: bool, instruction: Instruction) -> Instruction:
     def one_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-        with engine._profiler.one_pass(backward=is_backward):
+        with profiler.one_pass(backward=is_backward):
             instruction(engine, *args, **kwargs)
 
     return one_pass
 
 
-def _another_pass(instruction: Instruction) -> Instruction:
+def _another_pass(profiler: Profiler, instruction: Instruction) -> Instruction:
     def another_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-        with engine._profiler.another_pass():
+        with profiler.another_pass():
             instruction(engine, *args, **kwargs)
 
     return another_pass
@@ -193,31 +194,31 @@ def _from_all_outputs(backward: Instruction) -> Instruction:
     return backward_pass
 
 
-def _accumulating_tied_aliases(backward: Instruction) -> Instruction:
+def _accumulating_tied_aliases(layers: StageLayers, backward: Instruction) -> Instruction:
     def backward_pass(engine: Any, buffer_id: int) -> None:
         backward(engine, buffer_id=buffer_id)
-        engine._layers.accumulate_tied_alias_gradients(buffers.accumulation_dtype(engine))
+        layers.accumulate_tied_alias_gradients(buffers.accumulation_dtype(engine))
 
     return backward_pass
 
 
-def _of_all_uses(reduce: Instruction) -> Instruction:
+def _of_all_uses(layers: StageLayers, reduce: Instruction) -> Instruction:
     def reduce_tied_gradients(engine: Any) -> None:
         if engine.using_bf16_optimizer:
-            engine._layers.fold_tied_alias_sums()
+            layers.fold_tied_alias_sums()
         else:
-            engine._layers.fold_tied_alias_gradients()
+            layers.fold_tied_alias_gradients()
         gradient = buffers.gradient_attribute(engine)
-        engine._layers.join_copies(gradient)
+        layers.join_copies(gradient)
         reduce(engine)
-        engine._layers.share_copies(gradient)
+        layers.share_copies(gradient)
 
     return reduce_tied_gradients
 
 
-def _after_callbacks(step: Instruction) -> Instruction:
+def _after_callbacks(callbacks: Sequence[Callable[[], None]], step: Instruction) -> Instruction:
     def optimizer_step(engine: Any, *args: Any, **kwargs: Any) -> None:
-        for callback in engine._step_callbacks:
+        for callback in callbacks:
             callback()
         step(engine, *args, **kwargs)
 

@@ -13,13 +13,33 @@ from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.tensors import num_bytes
 from ds_dynmo.engine.optimizer.state import OptimizerState, held_alone
 from ds_dynmo.engine.profiling.profiler import Profiler
-from ds_dynmo.errors import PartitionError
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 
 _FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _HELD = range(10)
 _COLUMNS = _HELD + len(fields(HeldBytes))
 _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
+
+
+def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float) -> tuple[Profile, float]:
+    """The profile of what every rank measured, and the seconds that moves took on the slowest rank. Collective.
+
+    Args:
+        move_seconds: that moves since the last profile took here.
+
+    Raises:
+        PartitionError: a layer was not measured on any rank; on every rank.
+        MigrationError: a rank cannot tell what its layers cost; on every rank, harmless.
+    """
+    table = stage_costs(stage.layers, profiler, stage.state, move_seconds)
+    stage.comm.max_over_world(table)
+    if failed(table):
+        raise MigrationError("a rank could not tell what its layers cost. No layer has moved", harmless=True)
+    engine, first_uses = stage.engine, stage.layers.first_uses()
+    profile = profile_from(table, stage.layers.placement, engine.global_steps, engine.micro_batches, first_uses)
+    return profile, float(table[-1, _MOVES])
 
 
 def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
@@ -64,11 +84,6 @@ def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState,
 def failed(table: torch.Tensor) -> bool:
     """Does the maximum of all ranks' tables hold a failure?"""
     return bool(table[-1, _FAILED])
-
-
-def move_seconds(table: torch.Tensor) -> float:
-    """That moves since the last table took on the slowest rank."""
-    return float(table[-1, _MOVES])
 
 
 def profile_from(

@@ -1,8 +1,8 @@
 """The measured timeline of a batch: when each rank carried out each pipeline instruction.
 
-While a batch is traced, the functions for pipeline instructions, DeepSpeed's or the user's, and those of the engine's
-methods that come after them, note when they begin and end. At all other times they are bare: a batch that is not traced
-costs nothing. On the CPU the times are those of a monotonic clock. On an accelerator they are events on the current
+While a batch is traced, the functions for pipeline instructions, DeepSpeed's or the user's, and what the parts of the
+engine do after them note when they begin and end. At all other times they are bare: a batch that is not traced costs
+nothing. On the CPU the times are those of a monotonic clock. On an accelerator they are events on the current
 stream, which waits for each receive, so that they tell when the device did the work, not when the CPU asked for it, and
 nothing is synchronised but once before the batch. After the batch each rank estimates how far its clock is ahead of
 rank 0's (:meth:`Communicator.clock_offset`), and rank 0 writes what all recorded.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -23,10 +23,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.config import TraceConfig
-from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.files import check_writable
 from ds_dynmo.engine.pipeline.instructions import Instructions, is_own_kind
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.engine.stage import StageContext
 
 INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
     schedule.ForwardPass: ("forward", "forward"),
@@ -40,12 +40,6 @@ INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
     schedule.ReduceGrads: ("reduce", "reduce gradients"),
     schedule.OptimizerStep: ("optimizer step", "optimizer step"),
 }
-METHODS = {
-    "_aggregate_total_loss": ("loss", "share the loss"),
-    "_gather_profile": ("profile", "gather the profile"),
-    "_decide": ("decide", "decide"),
-    "_go_to": ("migrate", "migrate"),
-}
 _BEGINNINGS = 3
 
 
@@ -58,14 +52,24 @@ class Tracer:
     Args:
         clock: as the profiler's.
         warn: says on rank 0 what went wrong.
+        world: something else after every re-packing and on a rank that was released: those who recorded a batch are
+            not together any more.
 
     Raises:
         ConfigError: on every rank, where rank 0 cannot write the file.
     """
 
-    def __init__(self, config: TraceConfig, engine: Any, clock: Any, warn: Callable[[str], None]) -> None:
-        self._config, self._clock, self._warn = config, clock, warn
-        self._comm: Communicator = engine._comm
+    def __init__(
+        self,
+        config: TraceConfig,
+        stage: StageContext,
+        clock: Any,
+        *,
+        warn: Callable[[str], None],
+        world: Callable[[], Any],
+    ) -> None:
+        self._config, self._stage, self._clock, self._warn, self._world = config, stage, clock, warn, world
+        self._comm = stage.comm
         self.records = False
         self._place: dict[str, int] = {}
         self._marks: list[tuple[str, str, int | None]] = []
@@ -73,7 +77,7 @@ class Tracer:
         self._counts: Counter[str] = Counter()
         self._origin: float | None = None
         self._base_error_seconds = 0.0
-        self._writes = engine.global_rank == 0
+        self._writes = stage.engine.global_rank == 0
         self._file: TraceFile | None = None
         # The file is begun at the first batch: a launch that joins has the same path.
         check_writable(config.path, "dynmo.trace.path", self._comm, writes=self._writes)
@@ -82,37 +86,43 @@ class Tracer:
         """Another rank writes from now on, of another job."""
         self._writes = False
 
-    def wants(self, step: int) -> bool:
-        """Is the batch that will end with ``step`` to be traced?"""
-        first, last = self._config.steps
-        return first <= step <= last
-
     @contextmanager
-    def batch(self, engine: Any) -> Iterator[None]:
-        """Record the batch that runs inside, and what follows it; then write it. Collective."""
-        step, partition = engine.global_steps + 1, engine.partition
+    def batch(self) -> Iterator[None]:
+        """Record the batch that runs inside, and what follows it, if it is to be traced; then write it. Collective."""
+        engine, (first, last) = self._stage.engine, self._config.steps
+        step = engine.global_steps + 1
+        if not first <= step <= last:
+            yield
+            return
+        partition, world = list(self._stage.partition), self._world()
         self._place = {
             "rank": engine.global_rank,
             "stage": engine.stage_id,
             "replica": engine.grid.get_data_parallel_id(),
             "slice": engine.grid.get_slice_parallel_rank(),
         }
-        generation = engine.repacker.world.generation
         get_accelerator().synchronize()
         beginning, base_seconds, self._base_error_seconds = begin(self._clock)
         self._marks, self._times, self._counts = [], [beginning], Counter()
-        with ExitStack() as recording:
-            for name, (category, what) in METHODS.items():
-                recording.enter_context(_replaced(engine, name, self._recorded(getattr(engine, name), category, what)))
-            self.records = True
-            recording.callback(setattr, self, "records", False)
+        self.records, self._stage.timeline.record = True, self._phase
+        try:
             yield
-        parted = engine.released or engine.repacker.world.generation != generation
-        if parted:  # those who recorded it are not together any more
+        finally:
+            self.records, self._stage.timeline.record = False, None
+        if self._world() != world:
             self._warn(f"DynMo step {step}: was re-packed, its trace is not written")
             return
         elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
         self._write(step, partition, [base_seconds + seconds for seconds in elapsed[1:]])
+
+    @contextmanager
+    def _phase(self, category: str, what: str, micro_batch: int | None = None) -> Iterator[None]:
+        begin = self._clock.now()
+        try:
+            yield
+        finally:
+            self._marks.append((category, what, micro_batch))
+            self._times += begin, self._clock.now()
 
     def recorded(self, bare: Instructions) -> Instructions:
         """The instructions of a batch, which note when they begin and end."""
@@ -130,12 +140,8 @@ class Tracer:
             if "buffer_id" in kwargs:  # instructions of a kind come in the order of the micro-batches
                 micro_batch = self._counts[category + what]
                 self._counts[category + what] += 1
-            begin = self._clock.now()
-            try:
+            with self._phase(category, what, micro_batch):
                 return function(*args, **kwargs)
-            finally:
-                self._marks.append((category, what, micro_batch))
-                self._times += begin, self._clock.now()
 
         return recorded
 
@@ -173,15 +179,3 @@ def begin(clock: Any) -> tuple[Any, float, float]:
         half = (time.perf_counter() - before) / 2
         tries.append((mark, before + half, half))
     return min(tries, key=lambda tried: tried[2])
-
-
-@contextmanager
-def _replaced(engine: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """``function`` in place of the engine's method ``name``, which may be one that the user set on the engine."""
-    of_users = {name: vars(engine)[name]} if name in vars(engine) else {}
-    setattr(engine, name, function)
-    try:
-        yield
-    finally:
-        delattr(engine, name)
-        vars(engine).update(of_users)

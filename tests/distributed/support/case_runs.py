@@ -195,7 +195,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
             case.after_batch(step + 1)
     signals = {
         index: module.load_signal()
-        for index, module in engine._layers.counted_modules().items()
+        for index, module in engine.stage.layers.counted_modules().items()
         if hasattr(module, "load_signal")
     }
     return {

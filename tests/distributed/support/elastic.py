@@ -75,7 +75,7 @@ def _plain(value: Any) -> bool:
 
 def attributes(engine: Any) -> dict[str, Any]:
     """All plain attributes of the engine, its module, grid and optimizer: whatever was built once from the world."""
-    optimizer = engine._wrapper._wrapper if engine._wrapper is not None else None
+    optimizer = engine.stage.optimizer.wrapper._wrapper if engine.stage.optimizer.wrapper is not None else None
     holders = {"engine": engine, "module": engine.module, "grid": engine.grid, "optimizer": optimizer}
     return {
         f"{place}.{name}": value
@@ -177,4 +177,4 @@ def losses(results: list[dict[str, Any]]) -> dict[int, float]:
 
 
 DIFFER = {"engine.local_rank", "module.local_rank"}  # devices stay
-DIFFER |= {"engine._last_move_step", "engine._profile", "engine._tidies_up", "engine.loss", "module.curr_layer"}
+DIFFER |= {"engine.loss", "module.curr_layer"}

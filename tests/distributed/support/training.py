@@ -111,7 +111,7 @@ def layers_of(engine: Any) -> dict[int, nn.Module]:
 
 def drop_decision(engine: Any) -> None:
     """Forget that a decision was asked for: the moves are the test's own."""
-    engine._controller.decided(moved=False)
+    engine.balancer.trigger.decided(moved=False)
 
 
 def gather(value: Any) -> list[Any]:
@@ -138,16 +138,20 @@ def state(engine: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"shards": {}}
     place = f"slice {engine.grid.get_slice_parallel_rank()}: " if engine.grid.slice_parallel_size > 1 else ""
     optimizer = engine.basic_optimizer
-    if engine._wrapper is None:
-        engine._state.count_steps_per_parameter(engine._comm.gather_objects)
-    members = engine._state.members if engine._wrapper else [group["params"] for group in optimizer.param_groups]
+    if engine.stage.optimizer.wrapper is None:
+        engine.stage.state.count_steps_per_parameter(engine.stage.comm.gather_objects)
+    members = (
+        engine.stage.state.members
+        if engine.stage.optimizer.wrapper
+        else [group["params"] for group in optimizer.param_groups]
+    )
     numbers = {parameter: number for number, group in enumerate(members) for parameter in group}
-    for index, module in engine._layers.counted_modules().items():
+    for index, module in engine.stage.layers.counted_modules().items():
         for name, parameter in module.named_parameters():
             own = getattr(parameter, "replica_own", False)
             key = f"replica {engine.grid.get_data_parallel_id()}: " * own + f"{place}{index}.{name}"
             found[key] = raw(parameter)
-            for what, value in engine._state.state_of(parameter).items():
+            for what, value in engine.stage.state.state_of(parameter).items():
                 if isinstance(value, tuple):
                     found["shards"][f"{key}/{what}"] = (value[0], raw(value[1]))
                 else:

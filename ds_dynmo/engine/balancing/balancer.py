@@ -1,0 +1,334 @@
+"""From a profile to a decision, and from a decision to a move: :meth:`Balancer.after_batch` begins it.
+
+Every rank takes the same decision from the same gathered numbers. Until layers begin to move, whatever fails leaves
+training as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+
+from ds_dynmo.engine.balancing import trigger
+from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
+from ds_dynmo.engine.balancing.memory import MemoryLimit
+from ds_dynmo.engine.balancing.policy import (
+    CostModel,
+    Decision,
+    accept_move,
+    costs_and_speeds,
+    decide,
+    predict,
+)
+from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
+from ds_dynmo.engine.events import LayersMoved
+from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.profiling.profiler import Profiler
+from ds_dynmo.engine.reporting import Reporter, rebalance_report
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
+
+Check = Callable[[MigrationPlan], None]
+
+
+class Balancer:
+    """Decides where layers go.
+
+    Attributes:
+        groups: layers that stay together.
+        memory: the limit of a rank.
+        trigger: when batches are profiled and decisions are due.
+        cost_model: what the run has learnt about its layers, its stages and its moves.
+        profile: the latest, the same on every rank; None before the first.
+        last_move_step: after how many batches layers last moved; None: they never did.
+        failure: why the latest automatic decision was not carried out; None: none failed since a profile was asked for.
+
+    Args:
+        migrate: carries out a plan, once a check did not raise, and gives the bytes that moved. Collective.
+        train: trains a batch on the data that the engine has. Collective.
+        replica_multiplier: how many times the launch's replicas are there.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        *,
+        groups: LayerGroups,
+        profiler: Profiler,
+        reporter: Reporter,
+        migrate: Callable[[MigrationPlan, Check], int],
+        train: Callable[[], Any],
+        replica_multiplier: Callable[[], int],
+    ) -> None:
+        self._stage, self._config, self._comm = stage, stage.config, stage.comm
+        self._profiler, self._reporter = profiler, reporter
+        self._migrate, self._train, self._replica_multiplier = migrate, train, replica_multiplier
+        self.groups = groups
+        self.memory = MemoryLimit(stage)
+        self.trigger = Trigger(stage.config)
+        self.cost_model = CostModel()
+        self.profile: Profile | None = None
+        self.last_move_step: int | None = None
+        self.failure: Exception | None = None
+        self._move_seconds = 0.0  # of moves since the last profile, on this rank
+        self._profile_seconds = 0.0  # that gathering the latest profile took
+        self._waits_for_profile = False
+        stage.layers_moved.subscribe("what was measured and learnt is of the stages before", self._layers_moved)
+
+    # -- after a batch --------------------------------------------------------------------------------
+
+    def after_batch(self) -> Request | None:
+        """A batch was trained on: gather its profile if that is due. Collective.
+
+        Returns:
+            What asks for a decision now; None: nothing does.
+        """
+        self.trigger.batch_done(self._stage.engine.global_steps)
+        batches = self._profiler.batches
+        outcome, decision = self.trigger.outcome_due(batches), self.trigger.decision_due(batches)
+        if not outcome and not decision:
+            return None
+        try:
+            profile = self.gather_profile()
+        except (PartitionError, MigrationError) as error:
+            self._stay(error)
+            return None
+        if outcome:
+            self._reporter.measured(trigger.measured(profile, self.last_move_step), self._stage.engine.global_samples)
+            self.trigger.outcome_recorded()
+        return self.trigger.pending if decision and not self._waits_for_profile else None
+
+    def rebalance_or_stay(self, request: Request) -> None:
+        """An automatic decision: where none is possible, on every rank alike, training goes on as it is. Collective."""
+        try:
+            self.rebalance(request, profile_seconds=self._profile_seconds)
+        except (PartitionError, MigrationError) as error:
+            self._stay(error)
+
+    def report_profile(self) -> None:
+        """Write the latest profile once, after what was decided from it."""
+        if not self._waits_for_profile:
+            self._reporter.profiled(self.profile)
+
+    def _stay(self, error: Exception) -> None:
+        raise_unless_harmless(error)
+        self.failure = error
+        self._reporter.warn(f"DynMo step {self._stage.engine.global_steps}: no layer was moved: {error}")
+        self._profiler.forget()
+        self.trigger.decided(moved=False)
+
+    # -- by hand --------------------------------------------------------------------------------------
+
+    def rebalance_by_hand(self) -> RebalanceReport:
+        """Decide now, from the latest profile; without one, train until there is. Collective."""
+        profile_seconds = self.train_until_profiled() if self.profile is None else 0.0
+        report = self.rebalance(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
+        self._reporter.profiled(self.profile)
+        return report
+
+    def train_until_profiled(self) -> float:
+        """Train until there is a profile, decide nothing, and return the seconds that gathering it took. Collective.
+
+        Raises:
+            MigrationError: harmless; there is no data to train on.
+        """
+        self._comm.enter("rebalance")
+        engine = self._stage.engine
+        edge = engine.is_first_stage() or engine.is_last_stage()
+        lacking = torch.tensor([float(edge and engine.data_iterator is None)])
+        if self._comm.max_over_world(lacking).item():
+            raise MigrationError(
+                "rebalance: there is no profile yet and no data to train on. Train a batch first", harmless=True
+            )
+        self.trigger.ask(Request(Reason.BY_HAND))
+        self.failure, self._waits_for_profile = None, True
+        try:
+            while self.profile is None:
+                self._train()
+                if self.failure is not None:
+                    raise self.failure
+        finally:
+            self._waits_for_profile = False
+            self.trigger.decided(moved=False)  # whoever waited decides
+        return self._profile_seconds
+
+    def model_changed(self, reason: str) -> None:
+        """Layers cost something else from here on: the next batch is profiled and a decision follows."""
+        self._profiler.forget(batches_too=True)
+        self.cost_model.model_changed()
+        self.trigger.model_changed(reason)
+
+    # -- profile, decide, move ------------------------------------------------------------------------
+
+    def gather_profile(self) -> Profile:
+        """Make the profile of what was measured on all ranks. Collective.
+
+        Raises:
+            PartitionError: a layer did not run; on every rank.
+            MigrationError: a rank cannot tell what its layers cost; on every rank, harmless.
+        """
+        with self._stage.timeline.phase("profile", "gather the profile"):
+            began = time.perf_counter()
+            self._comm.enter("rebalance")
+            self.profile, move_seconds = layer_sizes.gather_profile(self._stage, self._profiler, self._move_seconds)
+            self.cost_model.profiled(self.of_whole_batch(self.profile), move_seconds, self.groups)
+            self._move_seconds = 0.0
+            self._profiler.forget()
+            self._profile_seconds = time.perf_counter() - began
+            return self.profile
+
+    def rebalance(self, request: Request, *, profile_seconds: float) -> RebalanceReport:
+        """Decide from the latest profile, and go there. Collective.
+
+        Raises:
+            PartitionError: no partition meets the memory limit. Nothing has changed.
+            MigrationError: see its message.
+        """
+        assert self.profile is not None
+        began = time.perf_counter()
+        self._comm.enter("rebalance")
+        limit = self.memory.bytes()
+        try:
+            decision = self.decide(self.profile, limit, request.reason)
+        except (PartitionError, MigrationError):
+            raise  # the same on every rank
+        except Exception as error:  # a balancer of the user's own that fails here: the others have to hear of it
+            logger.error(f"rank {self._stage.engine.global_rank} cannot decide where layers go: {error!r}")
+            self._comm.agree(None)
+            raise AssertionError("no plan cannot be agreed on") from error
+        self.cost_model.decided(decision)
+        seconds = (profile_seconds, time.perf_counter() - began)
+        return self.go_to(decision.partition, request, decision=decision, profile_and_decide_seconds=seconds)
+
+    def decide(self, profile: Profile, limit_bytes: int | None, reason: Reason) -> Decision:
+        """Where layers should go; the same on every rank. Collective where decisions are decentralized."""
+        with self._stage.timeline.phase("decide", "decide"):
+            memory = self.memory.model(profile, limit_bytes)
+            given = self.cost_model.decision_input(profile, self._stage.partition, smoothed=reason.is_automatic)
+            tradeoff = self.cost_model.move_tradeoff(self.trigger.batches_to_gain) if reason.is_automatic else None
+            if not self._config.decentralized:
+                return decide(given, self._config, memory, tradeoff, self.groups)
+            layers, stage_id = self._stage.layers, self._stage.engine.stage_id
+            costs, speeds = costs_and_speeds(given, self._config)
+            own_costs = [costs[index] for index in layers.indices]
+            speed = speeds[stage_id] if speeds else 1.0
+            proposed = decide_among_neighbours(
+                own_costs, given.current, memory, stage_id, self._comm, speed=speed, groups=self.groups
+            )
+            return accept_move(given, proposed, self._config, memory, tradeoff, self.groups)
+
+    def go_to(
+        self,
+        new: tuple[int, ...],
+        request: Request,
+        *,
+        decision: Decision | None = None,
+        profile_and_decide_seconds: tuple[float, float] = (0.0, 0.0),
+        settles: bool = True,
+    ) -> RebalanceReport:
+        """Move layers to ``new``, and report it. Collective.
+
+        Args:
+            decision: that ``new`` comes from; None: it was given.
+            settles: what else was about to be decided no longer is.
+        """
+        with self._stage.timeline.phase("migrate", "migrate"):
+            plan = MigrationPlan.between(self._stage.partition, new)
+            decided_from = self.profile if decision is not None else None
+            if decision is None and self.profile is not None:
+                decision = predict(
+                    self.cost_model.decision_input(self.profile, plan.old.boundaries, smoothed=False), new
+                )
+            began = time.perf_counter()
+            moved_bytes = self._migrate(plan, lambda plan: self.memory.check(plan, decided_from))
+            if plan.moves:
+                self._stage.publish_move()
+            migrate_seconds = time.perf_counter() - began
+            if plan.moves and self.profile is not None:
+                self.cost_model.moved(self.profile, plan)
+                self._move_seconds += migrate_seconds
+            if settles:
+                self.trigger.decided(bool(plan.moves))
+            elif plan.moves:
+                self.trigger.moved()
+            report = rebalance_report(
+                plan,
+                decision,
+                step=self._stage.engine.global_steps,
+                reason=str(request),
+                bytes_moved=moved_bytes,
+                seconds=(*profile_and_decide_seconds, migrate_seconds),
+                load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
+            )
+            self._reporter.rebalanced(report, self._stage.engine.global_samples)
+            return report
+
+    # -- what the repacker and checkpoints ask --------------------------------------------------------
+
+    def nearest_allowed(self, partition: Sequence[int]) -> tuple[int, ...]:
+        """The nearest partition that ``dynmo.keep_together`` allows: ``partition``, or another one, which is logged."""
+        nearest = self.groups.nearest(partition)
+        if nearest != tuple(partition):
+            try:
+                self.groups.check(partition)
+            except PartitionError as error:
+                self._reporter.inform(f"DynMo: goes to {list(nearest)}, since {error}")
+        return nearest
+
+    def memory_limit_bytes(self) -> int | None:
+        """Agree on the least limit of all ranks. Collective."""
+        return self.memory.bytes()
+
+    def check_room(self, plan: MigrationPlan) -> None:
+        """Refuse a plan that takes a rank above the memory limit. Collective; MigrationError, harmless."""
+        self.memory.check(plan)
+
+    def rebalance_to(self, partition: tuple[int, ...], request: Request, *, what: str = "rebalance") -> RebalanceReport:
+        """Go exactly there. Collective.
+
+        Args:
+            what: the user called, for messages.
+
+        Raises:
+            PartitionError: ``partition`` cuts what ``keep_together`` keeps together. Nothing has changed.
+            MigrationError: see its message.
+        """
+        self.groups.check(partition)
+        self._comm.enter(what)
+        return self.go_to(partition, request, settles=request.reason is not Reason.INITIAL)
+
+    def move_to(self, partition: tuple[int, ...]) -> RebalanceReport:
+        """Move layers to a partition of the present stages, which was asked for. Collective."""
+        return self.go_to(partition, Request(Reason.EXPLICIT))
+
+    def stages_changed(self, placement: Placement) -> None:
+        """Layers are at ``placement`` now, on other stages than before: tell whoever has to know."""
+        assert placement == self._stage.layers.placement
+        self._stage.publish_move(stages_changed=True)
+
+    def forget_profile(self) -> None:
+        """Drop the profile: this rank has no layers any more."""
+        self.profile = None
+
+    def of_whole_batch(self, profile: Profile) -> Profile:
+        """As if one pipeline had all micro-batches, which copies of it share."""
+        return replace(profile, micro_batches=profile.micro_batches * self._replica_multiplier())
+
+    def _layers_moved(self, moved: LayersMoved) -> None:
+        self.last_move_step = moved.step
+        self._profiler.forget(batches_too=True)
+        if moved.stages_changed:  # what was learnt of the layers holds
+            self.cost_model.stages_changed()
+            self._move_seconds = 0.0
+            if self.profile is not None:
+                micro_batches = self._stage.engine.micro_batches
+                self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
+            self.trigger.decided(moved=True)

@@ -1,0 +1,80 @@
+"""The memory limit of a rank: which partitions meet it, and whether a move does while it is carried out."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynmo import partitioners
+from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import MigrationError
+from ds_dynmo.partitioners import MemoryModel
+from ds_dynmo.plan import MigrationPlan, Profile
+
+
+def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
+    """The memory that each layer needs, measured, against the limit of a rank; None without a limit."""
+    if limit_bytes is None:
+        return None
+    return MemoryModel(
+        static_bytes=tuple(layer.static_bytes for layer in profile.layers),
+        activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),
+        input_bytes=tuple(layer.input_bytes for layer in profile.layers),
+        limits=(limit_bytes,) * profile.placement.num_stages,
+        micro_batches=profile.micro_batches,
+        checkpoint_interval=checkpoint_interval,
+    )
+
+
+class MemoryLimit:
+    """What a rank may hold.
+
+    Attributes:
+        limit: ``dynmo.memory_limit``: bytes, or a fraction of what the accelerator has; None: no limit.
+    """
+
+    def __init__(self, stage: StageContext) -> None:
+        self._stage = stage
+        self.limit = stage.config.memory_limit
+
+    def bytes(self) -> int | None:
+        """The least of all ranks' limits: what a fraction is a fraction of may differ. None: no limit. Collective."""
+        if not isinstance(self.limit, float):
+            return self.limit
+        mine = torch.tensor([-self.limit * get_accelerator().total_memory()], dtype=torch.float64)
+        return int(-self._stage.comm.max_over_world(mine).item())
+
+    def model(self, profile: Profile, limit_bytes: int | None) -> MemoryModel | None:
+        """What stages need according to ``profile``; None without a limit."""
+        return memory_model(profile, limit_bytes, self._stage.engine.module.activation_checkpoint_interval)
+
+    def check(self, plan: MigrationPlan, profile: Profile | None = None) -> None:
+        """Before a byte moves: does every rank have the memory that ``plan`` takes while it is carried out? Collective.
+
+        Args:
+            profile: that ``plan`` was decided from, which says what stages need as they are, activations too.
+
+        Raises:
+            MigrationError: harmless, on every rank: the plan takes one above the limit.
+        """
+        limit = self.bytes()
+        if limit is None:
+            return
+        layers = self._stage.layers
+        table = self._stage.comm.max_over_world(layer_sizes.held_table(layers, self._stage.state))
+        if layer_sizes.failed(table):
+            raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
+        held, static = layer_sizes.held_from(table)
+        present = [sum(static[index] for index in plan.old.layers_of(stage)) for stage in plan.old.stages]
+        if profile is not None:
+            memory = self.model(profile, limit)
+            assert memory is not None
+            runs = map(plan.old.run_of, plan.old.stages)
+            present = [memory.stage_bytes(stage, run.start, run.stop) for stage, run in enumerate(runs)]
+        found = partitioners.overflow(plan, held, layers.first_uses(), limit, present)
+        if found is not None:
+            raise MigrationError(
+                f"from {plan.old} to {plan.new}, {found} (dynmo.memory_limit). No layer has moved",
+                harmless=True,
+            )

@@ -1,0 +1,39 @@
+"""Which function carries out each instruction, as DeepSpeed's engine looks it up (read in 0.19.8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ds_dynmo.errors import ConfigError
+
+Instruction = Callable[..., None]
+Instructions = Mapping[type, Instruction]
+
+
+def present_instructions(engine: Any) -> Instructions:
+    """Those of the engine's class, DeepSpeed's or the user's, or a map that was set on the engine."""
+    found: Instructions = engine._INSTRUCTION_MAP
+    return found
+
+
+@contextmanager
+def instructions_in_force(engine: Any, found: Instructions) -> Iterator[None]:
+    """Let the engine run a schedule by ``found``; afterwards it has again what it had.
+
+    Raises:
+        ConfigError: afterwards, where others were set on the engine meanwhile.
+    """
+    on_engine = vars(engine).get("_INSTRUCTION_MAP")
+    engine._INSTRUCTION_MAP = found
+    try:
+        yield
+    finally:
+        replaced = engine._INSTRUCTION_MAP is not found
+        if on_engine is None:
+            del engine._INSTRUCTION_MAP
+        else:
+            engine._INSTRUCTION_MAP = on_engine
+    if replaced:
+        raise ConfigError("_INSTRUCTION_MAP was set on the engine while a batch ran: set it between two batches")

@@ -1,0 +1,49 @@
+"""What a dynamic model may ask of the gradients of a batch, between their reduction and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import ZeroWrapper
+from ds_dynmo.engine.optimizer import clipping
+from ds_dynmo.engine.stage import StageContext
+
+
+def zero_gradients(stage: StageContext, elements: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Set elements of the batch's gradients to 0, where this rank holds them.
+
+    Args:
+        elements: parameters of this stage, each with a bool in its shape: where its gradient is to be 0.
+    """
+    reduced = stage.optimizer.gradients()
+    for parameter, where in elements:
+        gradient = reduced.get(id(parameter))
+        if gradient is None:
+            continue
+        if gradient.numel() < parameter.numel():  # this rank's part
+            held = stage.state.state_of(parameter).values()
+            start = next(part[0] for part in held if isinstance(part, tuple))
+            where = where.reshape(-1)[start : start + gradient.numel()]
+        gradient.masked_fill_(where.reshape(gradient.shape), 0)
+
+
+def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
+    """Per layer of the model, this rank's share of the sum of its gradients' magnitudes; the world's adds up.
+
+    Each number is held by one rank, under ZeRO by one rank in parts of each gradient.
+
+    Returns:
+        fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
+    """
+    sharded = isinstance(stage.optimizer.wrapper, ZeroWrapper)
+    replica, norm = stage.engine.grid.get_data_parallel_id(), stage.optimizer.norm
+    reduced = stage.optimizer.gradients()
+    return clipping.gradient_magnitudes(
+        stage.layers.counted_modules() if sharded or replica == 0 else {},
+        stage.layers.num_layers,
+        norm.coordinates,
+        norm.counted_once(lambda parameter: reduced.get(id(parameter))),
+    )

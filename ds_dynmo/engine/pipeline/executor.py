@@ -1,0 +1,97 @@
+"""What the schedule of a batch runs inside: the functions for its instructions, and streams of random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from ds_dynmo.engine.deepspeed_adapter.instruction_map import instructions_in_force, present_instructions
+from ds_dynmo.engine.events import LayersMoved
+from ds_dynmo.engine.pipeline import instructions
+from ds_dynmo.engine.pipeline.random_streams import LayerStreams
+from ds_dynmo.engine.pipeline.trainable import TrainableLayers
+from ds_dynmo.engine.profiling.profiler import Profiler
+from ds_dynmo.engine.profiling.trace import Tracer
+from ds_dynmo.engine.stage import StageContext
+
+
+class Executor:
+    """What the schedule of a batch, training or evaluation, runs inside.
+
+    Attributes:
+        ran: has a schedule run in this batch? Whoever begins one sets it to False.
+
+    Args:
+        tracer: None: batches are not traced.
+        streams: of random numbers per layer; None: layers draw from the rank's.
+        first_micro_batch: the number of this rank's first micro-batch in a batch.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        trainable: TrainableLayers,
+        profiler: Profiler,
+        tracer: Tracer | None,
+        streams: LayerStreams | None,
+        first_micro_batch: Callable[[], int],
+    ) -> None:
+        self._stage, self._trainable = stage, trainable
+        self._profiler, self._tracer, self._streams = profiler, tracer, streams
+        self._first_micro_batch = first_micro_batch
+        self._callbacks: list[Callable[[], None]] = []
+        self._composed_of: dict[type, Any] | None = None
+        self._composed_prefix = 0
+        self._composition: instructions.Instructions = {}
+        self.ran = False
+        stage.around_schedule.add(self._around)
+        stage.layers_moved.subscribe("instructions depend on where the stage's layers are", self._compose_anew)
+        stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._compose_anew)
+
+    def before_step(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
+        self._callbacks.append(callback)
+        self._compose_anew()
+
+    @contextmanager
+    def _around(self, training: bool) -> Iterator[None]:
+        with self._drawing(training), instructions_in_force(self._stage.engine, self._instructions(training)):
+            yield
+        self.ran = True
+
+    def _drawing(self, training: bool) -> Any:
+        if self._streams is None:
+            return nullcontext()
+        engine, first = self._stage.engine, self._first_micro_batch() if training else 0
+        numbers = self._stage.layers.random_streams()
+        return self._streams.batch(
+            engine.module, numbers, step=engine.global_steps, training=training, first_micro_batch=first
+        )
+
+    def _instructions(self, training: bool) -> instructions.Instructions:
+        found = self._composed()
+        if training and self._profiler.measures:
+            goes_back = self._trainable.prefix < self._stage.layers.run.stop
+            found = instructions.marked(found, self._profiler, backward=goes_back)
+        if training and self._tracer is not None and self._tracer.records:
+            found = self._tracer.recorded(found)
+        return found
+
+    def _composed(self) -> instructions.Instructions:
+        """The instructions of a batch as they are at present, made anew only where something has changed."""
+        present, prefix = dict(present_instructions(self._stage.engine)), self._trainable.prefix
+        if present != self._composed_of or prefix != self._composed_prefix:
+            self._composition = instructions.compose(
+                present,
+                self._stage.layers,
+                prefix,
+                accumulates=self._stage.engine.using_bf16_optimizer,
+                callbacks=self._callbacks,
+                streams=self._streams,
+            )
+            self._composed_of, self._composed_prefix = present, prefix
+        return self._composition
+
+    def _compose_anew(self, _: LayersMoved | None = None) -> None:
+        self._composed_of = None

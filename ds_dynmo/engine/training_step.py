@@ -1,0 +1,91 @@
+"""One batch, from its data to a move: train, profile, decide, migrate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.balancing.trigger import Request
+from ds_dynmo.engine.elastic.repacker import Repacker
+from ds_dynmo.engine.pipeline.executor import Executor
+from ds_dynmo.engine.pipeline.trainable import TrainableLayers
+from ds_dynmo.engine.profiling.profiler import Profiler
+from ds_dynmo.engine.profiling.trace import Tracer
+from ds_dynmo.engine.reporting import Reporter
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import ConfigError, MigrationError, PartitionError, raise_unless_harmless
+
+
+class TrainingStep:
+    """Trains a batch and does what is due after it.
+
+    Args:
+        tracer: None: batches are not traced.
+    """
+
+    def __init__(
+        self,
+        stage: StageContext,
+        *,
+        trainable: TrainableLayers,
+        executor: Executor,
+        profiler: Profiler,
+        balancer: Balancer,
+        repacker: Repacker,
+        reporter: Reporter,
+        tracer: Tracer | None,
+    ) -> None:
+        self._stage, self._trainable, self._executor, self._profiler = stage, trainable, executor, profiler
+        self._balancer, self._repacker, self._reporter, self._tracer = balancer, repacker, reporter, tracer
+
+    def run(self, train: Callable[[], Any]) -> Any:
+        """Train a batch by ``train``; then re-pack or rebalance, if a decision is due. Collective.
+
+        Raises:
+            ConfigError: layers were frozen and the engine was not told; nothing was trained. Or ``train`` ran no
+                schedule of the engine's.
+        """
+        with self._tracer.batch() if self._tracer is not None else nullcontext():
+            self._trainable.check()
+            self._stage.layers.refresh_tied_aliases(training=True)
+            loss = self._train(train)
+            self._stage.optimizer.after_step()
+            request = self._balancer.after_batch()
+            if request is not None and not self._repack(request):
+                self._balancer.rebalance_or_stay(request)
+            self._balancer.report_profile()
+            return loss
+
+    def _train(self, train: Callable[[], Any]) -> Any:
+        """Train a batch, profiled if that is due."""
+        self._executor.ran = False
+        if self._balancer.trigger.profile_batch(self._stage.engine.global_steps + 1):
+            engine = self._stage.engine
+            with self._profiler.batch(engine.module, self._stage.layers.indices, engine.is_last_stage()):
+                loss = train()
+        else:
+            began = time.perf_counter()
+            loss = train()
+            if self._balancer.trigger.warm:
+                self._profiler.batch_took(time.perf_counter() - began)
+        if not self._executor.ran:
+            raise ConfigError(
+                "train_batch or _exec_schedule was replaced on the engine by a function that does not come to the "
+                "engine's own _exec_schedule: instructions ran without what moving layers needs. Call it, or override "
+                "it in a class given as engine_class"
+            )
+        return loss
+
+    def _repack(self, request: Request) -> bool:
+        """Go on with fewer ranks or more, where the planner finds that better; False where it does not."""
+        if not (self._stage.config.enabled and self._stage.config.repack.enabled):
+            return False
+        try:
+            return self._repacker.repack_if_better(str(request))
+        except (PartitionError, MigrationError) as error:
+            raise_unless_harmless(error)
+            self._reporter.warn(f"DynMo step {self._stage.engine.global_steps}: not re-packed: {error}")
+            return False
