@@ -31,6 +31,18 @@ from tests.distributed.support.training import (
 )
 
 
+def check_as_on_one_stage(case: Case, alone: Case) -> None:
+    """Layers freeze and thaw, on three stages with moves and without, and on one."""
+    frozen = {2: 3, 4: 6, 5: 0}  # before which batch, how many leading layers
+    moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
+    reference = run(alone.ranks, train_frozen, alone, frozen, {})
+    still, moved = run_each(case.ranks, train_frozen, (case, frozen, {}), (case, frozen, moves))
+    for results in (still, moved):
+        assert results[0]["losses"] == reference[0]["losses"]
+        assert all(result["thawed"] == [] for result in results)
+        assert whole(results) == whole(reference)
+
+
 @pytest.mark.parametrize(
     ("interval", "reentrant", "replicas"),
     [
@@ -42,15 +54,7 @@ from tests.distributed.support.training import (
 def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: int) -> None:
     """Against a plain one-stage run, whose autograd prunes the frozen prefix by itself."""
     case = Case(stages=3, checkpoint_interval=interval, reentrant=reentrant, replicas=replicas)
-    alone = Case(stages=1, replicas=replicas)
-    frozen = {2: 3, 4: 6, 5: 0}  # before which batch, how many leading layers
-    moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
-    reference = run(replicas, train_frozen, alone, frozen, {})
-    still, moved = run_each(case.ranks, train_frozen, (case, frozen, {}), (case, frozen, moves))
-    for results in (still, moved):
-        assert results[0]["losses"] == reference[0]["losses"]
-        assert all(result["thawed"] == [] for result in results)
-        assert whole(results) == whole(reference)
+    check_as_on_one_stage(case, Case(stages=1, replicas=replicas))
 
 
 @pytest.mark.parametrize(
@@ -64,15 +68,7 @@ def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: i
 )
 def test_freezing_takes_effect_under_every_wrapper(precision: str, replicas: int) -> None:
     case = Case(stages=3, precision=precision, replicas=replicas, groups="two", clip=0.05)
-    alone = replace(case, stages=1)
-    frozen = {2: 3, 4: 6, 5: 0}
-    moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
-    reference = run(replicas, train_frozen, alone, frozen, {})
-    still, moved = run_each(case.ranks, train_frozen, (case, frozen, {}), (case, frozen, moves))
-    for results in (still, moved):
-        assert results[0]["losses"] == reference[0]["losses"]
-        assert all(result["thawed"] == [] for result in results)
-        assert whole(results) == whole(reference)
+    check_as_on_one_stage(case, replace(case, stages=1))
 
 
 def freeze_biases(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
