@@ -39,6 +39,7 @@ class DeepSpeedPipeline(Protocol):
         optimizer: the optimizer, or DeepSpeed's wrapper around it.
         basic_optimizer: the optimizer itself.
         data_iterator: where this rank reads its data; None: nowhere.
+        training_data: the data set that ``initialize`` was given; None: none was.
     """
 
     module: Any
@@ -55,12 +56,23 @@ class DeepSpeedPipeline(Protocol):
     basic_optimizer: Any
     lr_scheduler: Any
     data_iterator: Any
+    training_data: Any
     is_pipe_partitioned: bool
     using_bf16_optimizer: bool
 
     def is_first_stage(self) -> bool: ...
 
     def is_last_stage(self) -> bool: ...
+
+    def train_batch_size(self) -> int: ...
+
+    def set_train_batch_size(self, train_batch_size: int) -> None: ...
+
+    def train_micro_batch_size_per_gpu(self) -> int: ...
+
+    def deepspeed_io(self, dataset: Any, *, data_sampler: Any) -> Any: ...
+
+    def set_dataloader(self, loader: Any) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynmo.engine.elastic.interfaces import Engine
+from ds_dynmo.engine.stage import DeepSpeedPipeline
 
 
 class DataPosition:
@@ -19,15 +19,14 @@ class DataPosition:
 
     Where freed ranks are extra replicas, each reads its own part of every batch of the replica that it copies.
 
-    Args:
-        replicas: of the launch; ``replica``: this rank's among them. The rank reads that one's data for life.
+    A rank reads the data of the launch's replica that it was in for life.
     """
 
     replica_multiplier, copy_index = 1, 0  # of the launch's replicas, and in which copy of them this rank is
 
-    def __init__(self, engine: Engine, *, replica: int, replicas: int) -> None:
+    def __init__(self, engine: DeepSpeedPipeline) -> None:
         self._engine = engine
-        self._replica, self._replicas = replica, replicas
+        self._replica, self._replicas = engine.grid.get_data_parallel_id(), engine.grid.data_parallel_size
         self._iterator = engine.data_iterator
         self.passed = 0  # micro-batches of a replica's data since the engine was built
         self._behind = 0

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.balancing.memory import memory_model
-from ds_dynmo.engine.elastic.interfaces import Balancer, Engine
+from ds_dynmo.engine.elastic.interfaces import Balancer
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.planning import Planner
-from ds_dynmo.engine.migration.migrate import MigrationContext
 from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import Packing
@@ -35,19 +35,17 @@ class StageDecision:
     """Chooses a number of stages, and a partition over them.
 
     Args:
-        context: this rank's stage as it is now.
         groups: layers that stay together.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        stage: StageContext,
         balancer: Balancer,
-        context: Callable[[], MigrationContext],
         ranks: JobRanks,
         groups: LayerGroups,
     ) -> None:
-        self._engine, self._balancer, self._context = engine, balancer, context
+        self._stage, self._config, self._balancer = stage, stage.config, balancer
         self._ranks, self._groups = ranks, groups
 
     @property
@@ -91,17 +89,15 @@ class StageDecision:
         return replace(profile, micro_batches=profile.micro_batches * self._ranks.world.replica_multiplier)
 
     def _iteration_seconds(self, profile: Profile, partition: tuple[int, ...]) -> float:
-        present = tuple(self._engine.partition)
-        given = self._balancer.cost_model.decision_input(profile, present, smoothed=False)
+        given = self._balancer.cost_model.decision_input(profile, self._stage.partition, smoothed=False)
         return float(given.pipeline.on(len(partition) - 1).iteration_seconds(partition))
 
     def _gather_facts(self) -> RankFacts:
         """Gather what a decision takes. Collective."""
         if self._balancer.profile is not None:
             return RankFacts(self._balancer.memory_limit_bytes(), ())
-        context = self._context()
-        parameters = layer_sizes.per_layer(context.layers, layer_sizes.trainable_parameters)
-        return RankFacts(None, context.comm.max_over_world(parameters).tolist())
+        parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
+        return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
 
     def _new_partition(
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
@@ -114,7 +110,7 @@ class StageDecision:
             raise PartitionError(f"repack: {count} stages, there are 1 to {most} to go on with{why}")
         if partition is not None:
             assert count is not None
-            explicit = check_partition(partition, self._engine.partition[-1], count)
+            explicit = check_partition(partition, self._stage.layers.num_layers, count)
             self._groups.check(explicit)
             return explicit, "explicit"
         if facts.parameters:
@@ -124,16 +120,16 @@ class StageDecision:
         planner = self._planner(facts.memory_limit, smoothed=False)
         if count is not None:
             return planner.onto(count).partition, "explicit"
-        return self._best(planner).partition, f"best by planner {self._engine.dynmo.repack.planner}"
+        return self._best(planner).partition, f"best by planner {self._config.repack.planner}"
 
     def _best(self, planner: Planner) -> Packing:
         """Ask the planner; ranks that joined since the last decision are taken in if that makes training faster.
 
         The throughput with them then counts as that of the start: else they would be released next.
         """
-        present = self._engine.partition
+        present = self._stage.partition
         if self._ranks.has_new:
-            seconds = self.predicted_seconds(tuple(present))
+            seconds = self.predicted_seconds(present)
             assert seconds is not None
             fastest = planner.fastest(seconds)
             if len(fastest.partition) > len(present):
@@ -142,13 +138,13 @@ class StageDecision:
 
     def _planner(self, memory_limit: int | None, *, smoothed: bool) -> Planner:
         """Make a planner of one pipeline: what extra replicas add comes on top."""
-        engine, cost_model, profile = self._engine, self._balancer.cost_model, self._balancer.profile
+        cost_model, profile = self._balancer.cost_model, self._balancer.profile
         assert profile is not None
         whole = self.of_whole_batch(profile)
         return Planner(
-            given=cost_model.decision_input(whole, tuple(engine.partition), smoothed=smoothed),
-            config=engine.dynmo,
-            memory=memory_model(whole, memory_limit, engine.module.activation_checkpoint_interval),
+            given=cost_model.decision_input(whole, self._stage.partition, smoothed=smoothed),
+            config=self._config,
+            memory=memory_model(whole, memory_limit, self._stage.engine.module.activation_checkpoint_interval),
             most=self.most_stages,
             first_seconds=cost_model.first_seconds,
             groups=self._groups,
@@ -168,7 +164,7 @@ class StageDecision:
         except Exception as error:  # whatever a balancer of the user's raises: the others have to hear of it
             failure = error
         try:
-            self._context().comm.agree_on(new, self._engine.partition)
+            self._stage.comm.agree_on(new, self._stage.partition)
         except MigrationError as error:
             if isinstance(failure, PartitionError):
                 raise failure from None

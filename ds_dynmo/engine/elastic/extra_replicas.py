@@ -48,9 +48,9 @@ def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:
     change.gather_shards()
     change.end()
     change.begin(plan.stages, change.world.generation + 1)
-    context = change.context
-    context.layers.renumber(plan.moves.old, context.stage)
-    context.state.rebuild_buffers()
+    stage = change.stage
+    stage.layers.renumber(plan.moves.old, stage.engine.stage_id)
+    stage.state.rebuild_buffers()
 
 
 def _move_to_all(change: WorldChange, plan: RepackPlan) -> RepackResult:

@@ -48,7 +48,7 @@ def grow(change: WorldChange, plan: RepackPlan, first_seconds: float | None = No
 
 def rejoin(change: WorldChange, recall: Recall) -> None:
     """Take part in :func:`grow` on a rank that was called; it is released again where a layer cannot be taken in."""
-    change.engine.released, change.ranks.has_new = False, False
+    change.ranks.released = change.ranks.has_new = False
     with fatal_from_here():
         _enlarge(change, recall, None)
 
@@ -58,7 +58,7 @@ def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
     engine, world = change.engine, change.world
     launch_ranks, silent = world.launch_ranks(recalled), []
     if engine.global_rank == 0:
-        half = engine.dynmo.timeout_seconds / 2
+        half = change.stage.config.timeout_seconds / 2
         silent = parking.post_recall(world.store, launch_ranks, recall, timeout_seconds=half)
     silent = change.comm.broadcast_object(silent)
     if silent:
@@ -89,7 +89,7 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
         change.restore_job(job)
         ranks.parked, ranks.locations = snapshot.before.parked, snapshot.locations
     plan = snapshot.plan
-    change.context.layers.renumber(plan.moves.old, engine.stage_id)
+    change.stage.layers.renumber(plan.moves.old, engine.stage_id)
     try:
         moved_bytes, migrate_seconds = change.move_layers(plan.moves)
     except MigrationError as error:
@@ -110,7 +110,7 @@ def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> No
     owners = [plan.stages.index(stage) for stage in before.at_work]
     num_stages = len(owners) // before.replica_multiplier
     if before.replica_multiplier > 1:
-        change.context.state.rebuild_buffers()
+        change.stage.state.rebuild_buffers()
     present = plan.moves.old.without_empty_stages()
     back = between(plan.stages, plan.moves.old, present, owners[:num_stages])
     free_stages(change, back, owners[num_stages:], park=True)

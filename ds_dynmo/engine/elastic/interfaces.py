@@ -1,56 +1,13 @@
-"""What re-packing needs of the rest of the engine: DeepSpeed's public attributes, and two parts of ours."""
+"""What re-packing needs of the engine's other parts."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-
-from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.balancing.policy import CostModel
 from ds_dynmo.engine.migration.migrate import MigrationContext
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
-
-
-class Engine(Protocol):
-    """Public attributes of DeepSpeed's ``PipelineEngine``, and of ours: the block and ``released``."""
-
-    dynmo: DynMoConfig
-    released: bool
-    module: Any
-    grid: Any
-    device: torch.device
-    global_rank: int
-    world_size: int
-    global_steps: int
-    global_samples: int
-    micro_batches: int
-    num_stages: int
-    stage_id: int
-    data_iterator: Any
-    training_data: Any
-    basic_optimizer: Any
-    lr_scheduler: Any
-
-    @property
-    def partition(self) -> list[int]: ...
-
-    def is_first_stage(self) -> bool: ...
-
-    def is_last_stage(self) -> bool: ...
-
-    def train_batch_size(self) -> int: ...
-
-    def set_train_batch_size(self, train_batch_size: int) -> None: ...
-
-    def train_micro_batch_size_per_gpu(self) -> int: ...
-
-    def deepspeed_io(self, dataset: Any, *, data_sampler: Any) -> Any: ...
-
-    def set_dataloader(self, loader: Any) -> None: ...
-
-    def save_checkpoint(self, save_dir: str, tag: str | None = None) -> bool: ...
 
 
 class Stateful(Protocol):

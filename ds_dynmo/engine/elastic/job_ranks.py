@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ds_dynmo.engine.comm.bounded import BoundedStore
-from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.elastic import job_spec, parking
-from ds_dynmo.engine.elastic.interfaces import Engine
 from ds_dynmo.engine.elastic.job_spec import JobSpec
 from ds_dynmo.engine.elastic.join_client import JoinedJob
 from ds_dynmo.engine.elastic.join_server import AdmittedLaunch, JoinServer, ready_key
@@ -15,6 +13,7 @@ from ds_dynmo.engine.elastic.release import RankLocation
 from ds_dynmo.engine.elastic.repack_plan import JobStages, in_order
 from ds_dynmo.engine.elastic.secret import check_launch, secret_for
 from ds_dynmo.engine.elastic.world import World, launch_store, store_part
+from ds_dynmo.engine.stage import StageContext
 
 
 class JobRanks:
@@ -24,23 +23,25 @@ class JobRanks:
         world: the ranks at work.
         parked: stages of the job that can be called: parked ones, and those that joined.
         has_new: ranks have joined since the last decision.
+        released: this rank is not at work.
         locations: by rank at the launch, where it runs.
         job_name: of the job, unlike that of any other.
         secret: by which ranks that join know each other; None where none can join.
         launch_store: the store of this process's own launch.
     """
 
-    def __init__(self, engine: Engine, comm: Communicator) -> None:
-        self._comm, self._timeout_seconds = comm, engine.dynmo.timeout_seconds
+    def __init__(self, stage: StageContext) -> None:
+        engine, comm = stage.engine, stage.comm
+        self._comm, self._timeout_seconds = comm, stage.config.timeout_seconds
         self.job_name: str = comm.broadcast_object(job_spec.new_job_name())
-        self.secret = secret_for(engine.dynmo.repack)
+        self.secret = secret_for(stage.config.repack)
         if self.secret is not None:
             check_launch(self.secret, comm.gather_bytes, engine.global_rank)
         self._join_server: JoinServer | None = None
         self.launch_store = launch_store(self._timeout_seconds)
         self.world = World(engine.module.topology(), store_part(self.launch_store, self.job_name))
         self.parked: tuple[int, ...] = ()
-        self.has_new = False
+        self.released = self.has_new = False
         here = RankLocation.here(self.world.launch_rank, str(engine.device))
         self.locations: dict[int, RankLocation] = dict(enumerate(comm.gather_objects(here)))
 

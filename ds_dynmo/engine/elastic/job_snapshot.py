@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.elastic.data_position import DataPosition
-from ds_dynmo.engine.elastic.interfaces import Engine, Stateful
+from ds_dynmo.engine.elastic.interfaces import Stateful
 from ds_dynmo.engine.elastic.release import RankLocation
 from ds_dynmo.engine.elastic.repack_plan import JobStages, RepackPlan
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.serialization.objects import to_bytes
+from ds_dynmo.engine.stage import DeepSpeedPipeline, StageContext
 from ds_dynmo.errors import MigrationError
 
 
@@ -35,9 +35,7 @@ class JobSnapshot:
     job: bytes
 
 
-def describe_job(
-    engine: Engine, comm: Communicator, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]
-) -> bytes:
+def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]) -> bytes:
     """Pickle the state of the job on rank 0; empty elsewhere. Collective.
 
     Args:
@@ -47,7 +45,7 @@ def describe_job(
     Raises:
         MigrationError: harmless; a rank could not describe it, or shares other states than rank 0.
     """
-    every = comm.gather_objects(list(states))
+    every = stage.comm.gather_objects(list(states))
     for rank, names in enumerate(every):
         if names != every[0]:
             raise MigrationError(
@@ -57,14 +55,16 @@ def describe_job(
             )
 
     def describe() -> bytes:
-        job = _job(engine, data, progress, states)  # on every rank: a holder may gather
-        return to_bytes(job) if engine.global_rank == 0 else b""
+        job = _job(stage.engine, data, progress, states)  # on every rank: a holder may gather
+        return to_bytes(job) if stage.engine.global_rank == 0 else b""
 
-    job: bytes = comm.make_or_fail("describing the job", describe)
+    job: bytes = stage.comm.make_or_fail("describing the job", describe)
     return job
 
 
-def _job(engine: Engine, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]) -> dict[str, Any]:
+def _job(
+    engine: DeepSpeedPipeline, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]
+) -> dict[str, Any]:
     optimizer, scheduler = engine.basic_optimizer, engine.lr_scheduler
     return {
         "progress": progress.state_dict(),
@@ -76,7 +76,7 @@ def _job(engine: Engine, data: DataPosition, progress: Stateful, states: Mapping
     }
 
 
-def restore_job(engine: Engine, data: DataPosition, progress: Stateful, job: Mapping[str, Any]) -> None:
+def restore_job(engine: DeepSpeedPipeline, data: DataPosition, progress: Stateful, job: Mapping[str, Any]) -> None:
     """Load the state of the job on a rank that was away."""
     data.others_took(job["passed"])
     if engine.train_batch_size() != job["batch_size"]:

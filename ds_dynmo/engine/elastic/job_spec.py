@@ -23,8 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
 from ds_dynmo.engine.comm.bounded import BoundedStore
 from ds_dynmo.engine.deepspeed_adapter.settings import settings_of
-from ds_dynmo.engine.elastic.interfaces import Engine
 from ds_dynmo.engine.elastic.world import World
+from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 
 _JOB = "ds_dynmo/job"  # in the store of a launch: the name of the job that it runs now
@@ -54,10 +54,10 @@ class JobSpec:
         return found + [name for name in names if self.traits.get(name) != other.traits.get(name)]
 
 
-def job_spec_of(engine: Engine, world: World, initial_model: InitialModelSpec) -> JobSpec:
-    """Describe the job that this engine is a part of."""
-    settings = {key: value for key, value in settings_of(engine).items() if key not in _OWN_KEYS}
-    settings["dynmo"] = engine.dynmo.model_dump(mode="json", exclude=_OWN_BLOCK_KEYS)
+def job_spec_of(stage: StageContext, world: World, initial_model: InitialModelSpec) -> JobSpec:
+    """Describe the job that this rank is a part of."""
+    settings = {key: value for key, value in settings_of(stage.engine).items() if key not in _OWN_KEYS}
+    settings["dynmo"] = stage.config.model_dump(mode="json", exclude=_OWN_BLOCK_KEYS)
     origins = {index: asdict(origin) for index, origin in initial_model.layers.items()}
     return JobSpec(
         world.axes,
@@ -67,7 +67,7 @@ def job_spec_of(engine: Engine, world: World, initial_model: InitialModelSpec) -
             "the backend": world.backend,
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
-            "the optimizer": type(engine.basic_optimizer).__name__,
+            "the optimizer": type(stage.engine.basic_optimizer).__name__,
             "the layers": _digest([initial_model.partition[-1], sorted((i, repr(of)) for i, of in origins.items())]),
             **{f'"{key}" in the configuration': _digest(value) for key, value in settings.items()},
         },

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
-from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.elastic import growing, parking
 from ds_dynmo.engine.elastic.decision import StageDecision
 from ds_dynmo.engine.elastic.extra_replicas import merge_replicas, replica_multiplier_for
-from ds_dynmo.engine.elastic.interfaces import Balancer, Engine, Migrator, Stateful
+from ds_dynmo.engine.elastic.interfaces import Balancer, Migrator, Stateful
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.job_spec import JobSpec, job_spec_of
 from ds_dynmo.engine.elastic.join_client import join_job
@@ -24,6 +23,7 @@ from ds_dynmo.engine.elastic.shrinking import shrink
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
 from ds_dynmo.engine.reporting import Reporter
+from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement
@@ -40,37 +40,34 @@ class Repacker:
     Args:
         initial_model: the model as it was built.
         progress: what every rank of the job counts alike.
-        accumulate: tells the optimizer's wrapper over how many micro-batches gradients add up.
         groups: layers that stay together.
-        can_copy_replicas: replicas hold the same parameters, so that there can be extra ones.
+        save_checkpoint: as ``engine.save_checkpoint``.
         on_join: called when this launch has joined another job, whose rank 0 reports from then on.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        comm: Communicator,
+        stage: StageContext,
         balancer: Balancer,
         migrator: Migrator,
         reporter: Reporter,
         *,
         initial_model: Callable[[], InitialModelSpec],
         progress: Stateful,
-        accumulate: Callable[[int], None],
         groups: LayerGroups,
-        can_copy_replicas: bool,
+        save_checkpoint: Callable[..., Any],
         on_join: Callable[[], None],
     ) -> None:
-        self._engine, self._comm, self._balancer, self._migrator = engine, comm, balancer, migrator
-        self._reporter, self._initial_model = reporter, initial_model
-        self._can_copy_replicas, self._on_join = can_copy_replicas, on_join
-        self.ranks = JobRanks(engine, comm)
-        self._change = WorldChange(engine, balancer, migrator, comm, self.ranks, progress, accumulate)
+        self._stage, self._config, self._comm = stage, stage.config, stage.comm
+        self._balancer, self._reporter, self._initial_model = balancer, reporter, initial_model
+        self._save_checkpoint, self._on_join = save_checkpoint, on_join
+        self.ranks = JobRanks(stage)
+        self._change = WorldChange(stage, balancer, migrator, self.ranks, progress)
         self.data = self._change.data
-        self._decision = StageDecision(engine, balancer, migrator.context, self.ranks, groups)
+        self._decision = StageDecision(stage, balancer, self.ranks, groups)
         self._joined = False  # another job than this process was launched with, which has not called it yet
         self._finishes_at_exit = False
-        repack = engine.dynmo.repack
+        repack = self._config.repack
         self._policy = policy_for(repack)
         self._policy_runner = PolicyRunner(
             self._policy,
@@ -78,7 +75,7 @@ class Repacker:
             reporter.inform,
             attempts=repack.release_attempts,
             have_exited=self.ranks.have_exited,
-            patience_seconds=engine.dynmo.timeout_seconds,
+            patience_seconds=self._config.timeout_seconds,
             delay_seconds=repack.release_delay_seconds,
         )
 
@@ -86,6 +83,11 @@ class Repacker:
     def world(self) -> World:
         """The ranks at work."""
         return self.ranks.world
+
+    @property
+    def released(self) -> bool:
+        """Was this rank's accelerator handed back?"""
+        return self.ranks.released
 
     # -- what users call ------------------------------------------------------------------------------
 
@@ -122,15 +124,15 @@ class Repacker:
 
     def wait_for_recall(self) -> bool:
         """See ``DynMoPipelineEngine.wait_for_recall``."""
-        if not self._engine.released:
+        if not self.released:
             return True
         if not (self._policy.parks or self._joined):
             return False
         world = self.ranks.world
-        timeout_seconds = self._engine.dynmo.timeout_seconds
+        timeout_seconds = self._config.timeout_seconds
         while recall := parking.await_recall(world.store, world.launch_rank, timeout_seconds):
             growing.rejoin(self._change, recall)
-            if not self._engine.released:
+            if not self.released:
                 self._joined = False
                 return True
         return False
@@ -157,7 +159,7 @@ class Repacker:
         ranks, secret = self.ranks, self.ranks.secret
         if secret is None:
             raise ConfigError("engine.join: dynmo.repack.accept_joins = false: set it to true, in the job too")
-        location, timeout_seconds = ranks.locations[self.world.launch_rank], self._engine.dynmo.timeout_seconds
+        location, timeout_seconds = ranks.locations[self.world.launch_rank], self._config.timeout_seconds
         joined = join_job(job, self._describe(), location, self.world, self._comm, secret, timeout_seconds)
         with fatal_from_here("joining failed after this launch had given up its layers", "Launch it anew"):
             ranks.dismiss()  # who joined this launch meanwhile, or was parked: nobody would ever call it
@@ -170,7 +172,7 @@ class Repacker:
 
     def dismiss_parked(self) -> None:
         """See ``DynMoPipelineEngine.dismiss_parked``."""
-        if not self._engine.released:
+        if not self.released:
             self.ranks.dismiss()
 
     def share_state(self, name: str, holder: Stateful) -> None:
@@ -181,8 +183,7 @@ class Repacker:
 
     def accept_joins(self) -> None:
         """Let ranks of other launches join from now on, where they may at all. The engine is complete."""
-        num_layers = self._migrator.context().layers.num_layers
-        self.ranks.accept_joins(self._describe(), num_layers, self._reporter.warn)
+        self.ranks.accept_joins(self._describe(), self._stage.layers.num_layers, self._reporter.warn)
 
     def optimizer_changed(self) -> None:
         """Ask ranks of other launches for the new optimizer from now on."""
@@ -198,10 +199,10 @@ class Repacker:
         self._comm.enter("repack")
         self._admit()
         new = self._decision.automatic()
-        if len(new) == len(self._engine.partition):
+        if len(new) == len(self._stage.partition):
             self.ranks.has_new = False
             return False
-        verdict = f"best by planner {self._engine.dynmo.repack.planner}"
+        verdict = f"best by planner {self._config.repack.planner}"
         self._repack(new, reason, verdict, time.perf_counter() - began)
         return True
 
@@ -212,7 +213,7 @@ class Repacker:
     # -- wiring ---------------------------------------------------------------------------------------
 
     def _describe(self) -> JobSpec:
-        return job_spec_of(self._engine, self.ranks.world, self._initial_model())
+        return job_spec_of(self._stage, self.ranks.world, self._initial_model())
 
     def _admit(self) -> None:
         """Add the ranks that have joined meanwhile to those that can be called. Collective."""
@@ -222,8 +223,8 @@ class Repacker:
             self._finish_at_exit()
 
     def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
-        engine = self._engine
-        old, step = tuple(engine.partition), engine.global_steps
+        engine, old = self._stage.engine, self._stage.partition
+        step = engine.global_steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
         self._reporter.profiled(self._balancer.profile)  # afterwards it is of other stages
         if self._policy.restarts and len(new) < len(old):
@@ -261,11 +262,11 @@ class Repacker:
         """Go on with another number of stages."""
         change, ranks, profile = self._change, self.ranks, self._balancer.profile
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
-        plan = plan_repack(ranks.stages, self._engine.partition, new, layer_bytes)
+        plan = plan_repack(ranks.stages, self._stage.partition, new, layer_bytes)
         self._balancer.check_room(plan.moves)
         if len(plan.stages) > len(self.world.stages):
             return growing.grow(change, plan, self._decision.first_seconds_with(new) if ranks.has_new else None)
-        wants_replicas = self._engine.dynmo.repack.freed_ranks == "replicas" and self._can_copy_replicas
+        wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ
         multiplier = replica_multiplier_for(change, len(new) - 1) if wants_replicas else 1
         resize = merge_replicas if self.world.replica_multiplier > 1 else shrink
         done = resize(change, plan, park=self._policy.parks, replica_multiplier=multiplier)
@@ -277,8 +278,8 @@ class Repacker:
     def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[RepackResult, str]:
         """Save, say how to go on, and release every rank; what was done, and a clause for the verdict."""
         began = time.perf_counter()
-        launch = save_for_restart(self._engine, self._comm, new, self._change.shared_states)
-        self._engine.released = True
+        launch = save_for_restart(self._stage, self._save_checkpoint, new, self._change.shared_states)
+        self.ranks.released = True
         everyone = self.world.launch_ranks(self.world.stages)
         done = RepackResult(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
         return done, f"saved as {launch.tag}, launch {launch.ranks} ranks in {launch.num_stages} stages"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.elastic.interfaces import Engine, Stateful
+from ds_dynmo.engine.elastic.interfaces import Stateful
+from ds_dynmo.engine.stage import StageContext
 
 FILE = "launch.json"
 
@@ -36,15 +36,20 @@ class Launch:
 
 
 def save_for_restart(
-    engine: Engine, comm: Communicator, partition: tuple[int, ...], states: Mapping[str, Stateful]
+    stage: StageContext, save: Callable[..., Any], partition: tuple[int, ...], states: Mapping[str, Stateful]
 ) -> Launch:
     """Save a checkpoint, and beside it what to launch to go on at ``partition``. Collective.
+
+    Args:
+        save: a checkpoint, as ``engine.save_checkpoint``.
+        states: shared ones.
 
     Raises:
         CheckpointError: see ``engine.save_checkpoint``.
         MigrationError: harmless; rank 0 could not write what to launch.
     """
-    folder, num_stages = str(engine.dynmo.repack.checkpoint), len(partition) - 1
+    engine, num_stages = stage.engine, len(partition) - 1
+    folder = str(stage.config.repack.checkpoint)
     launch = Launch(
         num_stages,
         engine.world_size * num_stages // engine.num_stages,
@@ -53,13 +58,13 @@ def save_for_restart(
         engine.global_steps,
         {name: holder.state_dict() for name, holder in states.items()},
     )
-    engine.save_checkpoint(folder, tag=launch.tag)
+    save(folder, tag=launch.tag)
 
     def write() -> None:
         if engine.global_rank == 0:
             write_launch(folder, launch)
 
-    comm.gather_or_fail("writing how to go on", write)
+    stage.comm.gather_or_fail("writing how to go on", write)
     return launch
 
 

@@ -70,14 +70,14 @@ def free_stages(change: WorldChange, plan: RepackPlan, copying: Sequence[int], *
 
 def _settle(change: WorldChange, placement: Placement, *, has_layers: bool, replica_multiplier: int) -> None:
     """Number the stages of the smaller world, and fill extra replicas. Collective."""
-    context = change.context
+    stage = change.stage
     if has_layers:
-        context.layers.renumber(placement, context.stage)
+        stage.layers.renumber(placement, stage.engine.stage_id)
     else:
-        context.state.forget()
+        stage.state.forget()
     if replica_multiplier > 1:
         with change.naming_dead_ranks():
-            copy_stage(context, placement, change.world.launch_replicas)
+            copy_stage(change.context, placement, change.world.launch_replicas)
     else:
-        context.layers.tie(context.grid, context.comm.tied_group)
+        stage.layers.tie(stage.engine.grid, stage.comm.tied_group)
     change.balancer.stages_changed(placement)

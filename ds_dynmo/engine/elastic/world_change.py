@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,15 +16,15 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynmo.engine.comm.bounded import within
-from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter import buffers, process_groups
 from ds_dynmo.engine.elastic import job_snapshot, secret
 from ds_dynmo.engine.elastic.data_position import DataPosition
-from ds_dynmo.engine.elastic.interfaces import Balancer, Engine, Migrator, Stateful
+from ds_dynmo.engine.elastic.interfaces import Balancer, Migrator, Stateful
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.repack_plan import RepackPlan
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.migration.migrate import MigrationContext, migrate, rehearse
+from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
 
@@ -45,30 +45,28 @@ class WorldChange:
     """One rank's part in leaving a world of stages and entering another.
 
     Attributes:
+        stage: of this rank.
         ranks: of the job.
         data: where this rank is in its data.
         shared_states: by name, what a rank that comes back loads; see ``engine.share_state``.
 
     Args:
         progress: what every rank of the job counts alike.
-        accumulate: tells the optimizer's wrapper over how many micro-batches gradients add up.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        stage: StageContext,
         balancer: Balancer,
         migrator: Migrator,
-        comm: Communicator,
         ranks: JobRanks,
         progress: Stateful,
-        accumulate: Callable[[int], None],
     ) -> None:
-        self.engine, self.balancer, self.migrator, self.comm, self.ranks = engine, balancer, migrator, comm, ranks
-        self._progress, self._accumulate = progress, accumulate
+        self.stage, self.engine, self.comm = stage, stage.engine, stage.comm
+        self.balancer, self.ranks = balancer, ranks
+        self._migrator, self._progress = migrator, progress
         self.shared_states: dict[str, Stateful] = {}
-        grid = engine.grid
-        self.data = DataPosition(engine, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
+        self.data = DataPosition(stage.engine)
 
     @property
     def world(self) -> World:
@@ -78,7 +76,7 @@ class WorldChange:
     @property
     def context(self) -> MigrationContext:
         """This rank's stage as it is now."""
-        return self.migrator.context()
+        return self._migrator.context()
 
     # -- layers ---------------------------------------------------------------------------------------
 
@@ -103,18 +101,17 @@ class WorldChange:
 
     def empty_stage(self) -> None:
         """Free the layers and the optimizer state of this rank, which goes on."""
-        context = self.context
-        context.layers.clear(context.names.empty)
-        context.state.clear()
+        self.stage.layers.clear(self.context.names.empty)
+        self.stage.state.clear()
 
     def release_stage(self) -> None:
         """Free all that this rank has of the model, and stop training on it."""
         engine = self.engine
-        self.context.state.forget()
+        self.stage.state.forget()
         buffers.free_buffers(engine)
         buffers.free_losses(engine)
         self.balancer.forget_profile()
-        engine.released = True
+        self.ranks.released = True
         gc.collect()  # parameters are held by cycles through what DeepSpeed binds on them
         get_accelerator().empty_cache()
 
@@ -124,7 +121,7 @@ class WorldChange:
         if world.replica_multiplier == 1:
             return
         with self.naming_dead_ranks():
-            self.context.state.gather_shards(tuple(self.engine.partition), world.launch_replicas)
+            self.stage.state.gather_shards(self.stage.partition, world.launch_replicas)
         if world.copy_index:
             self.empty_stage()
 
@@ -138,7 +135,7 @@ class WorldChange:
     def begin(self, stages: Sequence[int], generation: int, replica_multiplier: int = 1) -> None:
         """Begin a world of ``stages`` of the job, and rebuild what was built from the old one. Collective over it."""
         engine = self.engine
-        timeout_seconds = engine.dynmo.timeout_seconds
+        timeout_seconds = self.stage.config.timeout_seconds
 
         def begin() -> None:
             topology, group = self.world.begin(
@@ -152,7 +149,7 @@ class WorldChange:
         if self.ranks.secret is not None:
             name = f"{self.ranks.job_name}/{generation}"
             secret.check_members(self.ranks.secret, self.comm.gather_bytes, engine.global_rank, name)
-        self.context.state.use_grid()
+        self.stage.state.use_grid()
         self._split_batch()
 
     def _split_batch(self) -> None:
@@ -162,13 +159,15 @@ class WorldChange:
             return
         self.data.replica_multiplier, self.data.copy_index = world.replica_multiplier, world.copy_index
         engine.set_train_batch_size(engine.train_batch_size())
-        self._accumulate(engine.micro_batches)
+        wrapper = self.stage.optimizer.wrapper
+        if wrapper is not None:
+            wrapper.accumulate(engine.micro_batches)
 
     # -- what ranks know of the job -------------------------------------------------------------------
 
     def describe_job(self) -> bytes:
         """Pickle what a rank that comes back has to know, on rank 0. Collective; see :mod:`job_snapshot`."""
-        return job_snapshot.describe_job(self.engine, self.comm, self.data, self._progress, self.shared_states)
+        return job_snapshot.describe_job(self.stage, self.data, self._progress, self.shared_states)
 
     def restore_job(self, job: Mapping[str, Any]) -> None:
         """Load :meth:`describe_job` on a rank that was away."""
@@ -187,7 +186,7 @@ class WorldChange:
             if isinstance(error, MigrationError) and error.harmless:
                 raise
             # A rank that is alive may notice as late as at the end of its own time-out.
-            dead = self.world.unresponsive_ranks(1.5 * self.engine.dynmo.timeout_seconds)
+            dead = self.world.unresponsive_ranks(1.5 * self.stage.config.timeout_seconds)
             if not dead:
                 raise
             raise MigrationError(f"ranks {dead} (as numbered at the launch) do not answer any more: {error}") from error
