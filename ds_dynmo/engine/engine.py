@@ -16,7 +16,7 @@ from ds_dynmo.engine.checkpoint.applying import LoadOptions
 from ds_dynmo.engine.checkpoint.checkpointer import Checkpointer
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
-from ds_dynmo.engine.elastic.interfaces import Stateful
+from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.migration.stage_migrator import StageMigrator
 from ds_dynmo.engine.optimizer import gradients
@@ -31,12 +31,10 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     Attributes:
         dynmo: the "dynmo" block; None without one, and then this is DeepSpeed's engine and has no parts.
-        released: True on a rank whose accelerator was handed back.
         profiler, balancer, migrator, repacker, checkpointer: the parts that measure layers, decide where they go, move
             them, go on with fewer ranks or more, and write and read checkpoints.
     """
 
-    released: bool
     profiler: Profiler
     balancer: Balancer
     migrator: StageMigrator
@@ -46,7 +44,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     def __init__(self, *args: Any, dynmo: DynMoConfig | None, **kwargs: Any) -> None:
         super().__init__(*args, dynmo=dynmo, **kwargs)
-        self.released = False
         if dynmo is None:
             return
         parts = self._parts = build_parts(self, dynmo)
@@ -158,6 +155,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         self._parts.tracked_states.add(name, tracker)
 
     # -- fewer ranks, or more -------------------------------------------------------------------------
+
+    @property
+    def released(self) -> bool:
+        """True on a rank whose accelerator was handed back."""
+        return self.dynmo is not None and self.repacker.released
 
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
         """Go on with fewer ranks, or take parked ones back: :meth:`Repacker.repack`. Collective, between two batches.

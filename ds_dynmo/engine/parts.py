@@ -114,16 +114,13 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
             tracer.mute()
 
     repacker = Repacker(
-        engine,
-        stage.comm,
+        stage,
         balancer,
         migrator,
         reporter,
         initial_model=lambda: checkpointer.origin,
         progress=progress,
-        accumulate=stage.optimizer.accumulate,
-        groups=groups,
-        can_copy_replicas=not stage.replicas_would_differ,
+        save_checkpoint=engine.save_checkpoint,
         on_join=mute,
     )
     stage.optimizer.changed.subscribe("ranks of other launches need the same", lambda _: repacker.optimizer_changed())

@@ -33,7 +33,6 @@ from ds_dynmo.engine.reporting import Reporter, rebalance_report
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 
 Check = Callable[[MigrationPlan], None]
@@ -283,14 +282,6 @@ class Balancer:
                 self._reporter.inform(f"DynMo: goes to {list(nearest)}, since {error}")
         return nearest
 
-    def memory_limit_bytes(self) -> int | None:
-        """Agree on the least limit of all ranks. Collective."""
-        return self.memory.bytes()
-
-    def check_room(self, plan: MigrationPlan) -> None:
-        """Refuse a plan that takes a rank above the memory limit. Collective; MigrationError, harmless."""
-        self.memory.check(plan)
-
     def rebalance_to(self, partition: tuple[int, ...], request: Request, *, what: str = "rebalance") -> RebalanceReport:
         """Go exactly there. Collective.
 
@@ -308,11 +299,6 @@ class Balancer:
     def move_to(self, partition: tuple[int, ...]) -> RebalanceReport:
         """Move layers to a partition of the present stages, which was asked for. Collective."""
         return self.go_to(partition, Request(Reason.EXPLICIT))
-
-    def stages_changed(self, placement: Placement) -> None:
-        """Layers are at ``placement`` now, on other stages than before: tell whoever has to know."""
-        assert placement == self._stage.layers.placement
-        self._stage.publish_move(stages_changed=True)
 
     def forget_profile(self) -> None:
         """Drop the profile: this rank has no layers any more."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.balancing.memory import memory_model
-from ds_dynmo.engine.elastic.interfaces import Balancer
+from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError
-from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import Packing
 from ds_dynmo.plan import Profile, check_partition
 
@@ -32,21 +30,16 @@ class RankFacts:
 
 
 class StageDecision:
-    """Chooses a number of stages, and a partition over them.
-
-    Args:
-        groups: layers that stay together.
-    """
+    """Chooses a number of stages, and a partition over them."""
 
     def __init__(
         self,
         stage: StageContext,
         balancer: Balancer,
         ranks: JobRanks,
-        groups: LayerGroups,
     ) -> None:
         self._stage, self._config, self._balancer = stage, stage.config, balancer
-        self._ranks, self._groups = ranks, groups
+        self._ranks, self._groups = ranks, balancer.groups
 
     @property
     def most_stages(self) -> int:
@@ -68,7 +61,7 @@ class StageDecision:
         Raises:
             PartitionError, MigrationError: harmless; on every rank.
         """
-        limit = self._balancer.memory_limit_bytes()
+        limit = self._balancer.memory.bytes()
         partition, _ = self._agree(lambda: (self._best(self._planner(limit, smoothed=True)).partition, ""))
         return partition
 
@@ -82,11 +75,7 @@ class StageDecision:
         known, profile = self._balancer.cost_model.first_seconds, self._balancer.profile
         if known is None or profile is None:
             return None
-        return min(known, self._iteration_seconds(self.of_whole_batch(profile), partition))
-
-    def of_whole_batch(self, profile: Profile) -> Profile:
-        """``profile`` as if one pipeline had all micro-batches, which copies of it share."""
-        return replace(profile, micro_batches=profile.micro_batches * self._ranks.world.replica_multiplier)
+        return min(known, self._iteration_seconds(self._balancer.of_whole_batch(profile), partition))
 
     def _iteration_seconds(self, profile: Profile, partition: tuple[int, ...]) -> float:
         given = self._balancer.cost_model.decision_input(profile, self._stage.partition, smoothed=False)
@@ -95,7 +84,7 @@ class StageDecision:
     def _gather_facts(self) -> RankFacts:
         """Gather what a decision takes. Collective."""
         if self._balancer.profile is not None:
-            return RankFacts(self._balancer.memory_limit_bytes(), ())
+            return RankFacts(self._balancer.memory.bytes(), ())
         parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
         return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
 
@@ -140,11 +129,11 @@ class StageDecision:
         """Make a planner of one pipeline: what extra replicas add comes on top."""
         cost_model, profile = self._balancer.cost_model, self._balancer.profile
         assert profile is not None
-        whole = self.of_whole_batch(profile)
+        whole = self._balancer.of_whole_batch(profile)
         return Planner(
             given=cost_model.decision_input(whole, self._stage.partition, smoothed=smoothed),
             config=self._config,
-            memory=memory_model(whole, memory_limit, self._stage.engine.module.activation_checkpoint_interval),
+            memory=self._balancer.memory.model(whole, memory_limit),
             most=self.most_stages,
             first_seconds=cost_model.first_seconds,
             groups=self._groups,

@@ -56,5 +56,5 @@ def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:
 def _move_to_all(change: WorldChange, plan: RepackPlan) -> RepackResult:
     """Move layers onto all stages that there are."""
     moved_bytes, migrate_seconds = change.move_layers(plan.moves)
-    change.balancer.stages_changed(plan.placement)
+    change.stage.publish_move(stages_changed=True)
     return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)

@@ -98,7 +98,7 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
         change.load_shared_states(job)
         _shrink_back(change, plan, snapshot.before)
         return MigrationError(f"{error}. The ranks that were called are parked again", harmless=True)
-    change.balancer.stages_changed(plan.placement)
+    change.stage.publish_move(stages_changed=True)
     if snapshot.first_seconds is not None:
         change.balancer.cost_model.first_seconds = snapshot.first_seconds
     change.load_shared_states(job)

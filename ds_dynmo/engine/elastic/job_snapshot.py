@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ds_dynmo.engine.elastic.data_position import DataPosition
-from ds_dynmo.engine.elastic.interfaces import Stateful
 from ds_dynmo.engine.elastic.release import RankLocation
 from ds_dynmo.engine.elastic.repack_plan import JobStages, RepackPlan
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.serialization.objects import to_bytes
 from ds_dynmo.engine.stage import DeepSpeedPipeline, StageContext
 from ds_dynmo.errors import MigrationError
+
+
+class Stateful(Protocol):
+    """What a rank that comes back, or joins, has to load from the others."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

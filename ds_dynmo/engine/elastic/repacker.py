@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
 from ds_dynmo.engine.elastic import growing, parking
 from ds_dynmo.engine.elastic.decision import StageDecision
 from ds_dynmo.engine.elastic.extra_replicas import merge_replicas, replica_multiplier_for
-from ds_dynmo.engine.elastic.interfaces import Balancer, Migrator, Stateful
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
+from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.job_spec import JobSpec, job_spec_of
 from ds_dynmo.engine.elastic.join_client import join_job
 from ds_dynmo.engine.elastic.release import policy_for
@@ -22,12 +23,12 @@ from ds_dynmo.engine.elastic.restart import save_for_restart
 from ds_dynmo.engine.elastic.shrinking import shrink
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
+from ds_dynmo.engine.migration.stage_migrator import StageMigrator
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement
-from ds_dynmo.plan import Profile, RepackReport
+from ds_dynmo.plan import RepackReport
 
 
 class Repacker:
@@ -40,7 +41,6 @@ class Repacker:
     Args:
         initial_model: the model as it was built.
         progress: what every rank of the job counts alike.
-        groups: layers that stay together.
         save_checkpoint: as ``engine.save_checkpoint``.
         on_join: called when this launch has joined another job, whose rank 0 reports from then on.
     """
@@ -49,12 +49,11 @@ class Repacker:
         self,
         stage: StageContext,
         balancer: Balancer,
-        migrator: Migrator,
+        migrator: StageMigrator,
         reporter: Reporter,
         *,
         initial_model: Callable[[], InitialModelSpec],
         progress: Stateful,
-        groups: LayerGroups,
         save_checkpoint: Callable[..., Any],
         on_join: Callable[[], None],
     ) -> None:
@@ -64,7 +63,7 @@ class Repacker:
         self.ranks = JobRanks(stage)
         self._change = WorldChange(stage, balancer, migrator, self.ranks, progress)
         self.data = self._change.data
-        self._decision = StageDecision(stage, balancer, self.ranks, groups)
+        self._decision = StageDecision(stage, balancer, self.ranks)
         self._joined = False  # another job than this process was launched with, which has not called it yet
         self._finishes_at_exit = False
         repack = self._config.repack
@@ -206,10 +205,6 @@ class Repacker:
         self._repack(new, reason, verdict, time.perf_counter() - began)
         return True
 
-    def of_whole_batch(self, profile: Profile) -> Profile:
-        """``profile`` as if one pipeline had all micro-batches, which copies of it share."""
-        return self._decision.of_whole_batch(profile)
-
     # -- wiring ---------------------------------------------------------------------------------------
 
     def _describe(self) -> JobSpec:
@@ -263,7 +258,7 @@ class Repacker:
         change, ranks, profile = self._change, self.ranks, self._balancer.profile
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
         plan = plan_repack(ranks.stages, self._stage.partition, new, layer_bytes)
-        self._balancer.check_room(plan.moves)
+        self._balancer.memory.check(plan.moves)
         if len(plan.stages) > len(self.world.stages):
             return growing.grow(change, plan, self._decision.first_seconds_with(new) if ranks.has_new else None)
         wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.engine.elastic.interfaces import Stateful
+from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.stage import StageContext
 
 FILE = "launch.json"

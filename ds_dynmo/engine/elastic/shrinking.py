@@ -80,4 +80,4 @@ def _settle(change: WorldChange, placement: Placement, *, has_layers: bool, repl
             copy_stage(change.context, placement, change.world.launch_replicas)
     else:
         stage.layers.tie(stage.engine.grid, stage.comm.tied_group)
-    change.balancer.stages_changed(placement)
+    change.stage.publish_move(stages_changed=True)

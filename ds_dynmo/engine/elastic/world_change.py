@@ -15,15 +15,17 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.comm.bounded import within
 from ds_dynmo.engine.deepspeed_adapter import buffers, process_groups
 from ds_dynmo.engine.elastic import job_snapshot, secret
 from ds_dynmo.engine.elastic.data_position import DataPosition
-from ds_dynmo.engine.elastic.interfaces import Balancer, Migrator, Stateful
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
+from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.repack_plan import RepackPlan
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.migration.migrate import MigrationContext, migrate, rehearse
+from ds_dynmo.engine.migration.stage_migrator import StageMigrator
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
@@ -58,7 +60,7 @@ class WorldChange:
         self,
         stage: StageContext,
         balancer: Balancer,
-        migrator: Migrator,
+        migrator: StageMigrator,
         ranks: JobRanks,
         progress: Stateful,
     ) -> None:
@@ -159,9 +161,7 @@ class WorldChange:
             return
         self.data.replica_multiplier, self.data.copy_index = world.replica_multiplier, world.copy_index
         engine.set_train_batch_size(engine.train_batch_size())
-        wrapper = self.stage.optimizer.wrapper
-        if wrapper is not None:
-            wrapper.accumulate(engine.micro_batches)
+        self.stage.optimizer.accumulate(engine.micro_batches)
 
     # -- what ranks know of the job -------------------------------------------------------------------
 
