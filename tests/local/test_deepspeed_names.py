@@ -40,7 +40,7 @@ def test_a_function_that_lacks_a_parameter_is_named(name: Name, monkeypatch: pyt
         probe.check_deepspeed()
 
 
-@pytest.mark.parametrize("version", ["0.16.9", OLDEST + "rc1", BELOW, "1.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.17.6", OLDEST + "rc1", BELOW, "1.0", "unknown"])
 def test_a_version_that_was_not_tried_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(ConfigError) as caught:
@@ -50,7 +50,7 @@ def test_a_version_that_was_not_tried_is_named(version: str, monkeypatch: pytest
     )
 
 
-@pytest.mark.parametrize("version", [*TESTED, "0.18.0", NEWEST + ".post1", NEWEST + "+cu128"])
+@pytest.mark.parametrize("version", [*TESTED, "0.19.0", NEWEST + ".post1", NEWEST + "+cu128"])
 def test_a_version_in_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     probe.check_deepspeed()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-OLDEST, NEWEST = "0.17.6", "0.19.8"
-TESTED = (OLDEST, "0.18.9", NEWEST)  # what the suite was run against: docs/versions.md has the results
+OLDEST, NEWEST = "0.18.9", "0.19.8"
+TESTED = (OLDEST, NEWEST)  # what the suite was run against: docs/versions.md has the results
 BELOW = "0.20"  # the first that is refused unseen
 
 
@@ -85,7 +85,7 @@ NEEDED: tuple[Name, ...] = (
         reset_activation_shape="",
         use_node_local_storage="",
     ),
-    Name(f"{_PIPE}.engine:PipelineEngine", "_backward_prologue_per_tensor", ("grad",), since="0.18.9"),
+    Name(f"{_PIPE}.engine:PipelineEngine", "_backward_prologue_per_tensor", ("grad",)),
     Name(f"{_PIPE}.engine:PipelineEngine", "checkpoint_mp_rank", since=NEWEST),
     *_of("deepspeed.runtime.config:DeepSpeedConfig", "_param_dict"),
     *_of("deepspeed.runtime.config_utils", "", dict_raise_error_on_duplicate_keys="ordered_pairs"),
