@@ -1,7 +1,31 @@
-"""Measure, decide, migrate, train: the pipeline engine."""
+"""Measure, decide, migrate, train: the pipeline engine.
 
-from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
-from ds_dynmo.engine.engine import DynMoPipelineEngine
-from ds_dynmo.engine.initialization import initialize
+Its names are loaded when first used: models import a module of the adapter, and not the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
+    from ds_dynmo.engine.engine import DynMoPipelineEngine
+    from ds_dynmo.engine.initialization import initialize
 
 __all__ = ["DynMoPipelineEngine", "initialize", "skip_shm_operator"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DynMoPipelineEngine":
+        from ds_dynmo.engine.engine import DynMoPipelineEngine
+
+        return DynMoPipelineEngine
+    if name == "initialize":
+        from ds_dynmo.engine.initialization import initialize
+
+        return initialize
+    if name == "skip_shm_operator":
+        from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
+
+        return skip_shm_operator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils.logging import LoggerFactory
-
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.balancing.policy import Decision
+from ds_dynmo.engine.deepspeed_adapter.logs import logger_named
 from ds_dynmo.engine.files import guard_monitors, record_writer
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport, RepackReport
 
 # DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
-logger = LoggerFactory.create_logger(name="DynMo", level=logging.INFO)
+logger = logger_named("DynMo")
 
 
 class Reporter:

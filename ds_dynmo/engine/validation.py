@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from deepspeed.moe.experts import Experts
-from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
@@ -16,7 +14,7 @@ from torch import nn
 from ds_dynmo.config import DynMoConfig, parse_type_partition
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_own
-from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
+from ds_dynmo.engine.deepspeed_adapter.module import has_deepspeeds_experts, layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers, is_dual_pipe_v
 from ds_dynmo.engine.deepspeed_adapter.settings import read_settings, removed_blocks
 from ds_dynmo.errors import ConfigError, PartitionError
@@ -121,7 +119,7 @@ def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
     Args:
         flat: gradients are kept in flat buffers (bf16, ZeRO-1).
     """
-    if any(isinstance(module, MoE | Experts) for module in model.modules()):
+    if has_deepspeeds_experts(model):
         return (
             "layers with experts of deepspeed.moe cannot be moved: they keep process groups, and every data-parallel "
             "rank holds other experts, whose gradients are not those of its replicas"

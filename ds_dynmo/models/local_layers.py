@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs, own_layers
+
 __all__ = ["block_numbers", "local_layers", "tie_of"]
 
 
@@ -21,7 +23,7 @@ def block_numbers(layers: Sequence[LayerSpec]) -> range:
 
 def tie_of(module: PipelineModule, layer: int) -> str | None:
     """The key by which layer ``layer`` of the model is tied to others, None if it is not."""
-    spec = module._layer_specs[layer]
+    spec = layer_specs(module)[layer]
     return spec.key if isinstance(spec, TiedLayerSpec) else None
 
 
@@ -30,7 +32,7 @@ def local_layers(module: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
 
     Uses of a tied layer that are one module come as the one that the stage holds for all of them.
     """
-    for layer in range(module._local_start, module._local_stop):
+    for layer in own_layers(module):
         key = tie_of(module, layer)
         if str(layer) in module._modules:  # of uses that differ, all but a stage's first are here
             yield layer, module._modules[str(layer)]

@@ -41,7 +41,9 @@ def test_partitioners_are_pure() -> None:
 
 
 def test_models_know_neither_engine_nor_partitioners() -> None:
-    assert not forbidden("models", "ds_dynmo.engine", "ds_dynmo.partitioners")
+    """But what reads the layers of DeepSpeed's module, which no other package may."""
+    names = forbidden("models", "ds_dynmo.engine", "ds_dynmo.partitioners")
+    assert not [name for name in names if " imports ds_dynmo.engine.deepspeed_adapter.module" not in name]
 
 
 def test_the_engine_knows_no_model() -> None:

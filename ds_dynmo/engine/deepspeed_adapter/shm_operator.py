@@ -28,7 +28,8 @@ def skip_shm_operator() -> None:
 def warn_of_shm_operator() -> None:
     """Warn, once, on rank 0, if the operator is loaded."""
     from deepspeed.comm import comm
-    from deepspeed.utils.logging import warning_once
+
+    from ds_dynmo.engine.deepspeed_adapter.logs import warning_once
 
     if getattr(comm.cdb, "shm_comm_op", None) is not None and comm.get_rank() == 0:
         warning_once(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.utils import RepeatingLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ds_dynmo.engine.stage import DeepSpeedPipeline

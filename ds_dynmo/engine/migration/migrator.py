@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.module import LayerSpec
+from deepspeed.pipe import LayerSpec
 from deepspeed.utils import logger
 from torch import nn
 

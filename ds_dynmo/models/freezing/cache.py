@@ -34,6 +34,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_dynmo.engine.deepspeed_adapter.module import own_layers
 from ds_dynmo.models.freezing.fingerprint import fingerprint
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.stream import Activations
@@ -105,10 +106,11 @@ class ActivationCache:
         functions[:] = [each.layer if isinstance(each, _InRun) else each for each in functions]
 
     def _run_of(self, num_frozen: int) -> range:
-        start, stop = self._module._local_start, min(self._module._local_stop, num_frozen)
+        own = own_layers(self._module)
+        start, stop = own.start, min(own.stop, num_frozen)
         stop = min([stop, *(number for number in self._drawing if number >= start)])
         segment = self._module.activation_checkpoint_interval
-        if segment and stop < self._module._local_stop:
+        if segment and stop < own.stop:
             stop -= (stop - start) % segment
         return range(start, stop if stop > self._first_block else start)
 
