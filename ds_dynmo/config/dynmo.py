@@ -11,7 +11,9 @@ from ds_dynmo.config.explain import suggest
 from ds_dynmo.config.keep_together import parse_keep_together
 from ds_dynmo.config.repack import RepackConfig
 from ds_dynmo.config.type_partition import TYPE_PREFIX, parse_type_partition
+from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import KeepRule
+from ds_dynmo.placement import Placement
 
 NAMED_PARTITIONS = ("uniform", "parameters", "profile")
 
@@ -191,6 +193,7 @@ class DynMoConfig(Block):
             return partition
         if not isinstance(partition, list | tuple) or any(type(bound) is not int for bound in partition):
             raise ValueError("should be null, a string or a list of ints")
-        if len(partition) < 2 or partition[0] != 0 or any(b <= a for a, b in zip(partition, partition[1:])):
-            raise ValueError("should be two or more boundaries, strictly increasing from 0")
-        return tuple(partition)
+        try:
+            return Placement.chain(partition).boundaries
+        except PartitionError as error:
+            raise ValueError("should be two or more boundaries, strictly increasing from 0") from error

@@ -173,6 +173,15 @@ class MemoryModel:
             self.checkpoint_interval,
         )
 
+    def bytes_per_stage(self, partition: Sequence[int]) -> list[int]:
+        """Bytes that each stage needs for its layers under ``partition``.
+
+        Raises:
+            PartitionError: no partition of the model's layers and stages.
+        """
+        bounds = check_partition(partition, len(self.static_bytes), len(self.limits))
+        return [self.stage_bytes(stage, *bounds[stage : stage + 2]) for stage in range(len(self.limits))]
+
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """May ``stage`` own layers ``[start, stop)``?"""
         return self.stage_bytes(stage, start, stop) <= self.limits[stage]
@@ -251,12 +260,10 @@ def check_fits(partition: Sequence[int], memory: MemoryModel) -> None:
         PartitionError: no partition of the model's layers and stages, or naming the stage that is furthest
             above its limit, the bytes it needs and the limit.
     """
-    num_stages = len(memory.limits)
-    bounds = check_partition(partition, len(memory.static_bytes), num_stages)
-    needed = [memory.stage_bytes(stage, *bounds[stage : stage + 2]) for stage in range(num_stages)]
-    over = max(range(num_stages), key=lambda stage: needed[stage] - memory.limits[stage])
+    needed = memory.bytes_per_stage(partition)
+    over = max(range(len(needed)), key=lambda stage: needed[stage] - memory.limits[stage])
     if needed[over] > memory.limits[over]:
         raise PartitionError(
-            f"partition {memory.in_layers(bounds)} does not fit: stage {over} needs {needed[over]} bytes, "
+            f"partition {memory.in_layers(partition)} does not fit: stage {over} needs {needed[over]} bytes, "
             f"its limit is {memory.limits[over]}"
         )

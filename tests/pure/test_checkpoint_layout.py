@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from ds_dynmo.engine.checkpoint import layout
 from ds_dynmo.engine.checkpoint.layout import Manifest, SavedFile, SliceLayout, Slot, StageLayout, fragments, join
+from ds_dynmo.placement import Placement
+
+CHAIN, V = Placement.chain([0, 1, 3]), Placement.v([0, 1, 2, 3, 4])
 
 
 def test_doctests() -> None:
@@ -37,10 +42,10 @@ def test_fragments_put_every_element_where_it_belongs(seed: int) -> None:
         offset += numel
 
 
-def manifest() -> Manifest:
+def manifest(placement: Placement = CHAIN) -> Manifest:
     slots = [Slot(0, "w", 0, 0, 0, 4), Slot(1, "w", 0, 1, 4, 2)]
     return Manifest(
-        partition=(0, 1, 3),
+        placement=placement,
         replicas=2,
         optimizer="flat",
         optimizer_class="AdamW",
@@ -58,8 +63,35 @@ def manifest() -> Manifest:
     )
 
 
-def test_a_manifest_is_read_as_it_was_written() -> None:
-    assert Manifest.from_json(manifest().to_json()) == manifest()
+@pytest.mark.parametrize("placement", [CHAIN, V], ids=["chain", "V"])
+def test_a_manifest_is_read_as_it_was_written(placement: Placement) -> None:
+    written = manifest(placement)
+    read = Manifest.from_json(written.to_json())
+    assert read == written and read.num_stages == 2 and read.partition == placement.boundaries
+
+
+def test_the_manifest_of_a_chain_says_no_more_than_it_did() -> None:
+    """So that earlier readers, who refuse keys that they do not know, read it."""
+    keys = {"format", "partition", "replicas", "optimizer", "optimizer_class", "slices", "frozen_excluded", "files"}
+    keys |= {"state", "replicas_differ", "ties"}
+    assert json.loads(manifest().to_json()).keys() == keys
+    assert json.loads(manifest(V).to_json()).keys() == keys | {"partition_owners"}
+
+
+def test_slots_of_a_v_are_of_both_chunks_of_a_stage() -> None:
+    """Files are by stage, not by chunk: the first stage's hold the first layer and the last."""
+    stages = [
+        StageLayout(tuple(Slot(layer, "w", 0, place, place, 1) for place, layer in enumerate(V.layers_of(stage))))
+        for stage in V.stages
+    ]
+    every = [
+        (0, stage, SliceLayout((layout,), (stage,), {}, {layer: f"layer_{layer:02d}" for layer in V.layers_of(stage)}))
+        for stage, layout in enumerate(stages)
+    ]
+    (joined,) = join(every)
+    whole = replace(manifest(V), slices=(joined,))
+    places = Manifest.from_json(whole.to_json()).slices[0].slots(prefer=0)
+    assert {layer: stage for (layer, _), (stage, _) in places.items()} == {0: 0, 1: 1, 2: 1, 3: 0}
 
 
 def test_a_tied_parameter_is_read_from_the_stage_at_hand_else_the_first() -> None:
@@ -91,4 +123,10 @@ def test_stages_and_partition_have_to_agree() -> None:
     text = manifest().to_json().replace('3\n ],\n "replicas"', '3, 4\n ],\n "replicas"')
     assert text != manifest().to_json()
     with pytest.raises(ValueError, match="2 stages"):
+        Manifest.from_json(text)
+
+
+def test_boundaries_in_a_manifest_have_to_be_a_partition() -> None:
+    text = manifest().to_json().replace('1,\n  3\n ],\n "replicas"', '0,\n  3\n ],\n "replicas"')
+    with pytest.raises(ValueError, match="stage 0 would own no layer"):
         Manifest.from_json(text)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,3 +122,55 @@ def test_a_partition_becomes_plain_ints() -> None:
 def test_what_is_no_partition(partition: Any, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         check_partition(partition, 8, 2)
+
+
+# -- nobody else calculates with boundaries -----------------------------------------------------------
+
+PACKAGE = Path(placement.__file__).parent
+CALCULATE = {PACKAGE / "placement.py", PACKAGE / "layer_groups.py"} | {*(PACKAGE / "partitioners").rglob("*.py")}
+BOUNDARIES = {"partition", "parts", "boundaries", "bounds", "old_partition", "new_partition", "proposed"}
+
+
+def arithmetic(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of ``p[s]``, ``zip(p, p[1:])`` and ``len(p) - 1`` of what is called as boundaries are.
+
+    And of ``p[s : s + 2]``, whatever ``p`` is called.
+    """
+    for node in ast.walk(tree):
+        found = False
+        if isinstance(node, ast.Subscript):
+            found = named(node.value) in BOUNDARIES or between_neighbours(node.slice)
+        elif isinstance(node, ast.Call) and named(node.func) in ("zip", "pairwise"):
+            found = any(named(argument) in BOUNDARIES for argument in node.args)
+        elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.Call) and named(node.left.func) == "len":
+            found = isinstance(node.op, ast.Sub) and named(node.left.args[0]) in BOUNDARIES
+        if found:
+            yield node.lineno, ast.unparse(node)
+
+
+def named(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def between_neighbours(index: ast.AST) -> bool:
+    """Is it ``s : s + 2``?"""
+    if not isinstance(index, ast.Slice) or index.lower is None or index.upper is None:
+        return False
+    return ast.unparse(index.upper) == f"{ast.unparse(index.lower)} + 2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["partition[stage]", "engine.partition[-1]", "x[s:s + 2]", "zip(bounds, bounds[1:])", "len(module.parts) - 1"],
+)
+def test_what_looks_like_arithmetic_of_boundaries(text: str) -> None:
+    assert [*arithmetic(ast.parse(text))]
+    assert not [*arithmetic(ast.parse("plan.old.layers_of(stage); costs[layer]; zip(a, b[1:]); len(costs) - 1"))]
+
+
+def test_nothing_else_calculates_with_boundaries() -> None:
+    assert not [
+        f"{path.relative_to(PACKAGE)}:{line}: {text}"
+        for path in sorted({*PACKAGE.rglob("*.py")} - CALCULATE)
+        for line, text in arithmetic(ast.parse(path.read_text()))
+    ]

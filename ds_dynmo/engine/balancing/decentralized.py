@@ -3,7 +3,7 @@
 The state machine is :class:`ds_dynmo.partitioners.DiffusionNode`, the one that the pure ``diffusion`` runs for all
 stages in memory, so both land on the same partition. Here it is fed over point-to-point messages, and a stage uses the
 costs of its own layers only. What the ranks share afterwards is the outcome, the boundaries, which DeepSpeed's module
-needs on every rank: one reduction of ``num_stages + 1`` numbers.
+needs on every rank: one reduction of a number per stage.
 
 The engine as a whole is not without collectives. The profile, a few kilobytes, is reduced over the world before any
 decision, this one too: costs are averaged over earlier profiles with a noise that is estimated from all layers, stages'
@@ -21,6 +21,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import DiffusionNode, MemoryModel
+from ds_dynmo.placement import Placement
 
 
 def decide_among_neighbours(
@@ -45,18 +46,19 @@ def decide_among_neighbours(
     Raises:
         PartitionError: on every rank, if no partition that meets the memory limit was found.
     """
-    groups = groups or LayerGroups.single(partition[-1])
-    first_layer, (start, stop) = partition[stage], groups.fold_partition(partition)[stage : stage + 2]
-    own_memory = memory.folded(groups).of_stage(stage, start, stop) if memory is not None else None
-    folded = groups.fold(own_costs, first_layer)
-    node = DiffusionNode(stage, len(partition) - 1, start, folded, memory=own_memory, speed=speed)
+    placement = Placement.chain(partition)
+    groups = groups or LayerGroups.single(placement.num_layers)
+    own = Placement.chain(groups.fold_partition(partition)).run_of(stage)  # as groups are counted
+    own_memory = memory.folded(groups).of_stage(stage, own.start, own.stop) if memory is not None else None
+    folded = groups.fold(own_costs, placement.run_of(stage).start)
+    node = DiffusionNode(stage, placement.num_stages, own.start, folded, memory=own_memory, speed=speed)
     while not node.done:
         exchange_round(node, comm)
     if not node.fits:
         raise PartitionError("neighbours passing layers on found no partition that meets the memory limit")
-    starts = torch.zeros(len(partition), dtype=torch.float64)
-    starts[stage], starts[stage + 1] = node.bounds
-    return groups.unfold_partition([int(bound) for bound in comm.max_over_world(starts).tolist()])
+    stops = torch.zeros(placement.num_stages, dtype=torch.float64)
+    _, stops[stage] = node.bounds
+    return groups.unfold_partition([0, *map(int, comm.max_over_world(stops).tolist())])
 
 
 def exchange_round(node: DiffusionNode, comm: Communicator) -> None:

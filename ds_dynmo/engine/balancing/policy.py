@@ -14,7 +14,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import CostHistory, MemoryModel, MoveCosts, Overflow, PipelineModel
 from ds_dynmo.placement import Placement
-from ds_dynmo.plan import MigrationPlan, Profile, check_partition
+from ds_dynmo.plan import MigrationPlan, Profile
 
 _STANDARD_ERRORS = 3.0  # by which a saving has to exceed what it may be off by
 _TIE = 1e-9  # relative difference below which two bottlenecks are equal
@@ -60,10 +60,15 @@ class DecisionInput:
         return cls(profile.partition, profile, speeds)
 
     @cached_property
+    def placement(self) -> Placement:
+        """Where layers are: a chain, as long as balancers know of no other."""
+        return Placement.chain(self.current)
+
+    @cached_property
     def pipeline(self) -> PipelineModel:
         """Layers' seconds on a stage of speed 1, and all that simulating takes."""
-        profile, num_stages = self.profile, len(self.current) - 1
-        speeds = self.speeds or (1.0,) * num_stages
+        profile = self.profile
+        speeds = self.speeds or (1.0,) * self.placement.num_stages
         where = [speeds[profile.placement.stage_of(layer)] for layer in range(len(profile.layers))]
         return PipelineModel(
             tuple(cost.forward_seconds * speed for cost, speed in zip(profile.layers, where)),
@@ -77,7 +82,7 @@ class DecisionInput:
         """Per layer, of a balancer that knows of no speeds: time is what it takes where the layer is now."""
         if balance_by != "time":
             return self.profile.costs(balance_by)
-        pipeline, current = self.pipeline, Placement.chain(self.current)
+        pipeline, current = self.pipeline, self.placement
         seconds = zip(pipeline.forward_seconds, pipeline.backward_seconds)
         return [(f + b) / pipeline.speeds[current.stage_of(layer)] for layer, (f, b) in enumerate(seconds)]
 
@@ -114,7 +119,7 @@ def decide(
     Raises:
         PartitionError: no partition meets the memory limit, or a cost is no cost.
     """
-    num_layers, num_stages = len(given.profile.layers), len(given.current) - 1
+    num_stages = given.placement.num_stages
     costs, speeds = costs_and_speeds(given, config)
     proposed = partitioners.propose(
         config.balancer,
@@ -127,7 +132,7 @@ def decide(
         layer_bytes=[layer.static_bytes for layer in given.profile.layers],
         groups=groups,
     )
-    return accept_move(given, check_partition(proposed, num_layers, num_stages), config, memory, tradeoff, groups)
+    return accept_move(given, given.placement.at(proposed).boundaries, config, memory, tradeoff, groups)
 
 
 def costs_and_speeds(given: DecisionInput, config: DynMoConfig) -> tuple[list[float], tuple[float, ...] | None]:
@@ -242,15 +247,16 @@ def _certain(saved: float, given: DecisionInput, proposed: tuple[int, ...], erro
     layers that only one of the two has.
     """
     pipeline, current = given.pipeline, given.current
+    now, then = given.placement, given.placement.at(proposed)
     seconds = np.add(pipeline.forward_seconds, pipeline.backward_seconds)
     noise = seconds * errors * pipeline.micro_batches
     slowest = int(np.argmax(_stage_seconds(pipeline, current)))
     share = np.zeros(len(seconds))
-    share[current[slowest] : current[slowest + 1]] = 1.0 / pipeline.speeds[slowest]
+    share[list(now.layers_of(slowest))] = 1.0 / pipeline.speeds[slowest]
     loads = _stage_seconds(pipeline, proposed)
-    for stage, (start, stop, load) in enumerate(zip(proposed, proposed[1:], loads)):
+    for stage, load in enumerate(loads):
         only_one = share.copy()
-        only_one[start:stop] -= 1.0 / pipeline.speeds[stage]
+        only_one[list(then.layers_of(stage))] -= 1.0 / pipeline.speeds[stage]
         gain = saved + pipeline.micro_batches * (max(loads) - load)
         if gain <= _STANDARD_ERRORS * float(np.linalg.norm(only_one * noise)):
             return False
@@ -260,7 +266,7 @@ def _certain(saved: float, given: DecisionInput, proposed: tuple[int, ...], erro
 def _fits(partition: Sequence[int], memory: MemoryModel | None) -> bool:
     if memory is None:
         return True
-    return all(memory.fits(stage, partition[stage], partition[stage + 1]) for stage in range(len(partition) - 1))
+    return all(needed <= limit for needed, limit in zip(memory.bytes_per_stage(partition), memory.limits))
 
 
 def _overflow(given: DecisionInput, partition: Sequence[int], memory: MemoryModel | None) -> Overflow | None:
@@ -273,7 +279,7 @@ def _overflow(given: DecisionInput, partition: Sequence[int], memory: MemoryMode
         [layer.held for layer in layers],
         [layer.first_use for layer in layers],
         min(memory.limits),
-        [memory.stage_bytes(stage, *current[stage : stage + 2]) for stage in range(len(current) - 1)],
+        memory.bytes_per_stage(current),
     )
 
 
@@ -298,7 +304,7 @@ class CostModel:
         if self.first_seconds is None:
             pipeline = DecisionInput.of(profile).pipeline
             groups = groups or LayerGroups.single(len(profile.layers))
-            balanced = partitioners.balanced_groups(profile.costs("time"), len(profile.partition) - 1, groups)
+            balanced = partitioners.balanced_groups(profile.costs("time"), profile.placement.num_stages, groups)
             self.first_seconds = min(map(pipeline.iteration_seconds, (profile.partition, balanced)))
         if self._moved_bytes is not None and move_seconds > 0:
             self.move_costs.record(self._moved_bytes, move_seconds)

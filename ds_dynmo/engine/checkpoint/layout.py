@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ds_dynmo.placement import Placement
+
 FORMAT = 3
 FOLDER = "dynmo"
 MANIFEST = "dynmo/manifest.json"
@@ -166,7 +168,7 @@ class Manifest:
     """What a checkpoint consists of.
 
     Attributes:
-        partition: boundaries that it was written under.
+        placement: where layers were when it was written.
         replicas: data-parallel size.
         optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or :data:`FLAT`.
         optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
@@ -178,7 +180,7 @@ class Manifest:
         ties: by key, the uses of tied layers that were modules of their own, any of whose files will do for all.
     """
 
-    partition: tuple[int, ...]
+    placement: Placement
     replicas: int
     optimizer: str
     optimizer_class: str
@@ -190,8 +192,13 @@ class Manifest:
     ties: dict[str, list[int]] = field(default_factory=dict)
 
     @property
+    def partition(self) -> tuple[int, ...]:
+        """The boundaries of :attr:`placement`."""
+        return self.placement.boundaries
+
+    @property
     def num_stages(self) -> int:
-        return len(self.partition) - 1
+        return self.placement.num_stages
 
     @property
     def stock(self) -> bool:
@@ -199,7 +206,9 @@ class Manifest:
         return not self.files
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        values = asdict(self)
+        del values["placement"]
+        return json.dumps({"format": FORMAT, **self.placement.as_record("partition"), **values}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -213,7 +222,7 @@ class Manifest:
             if read.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             manifest = cls(
-                partition=tuple(int(bound) for bound in read.pop("partition")),
+                placement=Placement.of(read.pop("partition"), read.pop("partition_owners", None)),
                 slices=tuple(map(SliceLayout.from_parsed, read.pop("slices"))),
                 files={path: SavedFile(**file) for path, file in read.pop("files").items()},
                 **read,
@@ -222,7 +231,7 @@ class Manifest:
             raise ValueError(f"it is not a manifest: {error}") from error
         for layout in manifest.slices:
             if not len(layout.stages) == len(layout.numbers) == manifest.num_stages:
-                raise ValueError(f"it has {len(layout.stages)} stages but the partition {list(manifest.partition)}")
+                raise ValueError(f"it has {len(layout.stages)} stages but the partition {manifest.placement}")
         return manifest
 
 

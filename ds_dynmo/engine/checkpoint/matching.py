@@ -13,6 +13,7 @@ from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, s
 from ds_dynmo.engine.checkpoint.replica_files import check_replicas
 from ds_dynmo.engine.checkpoint.tied_files import saved_as
 from ds_dynmo.errors import CheckpointError
+from ds_dynmo.placement import Placement
 
 
 def check_model(context: CheckpointContext, manifest: Manifest, path: str, options: LoadOptions) -> None:
@@ -20,8 +21,8 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     _check_slices(context, len(manifest.slices), path)
     check_replicas(manifest, context.engine.grid.get_data_parallel_world_size(), context.stage.replicas_differ, path)
     num_layers = context.stage.layers.num_layers
-    if manifest.partition[-1] != num_layers:
-        raise CheckpointError(f"{path}: a model of {manifest.partition[-1]} layers, expected {num_layers}")
+    if manifest.placement.num_layers != num_layers:
+        raise CheckpointError(f"{path}: a model of {manifest.placement.num_layers} layers, expected {num_layers}")
     for index, origin in context.origin.layers.items():
         layout = manifest.slices[context.engine.grid.get_slice_parallel_rank()]
         found = layout.shapes.get(saved_as(context.stage.layers, layout, index))
@@ -94,7 +95,7 @@ def stock_manifest(
             f"{MANIFEST} optimizer state loads at the same number of stages only; load_module_only=True loads weights"
         )
     return Manifest(
-        partition=context.origin.partition,
+        placement=Placement.chain(context.origin.partition),
         replicas=0,
         optimizer=optimizer_files(context.stage).kind,
         optimizer_class="",

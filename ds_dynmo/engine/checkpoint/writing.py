@@ -131,7 +131,7 @@ def _manifest(
     """``every``: per rank its slice, its stage, what it wrote of that, and the files that it checked."""
     optimizer = context.engine.basic_optimizer
     return Manifest(
-        partition=context.stage.partition,
+        placement=context.stage.layers.placement,
         replicas=context.engine.grid.get_data_parallel_world_size(),
         optimizer=optimizer_files(context.stage).kind,
         optimizer_class=type(optimizer).__name__ if optimizer is not None else "",

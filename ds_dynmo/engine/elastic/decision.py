@@ -13,7 +13,8 @@ from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.partitioners import Packing
-from ds_dynmo.plan import Profile, check_partition
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import Profile
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class StageDecision:
 
     def _iteration_seconds(self, profile: Profile, partition: tuple[int, ...]) -> float:
         given = self._balancer.cost_model.decision_input(profile, self._stage.partition, smoothed=False)
-        return float(given.pipeline.on(len(partition) - 1).iteration_seconds(partition))
+        return float(given.pipeline.on(Placement.chain(partition).num_stages).iteration_seconds(partition))
 
     def _gather_facts(self) -> RankFacts:
         """Gather what a decision takes. Collective."""
@@ -92,16 +93,17 @@ class StageDecision:
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
     ) -> tuple[tuple[int, ...], str]:
         most = self.most_stages
-        count = num_stages if partition is None or num_stages is not None else len(partition) - 1
+        num_layers, count, explicit = self._stage.layers.num_layers, num_stages, None
+        if partition is not None:
+            explicit = Placement.chain(partition, num_layers=num_layers, num_stages=num_stages)
+            count = explicit.num_stages
         if count is not None and not 1 <= count <= most:
             problem = self._groups.shortage(count)
             why = f": {problem}" if problem is not None else ""
             raise PartitionError(f"repack: {count} stages, there are 1 to {most} to go on with{why}")
-        if partition is not None:
-            assert count is not None
-            explicit = check_partition(partition, self._stage.layers.num_layers, count)
-            self._groups.check(explicit)
-            return explicit, "explicit"
+        if explicit is not None:
+            self._groups.check(explicit.boundaries)
+            return explicit.boundaries, "explicit"
         if facts.parameters:
             assert count is not None
             spread = partitioners.balanced_groups(facts.parameters, count, self._groups)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.placement import Placement
 
 FILE = "launch.json"
 
@@ -48,7 +49,7 @@ def save_for_restart(
         CheckpointError: see ``engine.save_checkpoint``.
         MigrationError: harmless; rank 0 could not write what to launch.
     """
-    engine, num_stages = stage.engine, len(partition) - 1
+    engine, num_stages = stage.engine, Placement.chain(partition).num_stages
     folder = str(stage.config.repack.checkpoint)
     launch = Launch(
         num_stages,
