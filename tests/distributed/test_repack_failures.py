@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
+from ds_dynmo.engine.migration.context import MigrationContext
 from ds_dynmo.engine.migration.migrator import Migrator
 from ds_dynmo.errors import ConfigError, MigrationError, PartitionError
 from tests.distributed.harness import run
@@ -128,7 +129,7 @@ def killed(case: Case, who: str) -> str:
     if home == 2 and who == "sending":
         Migrator.start = _leave  # type: ignore[method-assign]
     elif home == 2 and who == "failing":
-        Migrator._rebuild = _fail  # type: ignore[method-assign]
+        MigrationContext.rebuild = _fail  # type: ignore[method-assign]
     elif home == 2:
         engine.repacker.world.begin = _leave
     try:

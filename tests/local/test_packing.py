@@ -314,7 +314,7 @@ def test_weights_and_moments_are_constant_and_the_rest_is_not(layer: Layer) -> N
     packed = pack(PerParameterState(optimizer).content(layer), type(layer))
     elements = layer.linear.weight.numel() + layer.linear.bias.numel()
     assert sum(flat.numel() for flat in packed.constants) == 3 * 4 * elements
-    assert sum(flat.numel() for flat in packed.others) == 4 + 8 + 2 * 4 + 4 * elements  # buffers, steps, gradients
+    assert sum(flat.numel() for flat in packed.changing) == 4 + 8 + 2 * 4 + 4 * elements  # buffers, steps, gradients
 
 
 def test_what_was_sent_ahead_is_not_sent_again(layer: Layer) -> None:

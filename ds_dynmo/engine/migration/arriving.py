@@ -21,7 +21,7 @@ class ArrivingLayer:
     """A layer on its way: :meth:`allocate`, receive into the buffers, :meth:`materialize`.
 
     Attributes:
-        constants, others: what :attr:`PackedLayer.constants` and :attr:`PackedLayer.others` are received into.
+        constants, changing: what :attr:`PackedLayer.constants` and :attr:`PackedLayer.changing` are received into.
     """
 
     def __init__(self, header: bytes) -> None:
@@ -31,12 +31,12 @@ class ArrivingLayer:
         self._data: dict[int, torch.Tensor] = {}
         self._constant_data: list[torch.Tensor] = []
         self.constants: list[torch.Tensor] = []
-        self.others: list[torch.Tensor] = []
+        self.changing: list[torch.Tensor] = []
 
     @property
     def recv_buffers(self) -> list[torch.Tensor]:
         """All that is received, in the order of :attr:`PackedLayer.tensors`."""
-        return [*self.constants, *self.others]
+        return [*self.constants, *self.changing]
 
     def bind(self, names: References, device: torch.device) -> None:
         """Find what the layer refers to on this rank. Changes no layer.
@@ -87,7 +87,7 @@ class ArrivingLayer:
             where = torch.device("cpu") if meta.on_cpu else device
             data = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=where)
         if data.numel():
-            (self.constants if meta.constant else self.others).append(bytes_of(data))
+            (self.constants if meta.constant else self.changing).append(bytes_of(data))
         return data
 
     def _view(self, meta: TensorMeta) -> torch.Tensor:
@@ -109,5 +109,5 @@ class ArrivingLayer:
             vars(parameter).update(attributes)
             register_hooks(parameter, hooks)
         self._makers, self._data, self._constant_data = [], {}, []
-        self.constants, self.others = [], []
+        self.constants, self.changing = [], []
         return content

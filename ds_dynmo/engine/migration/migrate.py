@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ds_dynmo.engine.migration.migrator import MigrationContext, Migrator
+from ds_dynmo.engine.migration.context import MigrationContext
+from ds_dynmo.engine.migration.migrator import Migrator
 from ds_dynmo.engine.migration.packing import PackedLayer
 from ds_dynmo.plan import MigrationPlan
 
@@ -16,15 +17,15 @@ __all__ = ["MigrationContext", "migrate", "packed_layer", "rehearse"]
 def migrate(
     plan: MigrationPlan, context: MigrationContext, check: Callable[[MigrationPlan], None] | None = None
 ) -> int:
-    """See :meth:`Migrator.migrate`."""
-    return Migrator(context).migrate(plan, check)
+    """Carry out ``plan``: see :meth:`Migrator.migrate`."""
+    return Migrator(lambda: context).migrate(plan, check)
 
 
 def rehearse(plan: MigrationPlan, context: MigrationContext, *, copies: bool = False) -> None:
-    """See :meth:`Migrator.rehearse`."""
-    Migrator(context).rehearse(plan, copies=copies)
+    """Find out whether ``plan`` could be carried out: see :meth:`Migrator.rehearse`."""
+    Migrator(lambda: context).rehearse(plan, copies=copies)
 
 
 def packed_layer(context: MigrationContext, index: int, module: nn.Module) -> PackedLayer:
-    """See :meth:`Migrator.pack`."""
-    return Migrator(context).pack(index, module)
+    """Pack a layer: see :meth:`MigrationContext.pack`."""
+    return context.pack(index, module)

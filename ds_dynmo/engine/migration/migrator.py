@@ -17,52 +17,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
-from deepspeed.pipe import LayerSpec
 from deepspeed.utils import logger
-from torch import nn
 
-from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.point_to_point import PeerTensor
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
-from ds_dynmo.engine.migration.content import LayerContent
-from ds_dynmo.engine.migration.packing import PackedLayer, pack
-from ds_dynmo.engine.migration.references import References
-from ds_dynmo.engine.optimizer.state import OptimizerState
+from ds_dynmo.engine.migration.context import MigrationContext
+from ds_dynmo.engine.migration.packing import PackedLayer
 from ds_dynmo.errors import MigrationError
-from ds_dynmo.plan import LayerMove, MigrationPlan
-
-
-@dataclass(frozen=True)
-class MigrationContext:
-    """Where a migration happens: one rank's stage.
-
-    Attributes:
-        stage: this rank's stage.
-        layers: its layers.
-        names: of what layers refer to and do not own.
-        state: what the optimizer holds for them.
-        grid: DeepSpeed's grid.
-        device: where arriving layers go.
-        check: raises what would make a move wrong; called before anything is changed.
-        rebuilt: called when the stage's modules are in place, before the optimizer settles.
-    """
-
-    stage: int
-    layers: StageLayers
-    names: References
-    state: OptimizerState
-    grid: Any
-    device: torch.device
-    comm: Communicator
-    check: Callable[[], None]
-    rebuilt: Callable[[], None]
+from ds_dynmo.plan import MigrationPlan
 
 
 @dataclass
@@ -77,22 +43,27 @@ class _Migration:
     """
 
     plan: MigrationPlan
+    context: MigrationContext
     overlapped: bool
     packed: dict[int, PackedLayer]
     arrivals: dict[int, ArrivingLayer]
     num_bytes: int
     pending: list[PendingExchange] = field(default_factory=list)
 
-    def left(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
+    def remaining(self, layer: PackedLayer | ArrivingLayer) -> Sequence[torch.Tensor]:
         """Select what did not travel ahead: all of a layer that was packed again, else what is not constant."""
-        return (*layer.constants, *layer.others) if self.overlapped else layer.others
+        return (*layer.constants, *layer.changing) if self.overlapped else layer.changing
 
 
 class Migrator:
-    """Move layers between stages, one plan at a time. Every method but :meth:`poll` is collective."""
+    """Move layers between stages, one plan at a time. Every method but :meth:`poll` is collective.
 
-    def __init__(self, context: MigrationContext) -> None:
-        self._context = context
+    Args:
+        context: describes this rank's stage as it is now.
+    """
+
+    def __init__(self, context: Callable[[], MigrationContext]) -> None:
+        self.context = context
         self._migration: _Migration | None = None
 
     def migrate(self, plan: MigrationPlan, check: Callable[[MigrationPlan], None] | None = None) -> int:
@@ -112,23 +83,26 @@ class Migrator:
         self.start()
         return self.commit()
 
-    def rehearse(self, plan: MigrationPlan, *, copies: bool = False) -> None:
+    def rehearse(self, plan: MigrationPlan, *, stage: int | None = None, copies: bool = False) -> None:
         """Find out whether the ranks could send their layers, before they take a step that cannot be undone.
 
         Args:
+            stage: this rank's in ``plan``; None: its present one.
             copies: the layers that stay are copied to other ranks as well.
 
         Raises:
             MigrationError: harmless, on every rank. Nothing has changed.
         """
-        context = self._context
+        context = self.context()
+        if stage is not None:
+            context = replace(context, stage=stage)
         failure: Exception | None = None
         try:
             context.check()
-            self._pack_leaving(plan)
+            context.pack_leaving(plan)
             if copies:
                 for index, module in context.layers.modules().items():
-                    self.pack(index, module)
+                    context.pack(index, module)
         except Exception as error:  # whatever a user's layer raises: the others have to hear of it
             failure = error
         context.comm.all_ready(failure, 0)
@@ -156,7 +130,7 @@ class Migrator:
             MigrationError: on every rank that can still say so.
         """
         assert self._migration is None, "one plan at a time"
-        context = self._context
+        context = self.context()
         context.comm.agree(plan)
         if not plan.moves:
             return False
@@ -168,7 +142,7 @@ class Migrator:
         try:
             outgoing_bytes = context.state.prepare(plan, overlapped=overlapped)
             context.check()
-            packed = self._pack_leaving(plan)
+            packed = context.pack_leaving(plan)
             outgoing_bytes += sum(layer.num_bytes for layer in packed.values())
         except MigrationError:
             context.state.abandon()
@@ -177,7 +151,7 @@ class Migrator:
             logger.error(f"rank {context.grid.get_global_rank()} cannot get its layers ready to move: {error!r}")
             failure = error
         try:
-            arrivals = self._exchange_headers(plan, packed if failure is None else None)
+            arrivals = _exchange_headers(plan, context, packed if failure is None else None)
         except Exception as error:
             raise MigrationError(
                 f"rank {context.grid.get_global_rank()} failed to tell the others what its layers consist of: {error}. "
@@ -185,7 +159,7 @@ class Migrator:
             ) from error
         try:
             if failure is None:
-                self._make_ready(arrivals)
+                context.receive(arrivals)
         except Exception as error:  # whatever a user's object raises: the others have to hear of it
             failure = error
         try:
@@ -193,14 +167,14 @@ class Migrator:
         except MigrationError as error:
             context.state.abandon()
             raise error from failure
-        self._migration = _Migration(plan, overlapped, packed, arrivals, num_bytes)
+        self._migration = _Migration(plan, context, overlapped, packed, arrivals, num_bytes)
         return True
 
     def abandon(self) -> None:
         """Leave everything as it is, after :meth:`prepare`. Every rank has to do so."""
         migration = self._in_progress()
         assert not migration.pending, "layers have begun to move"
-        self._context.state.abandon()
+        migration.context.state.abandon()
         self._migration = None
 
     def start(self) -> None:
@@ -215,7 +189,7 @@ class Migrator:
                 {index: layer.constants for index, layer in migration.packed.items()},
                 {index: layer.constants for index, layer in migration.arrivals.items()},
             )
-            more_sends, more_receives = self._context.state.transfers()
+            more_sends, more_receives = migration.context.state.transfers()
             self._post(sends + more_sends, receives + more_receives)
 
     def poll(self) -> bool:
@@ -234,27 +208,25 @@ class Migrator:
         Raises:
             MigrationError: fatal.
         """
-        migration, context = self._in_progress(), self._context
+        migration = self._in_progress()
+        context = migration.context
         with self._no_way_back("sending layers"):
             if migration.overlapped:
                 self._pack_again(migration)
             self._post(
                 *self._transfers(
-                    {index: migration.left(layer) for index, layer in migration.packed.items()},
-                    {index: migration.left(layer) for index, layer in migration.arrivals.items()},
+                    {index: migration.remaining(layer) for index, layer in migration.packed.items()},
+                    {index: migration.remaining(layer) for index, layer in migration.arrivals.items()},
                 )
             )
-            context.state.copy_staying(self._staying(migration.plan))
+            context.state.copy_staying(context.staying(migration.plan))
             for pending in migration.pending:
                 pending.wait()
         with self._no_way_back("rebuilding the stage"):
-            arrived = {
-                index: arrival.materialize(partial(context.layers.build, index, context.device))
-                for index, arrival in migration.arrivals.items()
-            }
-            self._free_leaving(migration)
-            self._rebuild(migration.plan, arrived)
-            context.rebuilt()
+            arrived = context.materialize(migration.arrivals)
+            context.free(migration.packed, migration.plan)
+            migration.packed.clear()
+            context.rebuild(migration.plan, arrived)
         with self._no_way_back("settling the optimizer"):
             context.state.settle(context.layers.parameters(), arrived)
         with self._no_way_back("tying layers"):
@@ -264,75 +236,15 @@ class Migrator:
         self._migration = None
         return migration.num_bytes
 
-    # -- packing --------------------------------------------------------------------------------------
-
-    def pack(self, index: int, module: nn.Module, sent_ahead: PackedLayer | None = None) -> PackedLayer:
-        """Make a layer of this stage ready to be sent."""
-        context = self._context
-        build = partial(context.layers.build, index, context.device)
-        return pack(context.state.content(module), build, context.names, sent_ahead)
-
-    def _pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
-        context = self._context
-        leaving = {
-            move.layer: module
-            for move in plan.moves
-            if move.source == context.stage and (module := context.layers.local_module(move.layer)) is not None
-        }
-        packed = {index: self.pack(index, module) for index, module in leaving.items() if self._is_sent(index, plan)}
-        staying = set(map(id, self._staying(plan).values()))
-        context.names.check_left_behind({index: m for index, m in leaving.items() if id(m) not in staying})
-        return packed
-
-    def _make_ready(self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] = {}) -> None:
-        """Find what arriving layers refer to, and allocate their receive buffers."""
-        context = self._context
-        for index, arrival in arrivals.items():
-            arrival.bind(context.names, context.device)
-            buffer_of = partial(context.state.recv_buffer_of, index)
-            arrival.allocate(context.device, buffer_of, sent_ahead.get(index))
+    # -- messages -------------------------------------------------------------------------------------
 
     def _pack_again(self, migration: _Migration) -> None:
         """Tell the others what the layers consist of now, after batches were trained."""
-        context, packed, arrivals = self._context, migration.packed, migration.arrivals
+        context, arrivals = migration.context, migration.arrivals
         context.state.refresh()
-        migration.packed = {}
-        for index, sent_ahead in packed.items():
-            module = context.layers.local_module(index)
-            assert module is not None
-            migration.packed[index] = self.pack(index, module, sent_ahead)
-        migration.arrivals = self._exchange_headers(migration.plan, migration.packed)
-        self._make_ready(migration.arrivals, arrivals)
-
-    # -- messages -------------------------------------------------------------------------------------
-
-    def _exchange_headers(
-        self, plan: MigrationPlan, packed: Mapping[int, PackedLayer] | None
-    ) -> dict[int, ArrivingLayer]:
-        """Exchange headers: what the layers that leave consist of, for what those that arrive do.
-
-        Args:
-            packed: None where this rank could not pack its layers. It gets none from another such rank.
-        """
-        leaving: dict[int, list[int]] = {}
-        arriving: dict[int, list[int]] = {}
-        for move in self._sent(plan):
-            if move.source == self._context.stage:
-                leaving.setdefault(move.destination, []).append(move.layer)
-            if move.destination == self._context.stage:
-                arriving.setdefault(move.source, []).append(move.layer)
-        headers = self._context.comm.p2p.exchange_headers(
-            {
-                stage: pickle.dumps([packed[index].header for index in indices] if packed is not None else [])
-                for stage, indices in leaving.items()
-            },
-            list(arriving),
-        )
-        return {
-            index: ArrivingLayer(header)
-            for stage, indices in arriving.items()
-            for index, header in zip(indices, pickle.loads(headers[stage]))
-        }
+        migration.packed = context.pack_again(migration.packed)
+        migration.arrivals = _exchange_headers(migration.plan, context, migration.packed)
+        context.receive(migration.arrivals, arrivals)
 
     def _transfers(
         self, leaving: Mapping[int, Sequence[torch.Tensor]], arriving: Mapping[int, Sequence[torch.Tensor]]
@@ -340,57 +252,16 @@ class Migrator:
         """List what is sent and received of each layer, with the other rank, in the order that both ranks know."""
         sends: list[PeerTensor] = []
         receives: list[PeerTensor] = []
-        rank_of = self._context.grid.stage_to_global
-        for move in self._sent(self._in_progress().plan):
+        migration = self._in_progress()
+        rank_of = migration.context.grid.stage_to_global
+        for move in migration.context.sent(migration.plan):
             sends += [(rank_of(move.destination), flat) for flat in leaving.get(move.layer, ())]
             receives += [(rank_of(move.source), flat) for flat in arriving.get(move.layer, ())]
         return sends, receives
 
     def _post(self, sends: list[PeerTensor], receives: list[PeerTensor]) -> None:
-        self._in_progress().pending.append(self._context.comm.p2p.post(sends, receives))
-
-    # -- the stage ------------------------------------------------------------------------------------
-
-    def _is_sent(self, index: int, plan: MigrationPlan) -> bool:
-        """Tell whether a layer has a module and owns it where it goes. A tied one may find its parameters there."""
-        layers = self._context.layers
-        return isinstance(layers.spec(index), nn.Module | LayerSpec) and layers.owner(index, plan.new)
-
-    def _sent(self, plan: MigrationPlan) -> list[LayerMove]:
-        return [move for move in plan.moves if self._is_sent(move.layer, plan)]
-
-    def _staying(self, plan: MigrationPlan) -> dict[int, nn.Module]:
-        """Find the modules that stay, by the layer that owns each from now on."""
-        layers, here = self._context.layers, plan.new.layers_of(self._context.stage)
-        stay = [index for index in layers.indices if index in here and layers.owner(index, plan.new)]
-        modules = {index: layers.local_module(index) for index in stay}
-        return {index: module for index, module in modules.items() if module is not None}
-
-    def _free_leaving(self, migration: _Migration) -> None:
-        """Free the memory of layers that were sent, except where a tied layer that stays shares the module."""
-        context = self._context
-        staying = set(map(id, self._staying(migration.plan).values()))
-        for index in migration.packed:
-            module = context.layers.local_module(index)
-            if module is None or id(module) in staying:
-                continue
-            context.state.drop(module.parameters())
-            for parameter in module.parameters():  # whoever still holds the parameter does not hold its memory
-                parameter.data = parameter.data.new_empty(0)
-            spec = context.layers.spec(index)
-            context.layers.detach(index)
-            if isinstance(spec, nn.Module):
-                context.names.empty(spec)  # the layer list still holds a layer that the user gave as a module
-        migration.packed.clear()
-
-    def _rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerContent]) -> None:
-        """Rebuild the stage around the layers that stay and those that arrived, and drop tied layers without a use."""
-        context = self._context
-        modules = self._staying(plan) | {index: content.module for index, content in arrived.items()}
-        kept = {id(module) for module in modules.values()}
-        for module in [module for module in context.layers.modules().values() if id(module) not in kept]:
-            context.state.drop(module.parameters())
-        context.layers.rebuild(plan.new, context.stage, modules)
+        migration = self._in_progress()
+        migration.pending.append(migration.context.comm.p2p.post(sends, receives))
 
     # -- errors ---------------------------------------------------------------------------------------
 
@@ -404,8 +275,38 @@ class Migrator:
         try:
             yield
         except Exception as error:
-            plan = self._in_progress().plan
+            migration = self._in_progress()
+            plan, rank = migration.plan, migration.context.grid.get_global_rank()
             raise MigrationError(
-                f"rank {self._context.grid.get_global_rank()} failed {step} while layers moved from {plan.old} "
-                f"to {plan.new}: {error}. Layers had begun to move: resume the job from its last checkpoint"
+                f"rank {rank} failed {step} while layers moved from {plan.old} to {plan.new}: "
+                f"{error}. Layers had begun to move: resume the job from its last checkpoint"
             ) from error
+
+
+def _exchange_headers(
+    plan: MigrationPlan, context: MigrationContext, packed: Mapping[int, PackedLayer] | None
+) -> dict[int, ArrivingLayer]:
+    """Exchange headers: what the layers that leave consist of, for what those that arrive do.
+
+    Args:
+        packed: None where this rank could not pack its layers. It gets none from another such rank.
+    """
+    leaving: dict[int, list[int]] = {}
+    arriving: dict[int, list[int]] = {}
+    for move in context.sent(plan):
+        if move.source == context.stage:
+            leaving.setdefault(move.destination, []).append(move.layer)
+        if move.destination == context.stage:
+            arriving.setdefault(move.source, []).append(move.layer)
+    headers = context.comm.p2p.exchange_headers(
+        {
+            stage: pickle.dumps([packed[index].header for index in indices] if packed is not None else [])
+            for stage, indices in leaving.items()
+        },
+        list(arriving),
+    )
+    return {
+        index: ArrivingLayer(header)
+        for stage, indices in arriving.items()
+        for index, header in zip(indices, pickle.loads(headers[stage]))
+    }

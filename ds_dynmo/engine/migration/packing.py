@@ -48,19 +48,19 @@ class PackedLayer:
 
     Attributes:
         header: for :class:`ArrivingLayer`; refers to the tensors by number.
-        constants, others: flat byte views of tensors that only the optimizer's step changes, and of the others; parts
-            of sparse tensors one by one.
+        constants: flat byte views of the tensors that only the optimizer's step changes.
+        changing: of the others; parts of sparse tensors one by one.
     """
 
     header: bytes
     constants: tuple[torch.Tensor, ...]
-    others: tuple[torch.Tensor, ...]
+    changing: tuple[torch.Tensor, ...]
     _constants: tuple[_Constant, ...]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that is to be sent, in the order of :attr:`ArrivingLayer.recv_buffers`."""
-        return (*self.constants, *self.others)
+        return (*self.constants, *self.changing)
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,7 @@ def pack(
     bases = find_bases(tensors)
     metas: list[TensorMeta] = []
     constants: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
+    changing: list[torch.Tensor] = []
     for number, tensor in enumerate(tensors):
         if number in bases:
             base = bases[number]
@@ -105,12 +105,12 @@ def pack(
         else:
             meta, flat = describe(tensor)
             meta = replace(meta, constant=id(tensor) in constant)
-            (constants if meta.constant else others).extend(flat)
+            (constants if meta.constant else changing).extend(flat)
         metas.append(replace(meta, position=position.get(id(tensor))))
     return PackedLayer(
         pickle.dumps((shell, tuple(metas), tuple(outside.references.values()))),
         tuple(constants),
-        tuple(others),
+        tuple(changing),
         tuple(_Constant.of(tensor) for tensor, meta in zip(tensors, metas) if meta.constant),
     )
 

@@ -1,0 +1,148 @@
+"""One rank's stage in a migration: which layers are sent from it, and how it takes in those that arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.migration.arriving import ArrivingLayer
+from ds_dynmo.engine.migration.content import LayerContent
+from ds_dynmo.engine.migration.packing import PackedLayer, pack
+from ds_dynmo.engine.migration.references import References
+from ds_dynmo.engine.optimizer.state import OptimizerState
+from ds_dynmo.plan import LayerMove, MigrationPlan
+
+
+@dataclass(frozen=True)
+class MigrationContext:
+    """Where a migration happens: one rank's stage, and what becomes of its layers.
+
+    Attributes:
+        stage: this rank's stage.
+        layers: its layers.
+        names: of what layers refer to and do not own.
+        state: what the optimizer holds for them.
+        grid: DeepSpeed's grid.
+        device: where arriving layers go.
+        check: raises what would make a move wrong; called before anything is changed.
+        rebuilt: called when the stage's modules are in place, before the optimizer settles.
+    """
+
+    stage: int
+    layers: StageLayers
+    names: References
+    state: OptimizerState
+    grid: Any
+    device: torch.device
+    comm: Communicator
+    check: Callable[[], None]
+    rebuilt: Callable[[], None]
+
+    # -- which layers ---------------------------------------------------------------------------------
+
+    def sent(self, plan: MigrationPlan) -> list[LayerMove]:
+        """List the moves of layers that have a module and own it where they go, on every rank alike.
+
+        A tied layer may find its parameters there.
+        """
+        layers = self.layers
+        return [
+            move
+            for move in plan.moves
+            if isinstance(layers.spec(move.layer), nn.Module | LayerSpec) and layers.owner(move.layer, plan.new)
+        ]
+
+    def staying(self, plan: MigrationPlan) -> dict[int, nn.Module]:
+        """Find the modules that stay, by the layer that owns each from now on."""
+        here = plan.new.layers_of(self.stage)
+        stay = [index for index in self.layers.indices if index in here and self.layers.owner(index, plan.new)]
+        modules = {index: self.layers.local_module(index) for index in stay}
+        return {index: module for index, module in modules.items() if module is not None}
+
+    # -- packing --------------------------------------------------------------------------------------
+
+    def pack(self, index: int, module: nn.Module, sent_ahead: PackedLayer | None = None) -> PackedLayer:
+        """Make a layer of this stage ready to be sent.
+
+        Args:
+            sent_ahead: what it was when its constant tensors were sent.
+        """
+        build = partial(self.layers.build, index, self.device)
+        return pack(self.state.content(module), build, self.names, sent_ahead)
+
+    def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
+        """Make the layers ready that are sent from here.
+
+        Raises:
+            TypeError: one refers to what does not travel, or one that stays refers to a part of it.
+        """
+        leaving = {move.layer: self.layers.local_module(move.layer) for move in plan.moves if move.source == self.stage}
+        modules = {index: module for index, module in leaving.items() if module is not None}
+        sent = {move.layer for move in self.sent(plan)}
+        packed = {index: self.pack(index, module) for index, module in modules.items() if index in sent}
+        staying = set(map(id, self.staying(plan).values()))
+        self.names.check_left_behind({index: m for index, m in modules.items() if id(m) not in staying})
+        return packed
+
+    def pack_again(self, packed: Mapping[int, PackedLayer]) -> dict[int, PackedLayer]:
+        """Make layers ready once more, whose constant tensors were sent."""
+        again: dict[int, PackedLayer] = {}
+        for index, sent_ahead in packed.items():
+            module = self.layers.local_module(index)
+            assert module is not None
+            again[index] = self.pack(index, module, sent_ahead)
+        return again
+
+    def receive(
+        self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None
+    ) -> None:
+        """Find what arriving layers refer to, and allocate their receive buffers.
+
+        Args:
+            sent_ahead: have the constant tensors that arrived before.
+        """
+        for index, arrival in arrivals.items():
+            arrival.bind(self.names, self.device)
+            buffer_of = partial(self.state.recv_buffer_of, index)
+            arrival.allocate(self.device, buffer_of, (sent_ahead or {}).get(index))
+
+    # -- changing places ------------------------------------------------------------------------------
+
+    def materialize(self, arrivals: Mapping[int, ArrivingLayer]) -> dict[int, LayerContent]:
+        """Build the layers that arrived."""
+        return {
+            index: arrival.materialize(partial(self.layers.build, index, self.device))
+            for index, arrival in arrivals.items()
+        }
+
+    def free(self, sent: Iterable[int], plan: MigrationPlan) -> None:
+        """Free the memory of layers that were sent, except where a tied layer that stays shares the module."""
+        staying = set(map(id, self.staying(plan).values()))
+        for index in sent:
+            module = self.layers.local_module(index)
+            if module is None or id(module) in staying:
+                continue
+            self.state.drop(module.parameters())
+            for parameter in module.parameters():  # whoever still holds the parameter does not hold its memory
+                parameter.data = parameter.data.new_empty(0)
+            spec = self.layers.spec(index)
+            self.layers.detach(index)
+            if isinstance(spec, nn.Module):
+                self.names.empty(spec)  # the layer list still holds a layer that the user gave as a module
+
+    def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerContent]) -> None:
+        """Rebuild the stage around the layers that stay and those that arrived, and drop tied layers without a use."""
+        modules = self.staying(plan) | {index: content.module for index, content in arrived.items()}
+        kept = {id(module) for module in modules.values()}
+        for module in [module for module in self.layers.modules().values() if id(module) not in kept]:
+            self.state.drop(module.parameters())
+        self.layers.rebuild(plan.new, self.stage, modules)
+        self.rebuilt()
