@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -12,21 +11,9 @@ from typing import Any
 from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import batches, build, state
+from tests.distributed.support.training import Warnings, batches, build, state
 
 MOVES = ([0, 3, 8], [0, 5, 8], [0, 2, 8])
-
-
-class Warnings(logging.Handler):
-    """Keeps what is warned of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        logging.getLogger("DynMo").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def _kept(path: Path) -> Path:

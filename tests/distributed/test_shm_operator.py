@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import deepspeed
 from deepspeed.comm import comm
 from deepspeed.utils import logger
 
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
-from tests.distributed.support.training import build
-
-
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+from tests.distributed.support.training import Warnings, build
 
 
 def warnings(loaded: bool, engines: int) -> tuple[bool, list[str]]:
@@ -27,11 +16,10 @@ def warnings(loaded: bool, engines: int) -> tuple[bool, list[str]]:
     is_there = comm.cdb.shm_comm_op is not None
     if loaded:
         comm.cdb.shm_comm_op = object()  # compiling the real one takes 40 s: nothing of it is called
-    messages = _Messages()
-    logger.addHandler(messages)
+    warned = Warnings(logger)
     for _ in range(engines):
         build(Case(stages=deepspeed.comm.get_world_size()))
-    return is_there, [message for message in messages.found if "deepspeed_shm_comm" in message]
+    return is_there, [message for message in warned.messages if "deepspeed_shm_comm" in message]
 
 
 def test_who_has_it_is_warned_once_on_rank_0() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,18 @@ from ds_dynmo.engine.migration.tensors import dense_parts
 from ds_dynmo.models import local_layers
 from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss
+
+
+class Warnings(logging.Handler):
+    """Keeps what this rank is warned of, by us or in another log."""
+
+    def __init__(self, log: logging.Logger | None = None) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        (log or logging.getLogger("DynMo")).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def without_optimizer(case: Case, initialize: Callable[..., Any] = ds_dynmo.initialize) -> Any:
