@@ -18,11 +18,12 @@ from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
 from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.repacker import Repacker
+from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
 from ds_dynmo.engine.migration.stage_migrator import StageMigrator
 from ds_dynmo.engine.optimizer import gradients
 from ds_dynmo.engine.parts import Parts, build_parts
 from ds_dynmo.engine.profiling.profiler import Profiler
-from ds_dynmo.errors import ConfigError, ReleasedError
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport, check_partition
 
 
@@ -31,8 +32,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     Attributes:
         dynmo: the "dynmo" block; None without one, and then this is DeepSpeed's engine and has no parts.
-        profiler, balancer, migrator, repacker, checkpointer: the parts that measure layers, decide where they go, move
-            them, go on with fewer ranks or more, and write and read checkpoints.
+        profiler, balancer, migrator, repacker, checkpointer: its parts, as :class:`Parts` describes them.
     """
 
     profiler: Profiler
@@ -49,7 +49,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         parts = self._parts = build_parts(self, dynmo)
         self.profiler, self.balancer, self.migrator = parts.profiler, parts.balancer, parts.migrator
         self.repacker, self.checkpointer = parts.repacker, parts.checkpointer
-        self.repacker.accept_joins()
+        parts.repacker.accept_joins()
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -59,14 +59,13 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
             ConfigError: layers were frozen and the engine was not told, or an instruction of the user's cannot do
-                what frozen layers need; nothing was trained. Or the batch came to no ``_exec_schedule`` of the
-                engine's.
+                what frozen layers need; nothing was trained. Or no schedule of the engine's was run.
         """
         given = args if data_iter is None and not args else (data_iter, *args)  # as given: the user's may take none
         train = partial(super().train_batch, *given, **kwargs)
         if self.dynmo is None:
             return train()
-        self._require_block("train_batch")
+        check_at_work(self, "train_batch")
         self.repacker.data.before_batch(data_iter)
         return self._parts.step.run(train)
 
@@ -75,7 +74,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         evaluate = partial(super().eval_batch, *args, **kwargs)
         if self.dynmo is None:
             return evaluate()
-        self._require_block("eval_batch")
+        check_at_work(self, "eval_batch")
         self.stage.layers.refresh_tied_aliases(training=False)
         buffers.forget_total_loss(self)
         if len(args) > 5 or kwargs.get("num_micro_batches") is not None:
@@ -104,6 +103,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """What was measured under each partition: the first profile of a run and the first after each move."""
         return [] if self.dynmo is None else self._parts.reporter.measurements
 
+    @where_layers_may_move
     def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport:
         """Move layers now. Collective: every rank calls it between the same two batches.
 
@@ -120,7 +120,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
                 with both numbers, where the move takes a rank above the memory limit.
             ConfigError: the configuration has no "dynmo" block, or one that is switched off.
         """
-        self._require_enabled("rebalance")
         if partition is None:
             return self.balancer.rebalance_by_hand()
         new = check_partition(partition, self.stage.layers.num_layers, self.num_stages)
@@ -134,24 +133,16 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """
         if self.dynmo is None:
             return
-        self._require_block("model_changed")
+        check_at_work(self, "model_changed")
         self._parts.trainable.agree("model_changed")
         self.balancer.model_changed(reason)
 
+    @at_work
     def add_rng_tracker(self, name: str, tracker: Any) -> None:
         """Make the random states of a tracker each layer's own, as Megatron's and DeepSpeed's are without a call.
 
-        Every rank makes the same call, between two batches. See :mod:`ds_dynmo.engine.pipeline.rng_trackers`.
-
-        Args:
-            name: what tells it from other trackers, the same in every run.
-            tracker: has ``get_states()``, a dict from a name to a state (the tensor that a generator's ``get_state``
-                gives, or a ``torch.Generator``), and ``set_states(states)``.
-
-        Raises:
-            ConfigError: it has not, another one has this name, or the configuration has no "dynmo" block.
+        Every rank makes the same call, between two batches: :meth:`TrackedStates.add`.
         """
-        self._require_block("add_rng_tracker")
         self._parts.tracked_states.add(name, tracker)
 
     # -- fewer ranks, or more -------------------------------------------------------------------------
@@ -161,6 +152,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """True on a rank whose accelerator was handed back."""
         return self.dynmo is not None and self.repacker.released
 
+    @where_layers_may_move
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
         """Go on with fewer ranks, or take parked ones back: :meth:`Repacker.repack`. Collective, between two batches.
 
@@ -168,7 +160,6 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
             partition: exactly the boundaries to go to.
         """
-        self._require_enabled("repack")
         return self.repacker.repack(num_stages, partition=partition)
 
     @property
@@ -180,7 +171,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     def micro_batches_taken(self) -> int:
         """How many micro-batches of this rank's data were trained on: where a script's own data goes on.
 
-        ``global_steps`` times the launch's ``micro_batches``, whatever number of replicas shares a batch now.
+        ``global_steps`` times the launch's ``micro_batches``, however many replicas share a batch now.
         """
         return int(self.global_steps * self.micro_batches) if self.dynmo is None else self.repacker.data.taken
 
@@ -191,18 +182,17 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """
         return not self.released or self.repacker.wait_for_recall()
 
+    @where_layers_may_move
     def join(self, job: Any) -> None:
         """Offer the ranks of this launch to a running job, as stages that it can call: :meth:`Repacker.join`.
 
-        Args:
-            job: "HOST:PORT", the job's MASTER_ADDR and MASTER_PORT; or the ``torch.distributed.Store`` of its launch.
+        ``job``: "HOST:PORT", its MASTER_ADDR and MASTER_PORT, or the ``torch.distributed.Store`` of its launch.
         """
-        self._require_enabled("join")
         self.repacker.join(job)
 
+    @where_layers_may_move
     def most_stages(self) -> int:
         """How many stages :meth:`repack` can go on with now: at work, parked or joined. Collective."""
-        self._require_enabled("most_stages")
         return self.repacker.most_stages()
 
     def dismiss_parked(self) -> None:
@@ -210,56 +200,53 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if self.dynmo is not None:
             self.repacker.dismiss_parked()
 
+    @at_work
     def share_state(self, name: str, holder: Stateful) -> None:
         """Let re-packings carry on ``holder``, whose ``state_dict()`` is the same on every rank; it may be collective.
 
         After each, all ranks load it, those that came back too, as when a job is resumed. Every rank calls this alike.
         """
-        self._require_block("share_state")
         self.repacker.share_state(name, holder)
 
     # -- what a dynamic model may ask -----------------------------------------------------------------
 
+    @at_work
     def before_step(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on this rank in every batch, between the reduction of gradients and the step."""
-        self._require_block("before_step")
         self._parts.executor.before_step(callback)
 
+    @at_work
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
         """The elementwise sum of a tensor over the stages of this rank's pipeline. Collective."""
-        self._require_block("sum_over_stages")
         return self.stage.comm.sum_over_stages(numbers)
 
+    @at_work
     def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
         """The elementwise sum of a tensor over the data-parallel replicas of this rank's stage. Collective."""
-        self._require_block("sum_over_replicas")
         return self.stage.comm.sum_over_replicas(numbers)
 
+    @at_work
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
         """The elementwise sum of a tensor over all ranks, replicas too. Collective."""
-        self._require_block("sum_over_world")
         return self.stage.comm.sum_over_world(numbers)
 
+    @at_work
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
 
         Where the gradient is 0 from then on too, an elementwise optimizer keeps them at exactly 0. Between batches;
         not collective, but every replica has to make the same call. ``where``: bool in the parameter's shape.
         """
-        self._require_block("zero_elements")
         self.stage.state.zero_elements(parameter, where)
 
+    @at_work
     def zero_gradients(self, elements: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Set elements of the batch's gradients to 0, for :meth:`before_step`: :func:`gradients.zero_gradients`.
-
-        Not collective, but every replica has to make the same call, with bools in its parameters' shapes.
-        """
-        self._require_block("zero_gradients")
+        """Set elements of a batch's gradients to 0, on every replica alike: :func:`gradients.zero_gradients`."""
         gradients.zero_gradients(self.stage, elements)
 
+    @at_work
     def gradient_magnitudes(self) -> torch.Tensor:
         """Per layer, this rank's share of its gradients' magnitudes: :func:`gradients.gradient_magnitudes`."""
-        self._require_block("gradient_magnitudes")
         return gradients.gradient_magnitudes(self.stage)
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -274,13 +261,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     ) -> bool:
         """DeepSpeed's ``save_checkpoint``, atomically, with what loading at another partition needs. Collective.
 
-        Raises:
-            CheckpointError: on every rank; the checkpoints that were there are as they were.
+        Raises CheckpointError on every rank; the checkpoints that were there are as they were.
         """
         arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         if self.dynmo is None:
             return bool(super().save_checkpoint(*arguments))
-        self._require_block("save_checkpoint")
+        check_at_work(self, "save_checkpoint")
         return self.checkpointer.save(*arguments)
 
     def load_checkpoint(
@@ -306,27 +292,8 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         if self.dynmo is None:
-            found: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
-                load_dir, tag, *flags, custom_load_fn
-            )
-            return found
-        self._require_block("load_checkpoint")
+            return super().load_checkpoint(load_dir, tag, *flags, custom_load_fn)  # type: ignore[no-any-return]
+        check_at_work(self, "load_checkpoint")
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: a pipeline's layers are loaded one by one, as in DeepSpeed")
         return self.checkpointer.load(load_dir, tag, LoadOptions(*flags))
-
-    # -- who may call ---------------------------------------------------------------------------------
-
-    def _require_enabled(self, what: str) -> None:
-        self._require_block(what)
-        if not self.dynmo.enabled:
-            raise ConfigError(f"dynmo.enabled = false: engine.{what} would move layers; set it to true")
-
-    def _require_block(self, what: str) -> None:
-        if self.dynmo is None:
-            raise ConfigError(f'engine.{what} needs a "dynmo" block in the DeepSpeed configuration; {{}} will do')
-        if self.released:
-            raise ReleasedError(
-                f"engine.{what}: this rank was released after step {self.global_steps}. Leave the training loop where "
-                "engine.released is True, or wait to be taken back by engine.wait_for_recall()"
-            )

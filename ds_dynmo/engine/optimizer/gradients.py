@@ -13,7 +13,9 @@ from ds_dynmo.engine.stage import StageContext
 
 
 def zero_gradients(stage: StageContext, elements: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    """Set elements of the batch's gradients to 0, where this rank holds them.
+    """Set elements of the batch's gradients to 0. For ``engine.before_step``: before the norm is taken for clipping.
+
+    Not collective, but every replica has to make the same call.
 
     Args:
         elements: parameters of this stage, each with a bool in its shape: where its gradient is to be 0.

@@ -107,6 +107,11 @@ class TrackedStates:
     def add(self, name: str, tracker: Any) -> None:
         """Cover a tracker of the user's own.
 
+        Args:
+            name: what tells it from other trackers, the same in every run.
+            tracker: has ``get_states()``, a dict from a name to a state (the tensor that a generator's ``get_state``
+                gives, or a ``torch.Generator``), and ``set_states(states)``.
+
         Raises:
             ConfigError: its states cannot be enumerated, or there is another one of that name.
         """

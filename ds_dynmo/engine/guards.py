@@ -1,0 +1,51 @@
+"""Who may call a method of the engine: refused without a "dynmo" block, on a released rank, or where it is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from ds_dynmo.errors import ConfigError, ReleasedError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def check_at_work(engine: Any, what: str) -> None:
+    """Refuse to go on with ``engine.what``.
+
+    Raises:
+        ConfigError: the configuration has no "dynmo" block.
+        ReleasedError: this rank was released.
+    """
+    if engine.dynmo is None:
+        raise ConfigError(f'engine.{what} needs a "dynmo" block in the DeepSpeed configuration; {{}} will do')
+    if engine.released:
+        raise ReleasedError(
+            f"engine.{what}: this rank was released after step {engine.global_steps}. Leave the training loop where "
+            "engine.released is True, or wait to be taken back by engine.wait_for_recall()"
+        )
+
+
+def at_work(method: Method) -> Method:
+    """Let a method of the engine run on a rank at work alone: :func:`check_at_work`."""
+
+    @wraps(method)
+    def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        check_at_work(engine, method.__name__)
+        return method(engine, *args, **kwargs)
+
+    return guarded  # type: ignore[return-value]
+
+
+def where_layers_may_move(method: Method) -> Method:
+    """Let a method of the engine run on a rank at work, with a block that is not switched off."""
+
+    @wraps(method)
+    def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        check_at_work(engine, method.__name__)
+        if not engine.dynmo.enabled:
+            raise ConfigError(f"dynmo.enabled = false: engine.{method.__name__} would move layers; set it to true")
+        return method(engine, *args, **kwargs)
+
+    return guarded  # type: ignore[return-value]
