@@ -8,10 +8,7 @@
 Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, through the
 real engine; "oracle" is told where they are even, and pays for nothing. "best static": speedup over the fastest of the
 static partitions that can be known before training (uniform, by parameters, balanced by a profile of the model before
-it changes); every balancer starts at the one that is predicted to be. What a profile is worth and what the parts of a
-rebalance cost by themselves:
-
-    deepspeed --num_gpus 2 scripts/benchmark.py freezing|profile|overhead --help
+it changes); every balancer starts at the one that is predicted to be.
 """
 
 from __future__ import annotations
@@ -22,20 +19,17 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
-
 import torch
 
+from benchmarks.arms import engines_end_here
+from benchmarks.emulated import ALWAYS, emulated_rows
+from benchmarks.machine import Stolen, machine
+from benchmarks.real import real_rows
+from benchmarks.rows import print_rows
 from ds_dynmo.errors import ConfigError
-from scripts.benchmarks import parts
-from scripts.benchmarks.arms import engines_end_here
-from scripts.benchmarks.emulated import ALWAYS, emulated_rows
-from scripts.benchmarks.machine import Stolen, machine
-from scripts.benchmarks.real import real_rows
-from scripts.benchmarks.rows import print_rows
-from scripts.simulation.loads import CASES
-from scripts.simulation.runs import ARMS
-from scripts.startup import init_distributed
+from simulation.loads import CASES
+from simulation.runs import ARMS
+from startup import init_distributed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -81,16 +75,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--steps {arguments.steps}: should be at least the rounds, {arguments.rounds}")
 
 
-def asks_for_part(given: list[str]) -> bool:
-    """Is the first argument, after what the launcher adds, the name of a part?"""
-    own = [argument for argument in given if not argument.startswith("--local_rank")]
-    return bool(own) and own[0] in parts.PARTS
-
-
 def main(given: list[str]) -> None:
-    if asks_for_part(given):
-        parts.main(given)
-        return
     arguments = parse(given)
     try:
         check(arguments)

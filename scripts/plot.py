@@ -15,10 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, by its path
-
 from ds_dynmo.errors import ConfigError
-from scripts.plotting.data import (
+from plotting.data import (
     Report,
     Rows,
     read_report,
@@ -88,7 +86,7 @@ def check(args: argparse.Namespace) -> None:
 def main(arguments: list[str]) -> int:
     args = parse(arguments)
     try:
-        from scripts.plotting import html, pictures
+        from plotting import html, pictures
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
         print(f'plot.py: error: no {missing}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)

@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from ds_dynmo.errors import ConfigError, PartitionError
-from scripts.simulation.loads import CASES, Case, Phase, recorded_phases
-from scripts.simulation.paper import AVERAGE_GPUS, PAPER
-from scripts.simulation.repacking import repack_rows, sustained_stages
-from scripts.simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
-from scripts.simulation.statics import label
+from simulation.loads import CASES, Case, Phase, recorded_phases
+from simulation.paper import AVERAGE_GPUS, PAPER
+from simulation.repacking import repack_rows, sustained_stages
+from simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
+from simulation.statics import label
 
 
 @dataclass(frozen=True)

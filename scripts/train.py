@@ -14,15 +14,12 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher runs this file by its path
 
 import ds_dynmo
 from ds_dynmo.engine.comm.hosts import check_launch
@@ -37,9 +34,9 @@ from ds_dynmo.models import (
     dynamic_cases,
     model_layers,
 )
-from scripts.startup import init_distributed
-from scripts.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
-from scripts.training.report import (
+from startup import init_distributed
+from training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
+from training.report import (
     History,
     Progress,
     Record,

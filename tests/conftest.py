@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.guard import scratch_folder_of_program
+from guard import scratch_folder_of_program
 
 NO_PACKAGE = "could not import"  # so begin the reasons of pytest.importorskip
 LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from scripts.benchmarks.rows import Costs, Slice
-from scripts.simulation.runs import DYNAMIC
+from benchmarks.rows import Costs, Slice
+from simulation.runs import DYNAMIC
 
 
 @dataclass

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.arms import Arm, profiling_seconds, quietly, say, timed, turns
+from benchmarks.emulation import data, make_engine, set_loads, told_seconds
+from benchmarks.rows import Costs, Measured, Passes, Slice, rows
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
-from scripts.benchmarks.arms import Arm, profiling_seconds, quietly, say, timed, turns
-from scripts.benchmarks.emulation import data, make_engine, set_loads, told_seconds
-from scripts.benchmarks.rows import Costs, Measured, Passes, Slice, rows
-from scripts.simulation.loads import Case, Phase
-from scripts.simulation.runs import ARMS, STATICS, Setting
-from scripts.simulation.statics import Statics
+from simulation.loads import Case, Phase
+from simulation.runs import ARMS, STATICS, Setting
+from simulation.statics import Statics
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration

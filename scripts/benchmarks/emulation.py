@@ -17,8 +17,8 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.models.local_layers import local_layers
-from scripts.simulation.loads import Phase
-from scripts.simulation.statics import STATICS
+from simulation.loads import Phase
+from simulation.statics import STATICS
 
 UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
 UNIT = 64  # elements
@@ -65,10 +65,10 @@ def sleep(seconds: float) -> None:
 class EmulatedBlock(nn.Module):
     """Takes as long as it is told, per micro-batch; a share of its parameters trains, the others are frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward_seconds: float = 0.0) -> None:
         super().__init__()
-        self.forward_seconds = 0.0
-        self.backward_seconds = 0.0
+        self.forward_seconds = forward_seconds
+        self.backward_seconds = 2 * forward_seconds
         self.parts = nn.ParameterList(torch.ones(UNIT << digit) for digit in range(UNITS.bit_length()))
         self.largest = UNITS.bit_length() - 1  # of the parts that train; it alone gets gradients, to spare the CPU
 
@@ -98,22 +98,41 @@ def dynmo_block(arm: str, interval: int) -> dict[str, Any]:
 def make_engine(
     arm: str, *, layers: int, micro_batches: int, interval: int, block: dict[str, Any] | None = None
 ) -> Any:
-    """An engine over emulated blocks, one stage per rank, uniform; ``block`` adds to the arm's "dynmo" block."""
+    """Give an engine over emulated blocks; ``block`` adds to the arm's "dynmo" block."""
+    specs = [LayerSpec(EmulatedBlock) for _ in range(layers)]
+    return pipeline_engine(specs, micro_batches=micro_batches, dynmo={**dynmo_block(arm, interval), **(block or {})})
+
+
+def pipeline_engine(
+    layers: list[Any],
+    *,
+    micro_batches: int,
+    dynmo: dict[str, Any],
+    checkpoint_interval: int = 0,
+    **config: Any,
+) -> Any:
+    """Give an engine over ``layers``, one stage per rank, split uniformly, whose loss is a mean square.
+
+    Args:
+        config: more of DeepSpeed's keys.
+    """
     module = PipelineModule(
-        layers=[LayerSpec(EmulatedBlock) for _ in range(layers)],
+        layers=layers,
         num_stages=torch.distributed.get_world_size(),
         loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
         partition_method="uniform",
+        activation_checkpoint_interval=checkpoint_interval,
     )
-    config = {
+    settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "steps_per_print": None,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "dynmo": {**dynmo_block(arm, interval), **(block or {})},
+        "dynmo": dynmo,
+        **config,
     }
-    return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+    return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
 
 
 def told_seconds(phase: Phase, forward_seconds: float) -> tuple[tuple[float, ...], tuple[float, ...]]:

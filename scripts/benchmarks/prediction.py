@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """How well the simulated 1F1B iteration predicts the measured one: random layer costs under random partitions.
-
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmarks/prediction.py --json prediction.json
 
 Layers sleep. Three predictions of each draw, with the sends that the engine's own decisions assume (a gloo send ends
 with its receipt) but for the first:
@@ -16,26 +13,20 @@ errors, and tried on the draws between them, so that both halves see the same of
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.arms import quietly, say, timed
+from benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 from ds_dynmo.partitioners import simulate
-from scripts.benchmarks.arms import quietly, say, timed
-from scripts.benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
-from scripts.benchmarks.machine import Stolen
-from scripts.startup import init_distributed
 
 SPREAD = 0.6  # of the logarithm of costs
 MOST_STEPS, STEP_SECONDS = 50, 1e-6  # of the fit
@@ -81,23 +72,27 @@ class Fit:
         return found.iteration_seconds + self.iteration_seconds
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draws", type=int, default=12, help="of costs and a partition, default %(default)s")
     parser.add_argument("--batches", type=int, default=3, help="that are timed of each, default %(default)s")
     parser.add_argument("--layers-per-stage", type=int, default=3, help="on average, default %(default)s")
     parser.add_argument("--micro-batches", type=int, default=16, help="per iteration, default %(default)s")
     parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, the median, default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of costs and partitions, default %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the draws and the errors here too")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.draws < 4 or min(given.batches, given.layers_per_stage, given.micro_batches) < 1:
-        parser.error("--draws should be at least 4, the other numbers at least 1")
-    return given
 
 
-def measure(arguments: argparse.Namespace) -> list[Draw]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time every draw; fit to every other one, and try the fit on the draws between them."""
+    if arguments.draws < 4 or min(arguments.batches, arguments.layers_per_stage, arguments.micro_batches) < 1:
+        raise SystemExit("emulate.py prediction: --draws should be at least 4, the other numbers at least 1")
+    draws = timed_draws(arguments)
+    fitted = fit(draws[::2], arguments.micro_batches)
+    errors = errors_of(draws[1::2], fitted, arguments.micro_batches)
+    stages = torch.distributed.get_world_size()
+    return {"stages": stages, "fit": asdict(fitted), "errors": errors, "draws": [asdict(draw) for draw in draws]}
+
+
+def timed_draws(arguments: argparse.Namespace) -> list[Draw]:
     """Every draw, timed. Collective."""
     stages = torch.distributed.get_world_size()
     layers = stages * arguments.layers_per_stage
@@ -162,34 +157,12 @@ def errors_of(draws: list[Draw], fitted: Fit, micro_batches: int) -> dict[str, l
     }
 
 
-def report(draws: list[Draw], arguments: argparse.Namespace) -> None:
-    """Fit to every other draw, try on the others, print."""
-    stages, others = len(draws[0].partition) - 1, draws[1::2]
-    fitted = fit(draws[::2], arguments.micro_batches)
-    errors = errors_of(others, fitted, arguments.micro_batches)
-    print(f"\n{stages} stages, {arguments.micro_batches} micro-batches, {len(others)} draws that were not fitted")
+def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    others = len(found["errors"]["ideal"])
+    print(f"\n{found['stages']} stages, {arguments.micro_batches} micro-batches, {others} draws that were not fitted")
     print(f"{'prediction':<12}{'mean error':>12}{'mean |error|':>14}{'largest':>10}")
-    for name, values in errors.items():
+    for name, values in found["errors"].items():
         sizes = [abs(value) for value in values]
         print(f"{name:<12}{statistics.fmean(values):>12.1%}{statistics.fmean(sizes):>14.1%}{max(sizes):>10.1%}")
-    for name, value in asdict(fitted).items():
+    for name, value in found["fit"].items():
         print(f"fitted {name}: {1e3 * value:.2f} ms")
-    if arguments.json:
-        found = {"stages": stages, "fit": asdict(fitted), "errors": errors, "draws": [asdict(draw) for draw in draws]}
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def main() -> None:
-    arguments = parse(sys.argv[1:])
-    torch.set_num_threads(1)
-    init_distributed()
-    stolen = Stolen()
-    draws = measure(arguments)
-    if torch.distributed.get_rank() == 0:
-        report(draws, arguments)
-        print(f"The machine's host took {stolen.share():.0%} of its cores.")
-    torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,16 +16,16 @@ from functools import partial
 
 import torch
 
+from benchmarks.arms import Arm, profiling_seconds, say, timed, turns
+from benchmarks.emulated import ALWAYS
+from benchmarks.emulation import BALANCERS
+from benchmarks.rows import Costs, Measured, Passes, Slice, rows
+from benchmarks.trained import Trained, settings_for, statics_of
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import Profile
-from scripts.benchmarks.arms import Arm, profiling_seconds, say, timed, turns
-from scripts.benchmarks.cases import Trained, settings_for, statics_of
-from scripts.benchmarks.emulated import ALWAYS
-from scripts.benchmarks.emulation import BALANCERS
-from scripts.benchmarks.rows import Costs, Measured, Passes, Slice, rows
-from scripts.simulation.loads import Case
-from scripts.simulation.runs import ARMS, STATICS
-from scripts.simulation.statics import Statics
+from simulation.loads import Case
+from simulation.runs import ARMS, STATICS
+from simulation.statics import Statics
 
 REFERENCE = "partition_time"
 NOT_KNOWN_YET: Passes = ((), ())

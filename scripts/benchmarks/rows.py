@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ds_dynmo.partitioners import PipelineModel, imbalance, loads, makespan, uniform
-from scripts.simulation.runs import ARMS, DYNAMIC, STATICS
-from scripts.simulation.statics import Statics, label
+from simulation.runs import ARMS, DYNAMIC, STATICS
+from simulation.statics import Statics, label
 
 OVERHEADS = ("profile", "decide", "migrate")
 Costs = tuple[float, float, float]  # seconds of OVERHEADS

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """A rank that becomes slower in mid-run: throughput before, then without DynMo, with it, and at best.
-
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmarks/slowed.py --rank 3 --factor 2
 
 Layers are alike and sleep; on one rank they begin to take ``factor`` times as long, as on an accelerator that gets too
 hot or that others use too. Nobody is told. Engines take turns of one interval each, decisions included: a static
@@ -12,22 +9,17 @@ the true speeds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
+from typing import Any
 
 import torch
 
+from benchmarks.arms import Arm, quietly, say, timed, turns
+from benchmarks.emulation import data, make_engine, set_loads, slow_down, told_seconds
 from ds_dynmo.partitioners import PipelineModel, makespan, uniform
-from scripts.benchmarks.arms import Arm, quietly, say, timed, turns
-from scripts.benchmarks.emulation import data, make_engine, set_loads, slow_down, told_seconds
-from scripts.simulation.loads import Phase
-from scripts.simulation.runs import DYNAMIC
-from scripts.startup import init_distributed
+from simulation.loads import Phase
+from simulation.runs import DYNAMIC
 
 ARMS = {
     "static": "static_uniform",
@@ -39,8 +31,7 @@ ARMS = {
 MOST_INTERVALS = 12  # that an engine trains on until it has settled
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=1, help="that becomes slow, default %(default)s")
     parser.add_argument("--factor", type=float, default=2.0, help="that its layers take longer, default %(default)s")
     parser.add_argument("--layers", type=int, default=32, help="default %(default)s")
@@ -48,9 +39,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, default %(default)s")
     parser.add_argument("--interval", type=int, default=4, help="of decisions, default %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each engine, default %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time every engine before and after the rank turns slow."""
+    ranks = torch.distributed.get_world_size()
+    if not 0 <= arguments.rank < ranks:
+        raise SystemExit(f"emulate.py slowed: --rank {arguments.rank}: there are {ranks} ranks")
+    return Slowed(arguments).measure()
 
 
 class Slowed:
@@ -107,7 +103,7 @@ class Slowed:
         start = uniform(self.arguments.layers, self.stages)
         return makespan(costs, self.stages, start=start, pipeline=pipeline)
 
-    def measure(self) -> dict[str, object]:
+    def measure(self) -> dict[str, Any]:
         """Before, then slowed down. Collective."""
         self.settle()
         before = self.time_all()
@@ -132,29 +128,12 @@ class Slowed:
         }
 
 
-def main() -> None:
-    arguments = parse(sys.argv[1:])
-    torch.set_num_threads(1)
-    init_distributed()
-    if not 0 <= arguments.rank < torch.distributed.get_world_size():
-        raise SystemExit(f"slowed.py: --rank {arguments.rank}: there are {torch.distributed.get_world_size()} ranks")
-    found = Slowed(arguments).measure()
-    if torch.distributed.get_rank() == 0:
+def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    print("\nthroughput, of the static partition's before; rank", arguments.rank, f"then takes x {arguments.factor:g}")
+    print(f"{'':<12}{'before':>9}{'during':>9}{'over static':>13}{'of oracle':>11}  moved after batches, to")
+    for name, row in found.items():
+        moved = ", ".join(map(str, row["moved_after_batches"])) or "-"
         print(
-            "\nthroughput, of the static partition's before; rank", arguments.rank, f"then takes x {arguments.factor:g}"
+            f"{name:<12}{row['before']:>9.2f}{row['during']:>9.2f}{row['over_static']:>13.2f}"
+            f"{row['share_of_oracle']:>11.2f}  {moved}: {row['partition']}"
         )
-        print(f"{'':<12}{'before':>9}{'during':>9}{'over static':>13}{'of oracle':>11}  moved after batches, to")
-        for name, row in found.items():
-            assert isinstance(row, dict)
-            moved = ", ".join(map(str, row["moved_after_batches"])) or "-"
-            print(
-                f"{name:<12}{row['before']:>9.2f}{row['during']:>9.2f}{row['over_static']:>13.2f}"
-                f"{row['share_of_oracle']:>11.2f}  {moved}: {row['partition']}"
-            )
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-    torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    main()

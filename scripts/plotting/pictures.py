@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from scripts.plotting.data import Loads, Record, Report, Rows, loads_around, quality
+from plotting.data import Loads, Record, Report, Rows, loads_around, quality
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8

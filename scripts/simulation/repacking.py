@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_dynmo.partitioners import balanced
-from scripts.simulation.loads.cases import Pruning
-from scripts.simulation.runs import Setting, Step, iteration
+from simulation.loads.cases import Pruning
+from simulation.runs import Setting, Step, iteration
 
 
 def repack_rows(num_layers: int, stages: Sequence[int], *, seeds: int) -> list[dict[str, Any]]:

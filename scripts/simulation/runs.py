@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_dynmo.partitioners import PipelineModel, balanced, diffusion, iteration_seconds, makespan, uniform
-from scripts.simulation.loads import Case, Phase
-from scripts.simulation.statics import STATIC, STATICS, Statics
+from simulation.loads import Case, Phase
+from simulation.statics import STATIC, STATICS, Statics
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]

@@ -14,7 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ds_dynmo.engine.files import record_writer
 from ds_dynmo.plan import Profile, RebalanceReport
-from scripts.training.options import Run
+from training.options import Run
 
 Record = Callable[[dict[str, Any]], None]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmark import parse
-from scripts.benchmarks.arms import engines_end_here
-from scripts.benchmarks.emulated import emulated_rows
-from scripts.simulation.loads import CASES
-from scripts.simulation.runs import ARMS, DYNAMIC
+from benchmark import parse
+from benchmarks.arms import engines_end_here
+from benchmarks.emulated import emulated_rows
+from simulation.loads import CASES
+from simulation.runs import ARMS, DYNAMIC
 from tests.distributed.harness import run
 
 NUMBERS = (

@@ -14,12 +14,12 @@ from deepspeed.pipe import PipelineModule
 import ds_dynmo
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import language_model_loss, model_layers
-from scripts.train import batches, build_cases, build_engine, train
-from scripts.training.options import RESUME_FILE, prepare
-from scripts.training.report import begin_report, record_nothing
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import state, whole
+from train import batches, build_cases, build_engine, train
+from training.options import RESUME_FILE, prepare
+from training.report import begin_report, record_nothing
 
 STEPS = 8
 

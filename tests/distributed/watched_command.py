@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from scripts.guard import guarded_group
+from guard import guarded_group
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = Path("/dev/shm")

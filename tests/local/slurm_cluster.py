@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.guard import guarded_group
+from guard import guarded_group
 
 CONFIGURATION = """
 ClusterName=test

@@ -5,22 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+import emulate
+from benchmark import check, parse
+from benchmarks.emulated import until_settled
+from benchmarks.emulation import EmulatedBlock
+from benchmarks.machine import Stolen
+from benchmarks.real import chosen
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
-from scripts.benchmark import asks_for_part, check, parse
-from scripts.benchmarks.emulated import until_settled
-from scripts.benchmarks.emulation import EmulatedBlock
-from scripts.benchmarks.machine import Stolen
-from scripts.benchmarks.real import chosen
-from scripts.simulation.loads import CASES
-from scripts.simulation.runs import ARMS
-from scripts.simulation.statics import Statics
+from simulation.loads import CASES
+from simulation.runs import ARMS
+from simulation.statics import Statics
 
 
-def test_a_part_is_asked_for_by_the_first_argument() -> None:
-    assert asks_for_part(["--local_rank=1", "freezing", "--compute", "sleep"])
-    assert not asks_for_part(["--local_rank=1", "--case", "freezing"])
-    assert not asks_for_part(["--local_rank=1"])
+@pytest.mark.parametrize("command", emulate.COMMANDS)
+def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
+    arguments = emulate.parse(["--local_rank=1", command, "--micro-batches", "3", "--json", "rows.json"])
+    assert (arguments.what, arguments.micro_batches, arguments.json.name) == (command, 3, "rows.json")
 
 
 @pytest.mark.parametrize(
@@ -103,5 +104,5 @@ def test_what_the_host_takes_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyP
     clock, stolen = iter([10.0, 14.0]), iter([100.0, 106.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    monkeypatch.setattr("scripts.benchmarks.machine._stolen_seconds", lambda: next(stolen))
+    monkeypatch.setattr("benchmarks.machine._stolen_seconds", lambda: next(stolen))
     assert Stolen().share() == 6 / (4 * 3)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import subprocess, sys
-from scripts.guard import guarded_group, scratch_folder
+from guard import guarded_group, scratch_folder
 
 with scratch_folder() as folder:
     (folder / "file").touch()
@@ -33,7 +33,7 @@ def test_nothing_is_left(ends: str) -> None:
     command = [sys.executable, "-c", PROGRAM, ends]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True
+        command, cwd=ROOT / "scripts", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True
     ) as program:
         assert program.stdin is not None and program.stdout is not None
         folder, _, leader = program.stdout.readline().rpartition(" ")

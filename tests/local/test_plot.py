@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+import plot
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
-from scripts import plot
-from scripts.plotting.data import (
+from plotting.data import (
     Report,
     costs,
     loads_around,
@@ -27,7 +27,7 @@ from scripts.plotting.data import (
     simulated,
     traced,
 )
-from scripts.plotting.html import rebalance_rows
+from plotting.html import rebalance_rows
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
@@ -269,11 +269,9 @@ def test_what_cannot_be_drawn_is_said(
     assert "give the report of a run, or --rows FILE" in capsys.readouterr().err
     assert plot.main(["--trace", "trace.json", "--rows", "rows.json"]) == 2
     assert "--trace trace.json: needs the report of the same run" in capsys.readouterr().err
-    for name in [
-        name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "scripts.plotting.pictures"
-    ]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "plotting.pictures"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("scripts.plotting.pictures", raising=False)
+    monkeypatch.delattr("plotting.pictures", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot.main([str(report), "--out", str(tmp_path / "never")]) == 2
     assert 'no matplotlib: install the extra "plots"' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""scripts/benchmarks/prediction.py: what is fitted, and what each prediction is made from."""
+"""scripts/emulate.py prediction: what is fitted, and what each prediction is made from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scripts.benchmarks.prediction import Draw, Fit, _by_stage, errors_of, fit
+from benchmarks.prediction import Draw, Fit, _by_stage, errors_of, fit
 
 MICRO_BATCHES = 4
 

@@ -15,7 +15,7 @@ import pytest
 
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
-from scripts.training.options import RESUME_FILE, Run, prepare
+from training.options import RESUME_FILE, Run, prepare
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}

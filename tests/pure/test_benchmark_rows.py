@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.benchmarks.rows import Measured, Slice, print_rows, rows
-from scripts.simulation.statics import STATICS, Statics
+from benchmarks.rows import Measured, Slice, print_rows, rows
+from simulation.statics import STATICS, Statics
 
 DENSE = ((1.0,) * 4, (2.0,) * 4)
 HALF = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 2.0, 2.0))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ds_dynmo.errors import ConfigError
-from scripts.simulation.loads import CASES, Phase, mean_over, recorded_phases
-from scripts.simulation.loads.cases import (
+from simulation.loads import CASES, Phase, mean_over, recorded_phases
+from simulation.loads.cases import (
     EarlyExit,
     Freezing,
     MixtureOfDepths,
@@ -21,7 +21,7 @@ from scripts.simulation.loads.cases import (
     fluctuating,
     retained,
 )
-from scripts.simulation.runs import STATIC, Setting, compare, steps_of
+from simulation.runs import STATIC, Setting, compare, steps_of
 
 
 def test_pruning_follows_the_schedule_of_zhu_and_gupta() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts import simulate
-from scripts.simulation.loads import CASES, Phase
-from scripts.simulation.repacking import repack_rows, sustained_stages
-from scripts.simulation.runs import (
+import simulate
+from simulation.loads import CASES, Phase
+from simulation.repacking import repack_rows, sustained_stages
+from simulation.runs import (
     DYNAMIC,
     STATIC,
     STATICS,
@@ -25,7 +25,7 @@ from scripts.simulation.runs import (
     replay,
     worth_it,
 )
-from scripts.simulation.statics import label
+from simulation.statics import label
 
 HALF_FROZEN = Phase.of((0, 0, 0, 0, 1, 1, 1, 1), 1000, trainable=(0, 0, 0, 0, 1, 1, 1, 1))
 

@@ -32,7 +32,7 @@ def test_a_skip_for_want_of_a_package_fails_in_ci(text: str, ci: str, code: int,
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)],
         cwd=tmp_path,
-        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "CI": ci, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])},
         capture_output=True,
         text=True,
     )

@@ -3,7 +3,7 @@
 Nothing here knows of engines, balancers or processes. All is deterministic by seed.
 """
 
-from scripts.simulation.loads.cases import CASES, Case
-from scripts.simulation.loads.phases import Phase, mean_over, recorded_phases
+from simulation.loads.cases import CASES, Case
+from simulation.loads.phases import Phase, mean_over, recorded_phases
 
 __all__ = ["CASES", "Case", "Phase", "mean_over", "recorded_phases"]

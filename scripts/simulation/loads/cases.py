@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scripts.simulation.loads.phases import ITERATIONS, Phase
+from simulation.loads.phases import ITERATIONS, Phase
 
 Floats = npt.NDArray[np.float64]
 

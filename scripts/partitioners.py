@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How close to the smallest bottleneck the decentralised balancer lands, and how long each balancer takes.
 
-    scripts/benchmarks/partitioners.py                 # both tables, 2000 instances a row; some minutes
-    scripts/benchmarks/partitioners.py --instances 100
-    scripts/benchmarks/partitioners.py --large         # also DeepSpeed's balancer on 1000 layers x 128 stages; minutes
+    scripts/partitioners.py                 # both tables, 2000 instances a row; some minutes
+    scripts/partitioners.py --instances 100
+    scripts/partitioners.py --large         # also DeepSpeed's balancer on 1000 layers x 128 stages; minutes
 
 Gaps are to the optimum that ``balanced`` finds; "pairs" is what neighbours reach by evening out alone. Odd instances
 start from the uniform partition, even ones from a random one.
@@ -14,13 +14,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ds_dynmo.partitioners import (
     MemoryModel,

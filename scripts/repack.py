@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What re-packing brings and costs.
 
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/benchmarks/repack.py phases --case pruning
-    OMP_NUM_THREADS=1 python scripts/benchmarks/repack.py restart
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/repack.py phases --case pruning
+    OMP_NUM_THREADS=1 python scripts/repack.py restart
 
 "phases": emulated layers sleep as long as the case's load model says in each phase of a run of 10,000 iterations. In
 every phase batches are timed on all stages, balanced; then on as many as the planner finds enough to be as fast as the
@@ -25,18 +25,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
-
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
-import ds_dynmo
-from scripts.benchmarks.arms import quietly, say, timed
-from scripts.benchmarks.emulation import data, make_engine, set_loads
-from scripts.guard import guarded_group, scratch_folder
-from scripts.simulation.loads import CASES, Phase
-from scripts.startup import init_distributed
+from benchmarks.arms import quietly, say, timed
+from benchmarks.emulation import data, make_engine, pipeline_engine, set_loads
+from guard import guarded_group, scratch_folder
+from simulation.loads import CASES, Phase
+from startup import init_distributed
 
 FEWER = 2  # stages, after a restart
 
@@ -193,20 +190,12 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def linear_engine(layers: int, width: int) -> Any:
     """Real layers, with AdamW's state: 12 bytes a parameter beside its gradient."""
-    module = PipelineModule(
-        layers=[LayerSpec(nn.Linear, width, width) for _ in range(layers)],
-        num_stages=torch.distributed.get_world_size(),
-        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
-        partition_method="uniform",
+    return pipeline_engine(
+        [LayerSpec(nn.Linear, width, width) for _ in range(layers)],
+        micro_batches=8,
+        dynmo={"interval": 0, "log": False, "repack": {"release": "park"}},
+        gradient_clipping=1.0,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 8,
-        "steps_per_print": None,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "dynmo": {"interval": 0, "log": False, "repack": {"release": "park"}},
-    }
-    return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
 
 
 def ones(width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

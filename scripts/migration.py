@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What moving layers costs, as ratios measured side by side in one run of two stages.
 
-    deepspeed --num_gpus 2 scripts/benchmarks/migration.py --precision fp32
-    deepspeed --num_gpus 2 scripts/benchmarks/migration.py --precision bf16-zero1 --stage-parameters 50
+    deepspeed --num_gpus 2 scripts/migration.py --precision fp32
+    deepspeed --num_gpus 2 scripts/migration.py --precision bf16-zero1 --stage-parameters 50
 
 Three figures: the bandwidth of a move over that of a raw send and receive of the same bytes; a rebalance that
 moves nothing over two collectives of a fixed size; the optimizer's part of a move, for the state that stays, over
@@ -15,22 +15,20 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the launcher runs this file by its path
-
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
-import ds_dynmo
-from scripts.startup import init_distributed
+from benchmarks.arms import timed
+from benchmarks.emulation import pipeline_engine
+from startup import init_distributed
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -54,22 +52,14 @@ class Weights(nn.Module):
 
 def make_engine(counts: list[int], boundary: int, precision: str) -> Any:
     """An engine of two stages over layers of ``counts`` parameters, which has trained one batch."""
-    module = PipelineModule(
-        layers=[LayerSpec(Weights, count) for count in counts],
-        num_stages=2,
-        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
-        partition_method="uniform",
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "dynmo": {"interval": 0, "initial_partition": [0, boundary, len(counts)]},
+    engine = pipeline_engine(
+        [LayerSpec(Weights, count) for count in counts],
+        micro_batches=2,
+        dynmo={"interval": 0, "initial_partition": [0, boundary, len(counts)]},
+        gradient_clipping=1.0,
+        zero_allow_untested_optimizer=True,
         **PRECISIONS[precision],
-    }
-    engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+    )
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     engine.train_batch(batches(dtype))
     return engine
@@ -79,14 +69,6 @@ def batches(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     hidden = torch.ones(1, 8, dtype=dtype)
     while True:
         yield hidden, hidden + 1
-
-
-def timed(function: Callable[[], Any]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    function()
-    dist.barrier()
-    return time.perf_counter() - began
 
 
 def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 
 "pruned_linear" is one linear layer alone, 1024 x 1024 for 512 tokens.
 
-    OMP_NUM_THREADS=1 python scripts/benchmarks/layers.py freezing
-    OMP_NUM_THREADS=1 python scripts/benchmarks/layers.py --json layers.json
+    OMP_NUM_THREADS=1 python scripts/layers.py freezing
+    OMP_NUM_THREADS=1 python scripts/layers.py --json layers.json
 
 Per case a table: its setting, the block's load signal, and seconds of forward and backward over the dense block's.
 The two are timed in turns in one run; medians are shown. ``--json FILE`` writes them too.
@@ -15,15 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
