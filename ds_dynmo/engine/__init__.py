@@ -21,8 +21,13 @@ def __getattr__(name: str) -> Any:
 
         return DynMoPipelineEngine
     if name == "initialize":
-        from ds_dynmo.engine.initialization import initialize
+        try:
+            from ds_dynmo.engine.initialization import initialize
+        except ImportError:
+            from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
 
+            check_deepspeed()  # says what DeepSpeed lacks
+            raise
         return initialize
     if name == "skip_shm_operator":
         from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import CodeType
 
@@ -54,6 +56,17 @@ def test_a_version_that_was_not_tried_is_named(version: str, monkeypatch: pytest
 def test_a_version_in_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     probe.check_deepspeed()
+
+
+def test_one_that_is_missing_where_the_engine_is_imported_is_named() -> None:
+    code = (
+        "import deepspeed.utils.debug as debug, ds_dynmo\n"
+        "del debug.debug_clear_module_and_param_names\n"
+        "try:\n    ds_dynmo.initialize\n"
+        "except ds_dynmo.ConfigError as error:\n    print('refused:', error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert "has no deepspeed.utils.debug.debug_clear_module_and_param_names. " in done.stdout, done.stderr
 
 
 def test_what_gets_installed_is_in_range() -> None:

@@ -95,7 +95,7 @@ NEEDED: tuple[Name, ...] = (
     # Optimizer wrappers.
     *_of(
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
-        "_grad_acc_hooks _hp_optimizer_states_linked _param_slice_mappings bf16_groups bf16_groups_flat "
+        "_grad_acc_hooks _hp_grad _hp_optimizer_states_linked _param_slice_mappings bf16_groups bf16_groups_flat "
         "bf16_partitioned_groups dp_process_group fp32_groups_actual_gradients_flat "
         "fp32_groups_flat_partition fp32_groups_gradient_dict fp32_groups_gradient_flat_partition "
         "fp32_groups_gradients fp32_groups_gradients_flat fp32_groups_has_gradients grad_acc_dtype group_paddings "
@@ -155,6 +155,14 @@ NEEDED: tuple[Name, ...] = (
     ),
     # Files, and the operator for shared memory.
     *_of("deepspeed.utils.tensor_fragment", "fragment_address"),
+    *_of("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    *_of(
+        "deepspeed.checkpoint.constants",
+        "PIPELINE_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+        "UNIVERSAL_CHECKPOINT_VERSION_VALUE",
+    ),
+    *_of("deepspeed.moe.experts", "Experts"),
+    *_of("deepspeed.utils.logging", "LoggerFactory warning_once"),
     *_of("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler LossScaler"),
     *_of("deepspeed.comm.comm", "cdb"),
     *_of("deepspeed.comm.torch", "", build_shm_op=""),
