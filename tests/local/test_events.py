@@ -1,0 +1,55 @@
+"""One place publishes, whoever has to know has subscribed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ds_dynmo.engine.events import AroundSchedule, Event, Timeline
+
+
+def test_subscribers_hear_in_the_order_in_which_they_subscribed() -> None:
+    event: Event[int] = Event()
+    heard: list[tuple[str, int]] = []
+    event.publish(0)
+    for name in ("profiler", "executor"):
+        event.subscribe(f"{name} keeps numbers", lambda number, name=name: heard.append((name, number)))
+    event.publish(1)
+    assert heard == [("profiler", 1), ("executor", 1)]
+    assert event.reasons == ["profiler keeps numbers", "executor keeps numbers"]
+
+
+def test_a_schedule_runs_inside_whatever_was_added_even_if_it_fails() -> None:
+    around, seen = AroundSchedule(), []
+
+    @contextmanager
+    def entered(training: bool) -> Iterator[None]:
+        seen.append(training)
+        try:
+            yield
+        finally:
+            seen.append("left")
+
+    around.add(entered)
+    with pytest.raises(RuntimeError, match="stop"), around(True):
+        raise RuntimeError("stop")
+    with around(False):
+        pass
+    assert seen == [True, "left", False, "left"]
+
+
+def test_phases_are_recorded_where_somebody_records() -> None:
+    timeline, phases = Timeline(), []
+
+    @contextmanager
+    def record(category: str, name: str) -> Iterator[None]:
+        phases.append((category, name))
+        yield
+
+    with timeline.phase("decide", "nobody hears of it"):
+        timeline.record = record
+    with timeline.phase("migrate", "migrate"):
+        pass
+    assert phases == [("migrate", "migrate")]
