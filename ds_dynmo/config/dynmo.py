@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ds_dynmo.config.block import Block
 from ds_dynmo.config.explain import suggest
@@ -68,7 +68,9 @@ class DynMoConfig(Block):
         default=None, ge=0, description="last such step, at least start_step; null: no last one"
     )
     balancer: str = Field(
-        default="partition", description="partition, diffusion, makespan, or the name of a registered balancer"
+        default="makespan",
+        description="makespan, partition, diffusion, or the name of a registered balancer; where parameters are "
+        "balanced, partition is the default",
     )
     balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
     decentralized: bool = Field(
@@ -120,6 +122,14 @@ class DynMoConfig(Block):
     log: bool = Field(default=True, description="one line per rebalance on rank 0")
     monitor: bool = Field(default=True, description="numbers to DeepSpeed's monitor under DynMo/")
     trace: TraceConfig | None = Field(default=None, description="the measured timeline of some batches; null: none")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_balancer(cls, block: Any) -> Any:
+        """Choose "makespan" for time, the paper's "partition" for parameters."""
+        if isinstance(block, dict) and block.get("balancer") is None:
+            return {**block, "balancer": "partition" if block.get("balance_by") == "parameters" else "makespan"}
+        return block
 
     @field_validator("stop_step")
     @classmethod

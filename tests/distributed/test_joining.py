@@ -119,7 +119,7 @@ def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
         "the layers": replace(case, blocks=4),
         "beside the stages": replace(case, replicas=2),
         '"gradient_clipping" in the configuration': replace(case, clip=0.5),
-        '"dynmo" in the configuration': replace(case, dynmo={**ACCEPTS_JOINS, "balancer": "makespan"}),
+        '"dynmo" in the configuration': replace(case, dynmo={**ACCEPTS_JOINS, "balancer": "partition"}),
     }
 
     def look() -> list[list[Any]]:

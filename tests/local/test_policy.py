@@ -22,7 +22,8 @@ from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 
 
 def config(**block: Any) -> DynMoConfig:
-    return parse_block(DynMoConfig, block, "dynmo")
+    """The balancer is "partition" unless the block says another."""
+    return parse_block(DynMoConfig, {"balancer": "partition", **block}, "dynmo")
 
 
 def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:

@@ -83,7 +83,7 @@ def test_a_block_cannot_be_changed() -> None:
         ("stop_step", -1, "greater than or equal to 0"),
         ("balancer", 3, "valid string"),
         ("balance_by", "memory", "'time' or 'parameters'"),
-        ("decentralized", True, 'needs balancer "diffusion", not "partition"'),
+        ("decentralized", True, 'needs balancer "diffusion", not "makespan"'),
         ("profile", 3, "an object"),
         ("min_improvement", 1, "less than 1"),
         ("min_improvement", float("nan"), "finite"),
@@ -163,6 +163,12 @@ def test_balancers_that_come_with_the_package(balancer: str) -> None:
 def test_the_old_name_of_makespan_still_works() -> None:
     with pytest.warns(DeprecationWarning, match='balancer "schedule" is called "makespan" now: write "makespan"'):
         assert read(balancer="schedule").balancer == "makespan"
+
+
+def test_the_default_balancer_follows_what_is_balanced() -> None:
+    assert read().balancer == read(balance_by="time").balancer == "makespan"
+    assert read(balance_by="parameters").balancer == "partition"
+    assert read(balance_by="parameters", balancer="diffusion").balancer == "diffusion"
 
 
 def test_an_unknown_balancer_gets_the_nearest_name() -> None:
