@@ -24,6 +24,7 @@ from ds_dynmo.engine.optimizer.binding import OptimizerBinding
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.state import OptimizerState
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.placement import Placement
 
 
 class DeepSpeedPipeline(Protocol):
@@ -109,9 +110,14 @@ class StageContext:
         return self.optimizer.state
 
     @property
+    def placement(self) -> Placement:
+        """Where all layers of the model are."""
+        return self.layers.placement
+
+    @property
     def partition(self) -> tuple[int, ...]:
         """The boundaries in force."""
-        return tuple(int(bound) for bound in self.engine.module.parts)
+        return self.placement.boundaries
 
     def connect_replicas(self) -> None:
         """Tell the layers of this stage, where they ask for it, who its data-parallel replicas are."""
@@ -119,7 +125,7 @@ class StageContext:
 
     def publish_move(self, *, stages_changed: bool = False) -> None:
         """Tell whoever has to know that the layers of this stage are others now."""
-        self.layers_moved.publish(LayersMoved(self.layers.placement, self.engine.global_steps, stages_changed))
+        self.layers_moved.publish(LayersMoved(self.placement, self.engine.global_steps, stages_changed))
 
 
 def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:

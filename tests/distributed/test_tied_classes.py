@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
-from ds_dynmo.engine.checkpoint.universal import universal_info
+from ds_dynmo.engine.checkpoint.context import universal_info
 from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support.checkpoints import pipeline, train_on
@@ -116,7 +116,7 @@ def marks(case: Case, way: str, move: Sequence[int] | None = None) -> list[tuple
     engine = build(case, WAYS[way])
     if move is not None:
         engine.rebalance(move)
-    info = universal_info(engine)[UNIVERSAL_CHECKPOINT_INFO]
+    info = universal_info(engine, engine.stage)[UNIVERSAL_CHECKPOINT_INFO]
     patterns = info[PIPELINE_REPLICATED_PARAMETER_PATTERNS]
     return [
         (name, parameter.ds_pipe_replicated, any(re.match(pattern, name) for pattern in patterns))

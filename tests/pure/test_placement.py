@@ -134,7 +134,7 @@ BOUNDARIES = {"partition", "parts", "boundaries", "bounds", "old_partition", "ne
 def arithmetic(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of ``p[s]``, ``zip(p, p[1:])`` and ``len(p) - 1`` of what is called as boundaries are.
 
-    And of ``p[s : s + 2]``, whatever ``p`` is called.
+    And of ``p[s : s + 2]``, and of ``p[s]`` and ``p[s + 1]`` in one function, whatever ``p`` is called.
     """
     for node in ast.walk(tree):
         found = False
@@ -144,8 +144,15 @@ def arithmetic(tree: ast.AST) -> Iterator[tuple[int, str]]:
             found = any(named(argument) in BOUNDARIES for argument in node.args)
         elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.Call) and named(node.left.func) == "len":
             found = isinstance(node.op, ast.Sub) and named(node.left.args[0]) in BOUNDARIES
+        elif isinstance(node, ast.FunctionDef):
+            indexed = {(ast.unparse(each.value), ast.unparse(each.slice)) for each in subscripts(node)}
+            found = any((of, f"{index} + 1") in indexed for of, index in indexed)
         if found:
-            yield node.lineno, ast.unparse(node)
+            yield node.lineno, ast.unparse(node).splitlines()[0]
+
+
+def subscripts(tree: ast.AST) -> list[ast.Subscript]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
 
 
 def named(node: ast.AST) -> str:

@@ -6,14 +6,12 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from ds_dynmo.engine.checkpoint.context import CheckpointContext
-from ds_dynmo.engine.checkpoint.kinds import optimizer_files
+from ds_dynmo.engine.checkpoint.context import CheckpointContext, together, universal_info
+from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, install
 from ds_dynmo.engine.checkpoint.layout import Manifest
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_random_states
-from ds_dynmo.engine.checkpoint.together import together
-from ds_dynmo.engine.checkpoint.universal import universal_info
 from ds_dynmo.engine.deepspeed_adapter import files
 
 
@@ -79,8 +77,8 @@ def _put_progress(context: CheckpointContext, manifest: Manifest, loaded: Loaded
         engine.global_samples = common.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = common["skipped_steps"]
         if not manifest.stock:
-            stays = tuple(manifest.partition) == context.stage.partition
-            context.progress.restore_counters(manifest.state, same_partition=stays)
+            stays = manifest.placement == context.stage.placement
+            context.progress.restore_counters(manifest.state, same_placement=stays)
     files.note_degrees(engine, common, tensor_parallel=not options.module_only)
     if loaded.random is not None:
         restore_random_states(loaded.random)

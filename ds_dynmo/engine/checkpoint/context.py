@@ -1,16 +1,23 @@
-"""What a checkpoint is written from, and loaded into."""
+"""What a checkpoint is written from and loaded into, and what all its parts use."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
+from ds_dynmo.engine.checkpoint.layout import SliceLayout, StageLayout, layer_file
 from ds_dynmo.engine.checkpoint.progress import Progress
+from ds_dynmo.engine.deepspeed_adapter.files import slice_number, universal_information, writes_optimizer_shards
 from ds_dynmo.engine.migration.references import References
 from ds_dynmo.engine.pipeline.trainable import TrainableLayers
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,3 +40,54 @@ class CheckpointContext:
     trainable: TrainableLayers
     progress: Progress
     generation: int
+
+
+def together(comm: Any, function: Callable[[], T]) -> T:
+    """``function()`` of this rank, once every rank is done with its own. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if any rank's ``function`` raised.
+    """
+    failure: Exception | None = None
+    value: Any = None
+    try:
+        value = function()
+    except Exception as error:  # the others wait, and have to hear of it
+        failure = error
+    failures = comm.gather_objects(None if failure is None else _text(failure))
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}: {text}") from failure
+    result: T = value
+    return result
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
+    """A layout of this rank's stage and layers alone; ``stage`` says what is in its optimizer files."""
+    layers, slice_index = context.stage.layers, context.engine.grid.get_slice_parallel_rank()
+    own = layers.counted_modules()
+    stored = {index: layers.stored_use(index) for index in own}
+    return SliceLayout(
+        stages=(stage,),
+        numbers=(slice_number(context.engine),),
+        shapes={index: context.origin.layers[index].shapes for index in own},
+        weights={
+            index: layer_file(index, 0, slice_index) if use is None else layers.file_name(use)
+            for index, use in stored.items()
+        },
+    )
+
+
+def universal_info(engine: Any, stage: StageContext) -> dict[str, Any]:
+    """What DeepSpeed's conversion to a universal checkpoint asks the client for: a weight may be on several stages."""
+    if not writes_optimizer_shards(engine):
+        return {}
+    tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in stage.layers.tied_keys()]
+    for tie in stage.layers.own_uses:  # a later use may have the weight by another name, and weights of its own
+        names = tie.weights[tie.uses[0]]
+        tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]
+    return universal_information(tied)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.checkpoint.layout import FLAT, Key, Slot, StageLayout, flat_file, fragments, stage_file
-from ds_dynmo.engine.checkpoint.optimizer_files import Named, Saved, in_memory
+from ds_dynmo.engine.checkpoint.optimizer_files import Named, OptimizerFiles, PerParameter, Saved, in_memory
 from ds_dynmo.engine.optimizer.flat_layout import MASTER, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import Pieces
 from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
+from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import CheckpointError
 
 
@@ -90,7 +91,7 @@ class FlatFiles:
                         raise CheckpointError(
                             f"{saved.path(_rank_file(saved, source, fragment.shard))}: {name} of parameter group "
                             f"{slot.group} has {tensor.numel()} elements, expected {fragment.stop} at least: layer "
-                            f"{slot.layer}'s {slot.name} under the partition {list(saved.manifest.partition)}"
+                            f"{slot.layer}'s {slot.name} under the partition {saved.manifest.placement}"
                         )
                     rows.setdefault(name, []).append((fragment.destination, tensor[fragment.start : fragment.stop]))
             loaded.pieces[key] = rows
@@ -195,3 +196,10 @@ def _rank_file(saved: Saved, stage: int, shard: int) -> str:
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 1
+
+
+def optimizer_files(stage: StageContext) -> OptimizerFiles:
+    """The implementation that suits the optimizer of a stage."""
+    if isinstance(stage.state, FlatState):
+        return FlatFiles(stage.state, stage.engine.device, stage.optimizer.name_parameters)
+    return PerParameter(stage.engine.basic_optimizer, stage.engine.device)

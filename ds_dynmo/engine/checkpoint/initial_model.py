@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.checkpoint.kinds import optimizer_files
+from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import StageLayout
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.placement import Placement
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
@@ -82,12 +83,12 @@ class InitialModelSpec:
     """The whole model as it was built.
 
     Attributes:
-        partition: boundaries that its PipelineModule was constructed with.
+        placement: that its PipelineModule was constructed with.
         layers: every layer with a module, one that is tied whole under its first use: this rank's slice of it.
-        layout: what DeepSpeed would write of this rank's stage at that partition.
+        layout: what DeepSpeed would write of this rank's stage at that placement.
     """
 
-    partition: tuple[int, ...]
+    placement: Placement
     layers: dict[int, LayerOrigin]
     layout: StageLayout
 
@@ -108,11 +109,11 @@ class InitialModelSpec:
         every = stage.comm.gather_objects((mine, described))
         of_slice = [found for slice_index, found in every if slice_index == mine]
         whole = {index: origin for found in of_slice for index, origin in found.items()}
-        return cls(stage.partition, dict(sorted(whole.items())), _layout(stage))
+        return cls(stage.placement, dict(sorted(whole.items())), _layout(stage))
 
     def with_optimizer(self, stage: StageContext) -> InitialModelSpec:
         """The same with the optimizer that was given since; layers that moved before stay as described."""
-        return replace(self, layout=_layout(stage)) if stage.partition == self.partition else self
+        return replace(self, layout=_layout(stage)) if stage.placement == self.placement else self
 
 
 def _layout(stage: StageContext) -> StageLayout:

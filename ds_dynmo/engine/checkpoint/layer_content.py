@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_dynmo.engine.checkpoint.compact import compact
 from ds_dynmo.engine.checkpoint.initial_model import (
     IsShared,
     LayerOrigin,
@@ -17,7 +17,11 @@ from ds_dynmo.engine.checkpoint.initial_model import (
     is_its_own,
     plain_attributes,
 )
+from ds_dynmo.engine.checkpoint.layout import Key
+from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState
+from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed_adapter.module import is_split
+from ds_dynmo.engine.optimizer.state import OptimizerState
 from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
@@ -224,3 +228,56 @@ def _assign(subs: dict[str, nn.Module], name: str, parameter: nn.Parameter | Non
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def compact(value: Any) -> Any:
+    """``value`` with copies of all tensors in it that are parts of something larger.
+
+    ``torch.save`` writes the whole memory that a tensor lies in: of a weight, or of a view of one, that is the flat
+    buffer of a stage. What is one tensor in two places stays one.
+    """
+    return _compact(value, {})
+
+
+def _compact(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes:
+            return copies.setdefault(id(value), value.detach().clone())
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_compact(item, copies) for item in value)
+    if type(value) is dict:
+        return {key: _compact(item, copies) for key, item in value.items()}
+    return value
+
+
+# -- parameters of which every replica has others ----------------------------------------------------
+
+
+_OWN = "replica_own"
+
+
+def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
+    """``extras`` of a layer with weights and optimizer state of the parameters that are this replica's own."""
+    own = {name: parameter for name, parameter in module.named_parameters() if is_own(parameter)}
+    content = {name: {"weight": p.detach(), "state": state.state_of(p)} for name, p in own.items()}
+    return {**extras, _OWN: compact(content)} if own else extras
+
+
+def own_weights(layer: LoadedLayer) -> LoadedLayer:
+    """``layer`` with this replica's weights where DeepSpeed's file has another's."""
+    weights = {name: content["weight"] for name, content in _own(layer)}
+    return LoadedLayer({**layer.state, **weights}, layer.extras) if weights else layer
+
+
+def own_optimizer_state(layer: int, loaded: LoadedLayer, optimizer: LoadedState) -> None:
+    """Put this replica's state into ``optimizer``, where DeepSpeed's file has another's. ``layer``: its number."""
+    for name, content in _own(loaded):
+        key: Key = (layer, name)
+        optimizer.state.pop(key, None)
+        if content["state"]:
+            optimizer.state[key] = content["state"]
+
+
+def _own(layer: LoadedLayer) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from (layer.extras or {}).get(_OWN, {}).items()

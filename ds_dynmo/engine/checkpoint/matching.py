@@ -1,25 +1,27 @@
-"""Is a checkpoint one of this model and optimizer? And what a checkpoint of stock DeepSpeed's has to look like."""
+"""Check that a checkpoint is of this model and optimizer, and find which of its files belong to a layer."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from ds_dynmo.engine.checkpoint.applying import LoadOptions
 from ds_dynmo.engine.checkpoint.context import CheckpointContext
-from ds_dynmo.engine.checkpoint.kinds import optimizer_files
+from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
+from ds_dynmo.engine.checkpoint.initial_model import LayerOrigin
 from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, stage_file
-from ds_dynmo.engine.checkpoint.replica_files import check_replicas
-from ds_dynmo.engine.checkpoint.tied_files import saved_as
+from ds_dynmo.engine.checkpoint.optimizer_files import Saved
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.placement import Placement
 
 
 def check_model(context: CheckpointContext, manifest: Manifest, path: str, options: LoadOptions) -> None:
     """Was it written by an engine like this one?"""
     _check_slices(context, len(manifest.slices), path)
-    check_replicas(manifest, context.engine.grid.get_data_parallel_world_size(), context.stage.replicas_differ, path)
+    _check_replicas(manifest, context.engine.grid.get_data_parallel_world_size(), context.stage.replicas_differ, path)
     num_layers = context.stage.layers.num_layers
     if manifest.placement.num_layers != num_layers:
         raise CheckpointError(f"{path}: a model of {manifest.placement.num_layers} layers, expected {num_layers}")
@@ -95,7 +97,7 @@ def stock_manifest(
             f"{MANIFEST} optimizer state loads at the same number of stages only; load_module_only=True loads weights"
         )
     return Manifest(
-        placement=Placement.chain(context.origin.partition),
+        placement=context.origin.placement,
         replicas=0,
         optimizer=optimizer_files(context.stage).kind,
         optimizer_class="",
@@ -104,3 +106,62 @@ def stock_manifest(
         files={},
         state={},
     )
+
+
+def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) -> None:
+    """Refuse another number of replicas where they differ, as saved or here (``differ``).
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    if (manifest.replicas_differ or differ) and manifest.replicas != replicas:
+        raise CheckpointError(
+            f"{path}: written with {manifest.replicas} data-parallel replicas, expected {replicas}: each holds "
+            "parameters of its own (such as its share of experts), which are not shared out anew"
+        )
+
+
+# -- which files are loaded into layers that share weights by a key -----------------------------------
+
+
+def saved_as(layers: StageLayers, layout: SliceLayout, index: int) -> int:
+    """The number by which a checkpoint has what belongs to layer ``index``.
+
+    Where the checkpoint has one module for all uses of a key, as when two of them were on one stage when that pipeline
+    was built, and uses are alike, that is the first use.
+    """
+    tie = layers.tie_of(index)
+    if tie is None:
+        return layers.first_use(index)
+    return index if index in layout.weights or not tie.alike else tie.uses[0]
+
+
+def stock_state_of_use(
+    saved: Saved, layers: StageLayers, index: int, origins: Mapping[int, LayerOrigin]
+) -> tuple[str, dict[str, Any], bool]:
+    """The file for layer ``index`` among those of stock DeepSpeed, its state of that layer, and whether that is all.
+
+    As in DeepSpeed, all uses take the tied weights of the first that has a file. A use that has none itself takes
+    all of that one's if they are alike, else its own weights stay what they are.
+    """
+    tie, files = layers.tie_of(index), saved.layout.weights
+    assert tie is not None
+    source = next((use for use in tie.uses if layers.stored_use(use) is not None), index)
+    first = _state(saved, files[source])
+    if source == index or (layers.stored_use(index) is None and tie.alike):
+        return files[source], first, True
+    has_file = layers.stored_use(index) is not None
+    own = dict(_state(saved, files[index])) if has_file else {}
+    for name, there in zip(tie.weights[index], tie.weights[source], strict=True):
+        if there not in first:
+            raise CheckpointError(f"{saved.path(files[source])}: lacks {there}")
+        own[name] = first[there]
+        own.update({alias: first[there] for alias, of in origins[index].aliases.items() if of == name and alias in own})
+    return files[index if has_file else source], own, has_file
+
+
+def _state(saved: Saved, name: str) -> dict[str, Any]:
+    state = saved.read(name)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{saved.path(name)}: holds a {type(state).__name__}, expected the state_dict of a layer")
+    return state

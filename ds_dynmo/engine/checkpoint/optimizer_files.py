@@ -150,7 +150,7 @@ class PerParameter:
             if not set(expected) <= set(found) or (saved.manifest.stock and len(found) != len(expected)):
                 raise CheckpointError(
                     f"{path}: parameter group {number} has {len(found)} parameters, expected {len(expected)}: those of "
-                    f"stage {stage} under the partition {list(saved.manifest.partition)}"
+                    f"stage {stage} under the partition {saved.manifest.placement}"
                 )
         return {number: options_of(group) for number, group in zip(numbers, groups)}
 
@@ -217,5 +217,5 @@ def _check_shapes(state: Any, shape: list[int] | None, saved: Saved, stage: int,
             raise CheckpointError(
                 f"{saved.path(_name(saved, stage))}: {what} of parameter {slot.index} has shape {list(value.shape)}, "
                 f"expected {shape}: layer {slot.layer}'s {slot.name} under the partition "
-                f"{list(saved.manifest.partition)}"
+                f"{saved.manifest.placement}"
             )

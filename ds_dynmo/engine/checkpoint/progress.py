@@ -36,11 +36,11 @@ class Progress:
             "experience": balancer.cost_model.state_dict(),
         }
 
-    def restore_counters(self, saved: dict[str, Any], *, same_partition: bool) -> None:
-        """Put back :meth:`counters`; when to decide, and what was learnt for it, at the saved partition alone."""
+    def restore_counters(self, saved: dict[str, Any], *, same_placement: bool) -> None:
+        """Put back :meth:`counters`; when to decide, and what was learnt for it, at the saved placement alone."""
         balancer = self._balancer
         set_micro_batch_counters(self._engine, saved)
-        if same_partition:
+        if same_placement:
             balancer.last_move_step = saved["last_move_step"]
             balancer.trigger.load_state_dict(saved["controller"])
             balancer.cost_model.load_state_dict(saved["experience"])
@@ -60,7 +60,7 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where :meth:`state_dict` was taken."""
         set_shared_counters(self._engine, state["shared"])
-        self.restore_counters(state["counters"], same_partition=True)
+        self.restore_counters(state["counters"], same_placement=True)
         self._balancer.profile = state["profile"]
         self._trainable.load_state_dict(state["trainable"])
 

@@ -11,9 +11,16 @@ from deepspeed.utils import logger
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.engine.checkpoint.applying import Loaded, LoadOptions, apply, client_state_of
-from ds_dynmo.engine.checkpoint.context import CheckpointContext
-from ds_dynmo.engine.checkpoint.kinds import optimizer_files
-from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, Shapes, check_state, present_shapes
+from ds_dynmo.engine.checkpoint.context import CheckpointContext, own_layout, together
+from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
+from ds_dynmo.engine.checkpoint.layer_content import (
+    LoadedLayer,
+    Shapes,
+    check_state,
+    own_optimizer_state,
+    own_weights,
+    present_shapes,
+)
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
     Key,
@@ -24,12 +31,8 @@ from ds_dynmo.engine.checkpoint.layout import (
     rank_file,
     stage_file,
 )
-from ds_dynmo.engine.checkpoint.matching import check_model, stock_manifest
-from ds_dynmo.engine.checkpoint.own_layout import own_layout
-from ds_dynmo.engine.checkpoint.replica_files import own_optimizer_state, own_weights
+from ds_dynmo.engine.checkpoint.matching import check_model, saved_as, stock_manifest, stock_state_of_use
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
-from ds_dynmo.engine.checkpoint.tied_files import saved_as, stock_state_of_use
-from ds_dynmo.engine.checkpoint.together import together
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.placement import Placement
 
@@ -94,8 +97,8 @@ def load(
     target = _target(context, saved.manifest, options)
     present = _gather_shapes(context)
     loaded = together(comm, lambda: _read(context, saved, target, present, options))
-    if list(target) != list(context.stage.partition):
-        context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
+    if target != context.stage.placement:
+        context.balancer.go_to(target.boundaries, Request(Reason.CHECKPOINT), settles=False)
     try:
         apply(context, saved.manifest, loaded, options)
     except Exception as error:
@@ -154,14 +157,14 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
     return SavedCheckpoint(folder, together(comm, parse), slice_index)
 
 
-def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> tuple[int, ...]:
-    """Where the ranks go before they load: to the saved partition if it is one for them."""
+def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
+    """Where the ranks go before they load: to the saved placement if it is one for them."""
     adopts = manifest.num_stages == context.engine.num_stages and (
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
     if manifest.stock:
         adopts = not options.module_only
-    return manifest.partition if adopts else context.stage.partition
+    return manifest.placement if adopts else context.stage.placement
 
 
 def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
@@ -181,11 +184,11 @@ def _gather_shapes(context: CheckpointContext) -> dict[int, Shapes]:
 def _read(
     context: CheckpointContext,
     saved: SavedCheckpoint,
-    target: tuple[int, ...],
+    target: Placement,
     present: dict[int, Shapes],
     options: LoadOptions,
 ) -> Loaded:
-    """Everything that this rank needs under the partition ``target``. Nothing changes."""
+    """Everything that this rank needs under ``target``. Nothing changes."""
     manifest, stage = saved.manifest, context.engine.stage_id
     layers, origins = context.stage.layers, context.origin.layers
     replica, slice_index = context.engine.grid.get_data_parallel_id(), saved.slice_index
@@ -199,9 +202,9 @@ def _read(
         raise CheckpointError(f"{saved.path(first)}: lacks {sorted(lacking)}")
     found: dict[int, LoadedLayer] = {}
     wanted: dict[Key, Key] = {}
-    for index in range(target[stage], target[stage + 1]):
+    for index in target.layers_of(stage):
         name = layers.first_use(index)
-        if name not in origins or not layers.owner(index, Placement.chain(target)):
+        if name not in origins or not layers.owner(index, target):
             continue
         old = saved_as(layers, saved.layout, name)
         extras, strict = None, options.strict

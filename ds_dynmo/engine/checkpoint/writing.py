@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.checkpoint.context import CheckpointContext
-from ds_dynmo.engine.checkpoint.flat_files import FlatFiles
+from ds_dynmo.engine.checkpoint.context import CheckpointContext, own_layout, together, universal_info
+from ds_dynmo.engine.checkpoint.flat_files import FlatFiles, optimizer_files
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
-from ds_dynmo.engine.checkpoint.kinds import optimizer_files
-from ds_dynmo.engine.checkpoint.layer_content import extras_of
+from ds_dynmo.engine.checkpoint.layer_content import add_own, extras_of
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -23,12 +22,8 @@ from ds_dynmo.engine.checkpoint.layout import (
     rank_file,
 )
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
-from ds_dynmo.engine.checkpoint.own_layout import own_layout
 from ds_dynmo.engine.checkpoint.progress import random_states
-from ds_dynmo.engine.checkpoint.replica_files import add_own
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
-from ds_dynmo.engine.checkpoint.together import together
-from ds_dynmo.engine.checkpoint.universal import universal_info
 from ds_dynmo.engine.deepspeed_adapter import files
 from ds_dynmo.errors import CheckpointError, ConfigError
 

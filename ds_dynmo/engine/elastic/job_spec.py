@@ -26,7 +26,6 @@ from ds_dynmo.engine.deepspeed_adapter.settings import settings_of
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.placement import Placement
 
 _JOB = "ds_dynmo/job"  # in the store of a launch: the name of the job that it runs now
 _FORMAT = 3  # of what ranks of several launches send each other
@@ -60,7 +59,6 @@ def job_spec_of(stage: StageContext, world: World, initial_model: InitialModelSp
     settings = {key: value for key, value in settings_of(stage.engine).items() if key not in _OWN_KEYS}
     settings["dynmo"] = stage.config.model_dump(mode="json", exclude=_OWN_BLOCK_KEYS)
     origins = {index: asdict(origin) for index, origin in initial_model.layers.items()}
-    num_layers = Placement.chain(initial_model.partition).num_layers
     return JobSpec(
         world.axes,
         {
@@ -70,7 +68,9 @@ def job_spec_of(stage: StageContext, world: World, initial_model: InitialModelSp
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
             "the optimizer": type(stage.engine.basic_optimizer).__name__,
-            "the layers": _digest([num_layers, sorted((i, repr(of)) for i, of in origins.items())]),
+            "the layers": _digest(
+                [initial_model.placement.num_layers, sorted((i, repr(of)) for i, of in origins.items())]
+            ),
             **{f'"{key}" in the configuration': _digest(value) for key, value in settings.items()},
         },
     )
