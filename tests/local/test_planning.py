@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import uniform
+from ds_dynmo.partitioners import Overflow, uniform
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 
@@ -59,6 +60,21 @@ def test_memory_keeps_stages_that_throughput_would_give_up(balancer: str) -> Non
     assert small.best().num_stages == 4
     with pytest.raises(PartitionError, match=r"repack onto 2 stages: .*; 4 stages would do"):
         small.onto(2)
+
+
+def test_a_partition_that_no_move_can_get_to_is_passed_over() -> None:
+
+    def find_overflow(partition: Sequence[int]) -> Overflow | None:
+        return Overflow(stage=1, peak_bytes=12, limit=10) if len(partition) == 4 else None
+
+    assert planner(0.5).best().num_stages == 3
+    blocked = replace(planner(0.5), find_overflow=find_overflow)
+    assert blocked.best().num_stages == 4
+    with pytest.raises(PartitionError, match=r"onto 3 stages: going to .* stage 1 would hold 12 .*; 4 stages would do"):
+        blocked.onto(3)
+    first_fit = planner(1.0, limit=60, repack={"planner": "first_fit"})
+    assert first_fit.best().num_stages == 3
+    assert replace(first_fit, find_overflow=find_overflow).best().num_stages == 4
 
 
 def test_first_fit_goes_by_memory_alone() -> None:

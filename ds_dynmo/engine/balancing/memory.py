@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -9,8 +11,8 @@ from ds_dynmo import partitioners
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError
-from ds_dynmo.partitioners import MemoryModel
-from ds_dynmo.plan import MigrationPlan, Profile
+from ds_dynmo.partitioners import MemoryModel, Overflow
+from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile
 
 
 def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
@@ -25,6 +27,37 @@ def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval:
         micro_batches=profile.micro_batches,
         checkpoint_interval=checkpoint_interval,
     )
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """What ranks hold of each layer between two batches. Pure.
+
+    Attributes:
+        limit: of a rank, in bytes.
+        layers: what each holds on a rank that has it.
+        static_bytes: of each, without what a move takes.
+        first_uses: of each, the first layer that uses the same parameters; None: it is a function.
+    """
+
+    limit: int
+    layers: tuple[HeldBytes, ...]
+    static_bytes: tuple[int, ...]
+    first_uses: tuple[int | None, ...]
+
+    def overflow(self, plan: MigrationPlan, present: MemoryModel | None = None) -> Overflow | None:
+        """Find the stage that ``plan`` takes furthest above the limit; None if it takes none above.
+
+        Args:
+            present: what stages need as they are, activations too; None: what layers hold.
+        """
+        old = plan.old
+        if present is None:
+            present_bytes = [sum(self.static_bytes[index] for index in old.layers_of(stage)) for stage in old.stages]
+        else:
+            runs = map(old.run_of, old.stages)
+            present_bytes = [present.stage_bytes(stage, run.start, run.stop) for stage, run in enumerate(runs)]
+        return partitioners.overflow(plan, self.layers, self.first_uses, self.limit, present_bytes)
 
 
 class MemoryLimit:
@@ -49,6 +82,21 @@ class MemoryLimit:
         """What stages need according to ``profile``; None without a limit."""
         return memory_model(profile, limit_bytes, self._stage.engine.module.activation_checkpoint_interval)
 
+    def held(self) -> HeldMemory | None:
+        """Gather what ranks hold of each layer; None without a limit. Collective.
+
+        Raises:
+            MigrationError: harmless, on every rank: one cannot tell.
+        """
+        limit = self.bytes()
+        if limit is None:
+            return None
+        layers = self._stage.layers
+        table = self._stage.comm.max_over_world(layer_sizes.held_table(layers, self._stage.state))
+        if layer_sizes.failed(table):
+            raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
+        return HeldMemory(limit, *layer_sizes.held_from(table), tuple(layers.first_uses()))
+
     def check(self, plan: MigrationPlan, profile: Profile | None = None) -> None:
         """Before a byte moves: does every rank have the memory that ``plan`` takes while it is carried out? Collective.
 
@@ -58,21 +106,10 @@ class MemoryLimit:
         Raises:
             MigrationError: harmless, on every rank: the plan takes one above the limit.
         """
-        limit = self.bytes()
-        if limit is None:
+        held = self.held()
+        if held is None:
             return
-        layers = self._stage.layers
-        table = self._stage.comm.max_over_world(layer_sizes.held_table(layers, self._stage.state))
-        if layer_sizes.failed(table):
-            raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
-        held, static = layer_sizes.held_from(table)
-        present = [sum(static[index] for index in plan.old.layers_of(stage)) for stage in plan.old.stages]
-        if profile is not None:
-            memory = self.model(profile, limit)
-            assert memory is not None
-            runs = map(plan.old.run_of, plan.old.stages)
-            present = [memory.stage_bytes(stage, run.start, run.stop) for stage, run in enumerate(runs)]
-        found = partitioners.overflow(plan, held, layers.first_uses(), limit, present)
+        found = held.overflow(plan, self.model(profile, held.limit) if profile is not None else None)
         if found is not None:
             raise MigrationError(
                 f"from {plan.old} to {plan.new}, {found} (dynmo.memory_limit). No layer has moved",

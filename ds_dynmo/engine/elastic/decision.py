@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.balancing.memory import HeldMemory
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.planning import Planner
+from ds_dynmo.engine.elastic.repack_plan import RepackPlan, plan_repack
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError
-from ds_dynmo.partitioners import Packing
+from ds_dynmo.partitioners import Overflow, Packing
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import Profile
 
@@ -22,11 +24,11 @@ class RankFacts:
     """What all ranks know for a decision.
 
     Attributes:
-        memory_limit: bytes, the least of all ranks'.
+        held: the memory of layers, where there is a profile and a limit.
         parameters: trainable ones of each layer, where there is no profile yet.
     """
 
-    memory_limit: int | None
+    held: HeldMemory | None
     parameters: Sequence[float]
 
 
@@ -62,9 +64,15 @@ class StageDecision:
         Raises:
             PartitionError, MigrationError: harmless; on every rank.
         """
-        limit = self._balancer.memory.bytes()
-        partition, _ = self._agree(lambda: (self._best(self._planner(limit, smoothed=True)).partition, ""))
+        held = self._balancer.memory.held()
+        partition, _ = self._agree(lambda: (self._best(self._planner(held, smoothed=True)).partition, ""))
         return partition
+
+    def plan(self, partition: Sequence[int]) -> RepackPlan:
+        """Plan the way from the present partition to ``partition``, over another number of stages."""
+        profile = self._balancer.profile
+        layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
+        return plan_repack(self._ranks.stages, self._stage.partition, partition, layer_bytes)
 
     def predicted_seconds(self, partition: tuple[int, ...]) -> float | None:
         """Predict the seconds of an iteration at ``partition``; None before the first profile."""
@@ -85,7 +93,7 @@ class StageDecision:
     def _gather_facts(self) -> RankFacts:
         """Gather what a decision takes. Collective."""
         if self._balancer.profile is not None:
-            return RankFacts(self._balancer.memory.bytes(), ())
+            return RankFacts(self._balancer.memory.held(), ())
         parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
         return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
 
@@ -108,7 +116,7 @@ class StageDecision:
             assert count is not None
             spread = partitioners.balanced_groups(facts.parameters, count, self._groups)
             return tuple(spread), "by parameters: there is no profile yet"
-        planner = self._planner(facts.memory_limit, smoothed=False)
+        planner = self._planner(facts.held, smoothed=False)
         if count is not None:
             return planner.onto(count).partition, "explicit"
         return self._best(planner).partition, f"best by planner {self._config.repack.planner}"
@@ -127,18 +135,23 @@ class StageDecision:
                 return fastest
         return planner.best()
 
-    def _planner(self, memory_limit: int | None, *, smoothed: bool) -> Planner:
+    def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
         """Make a planner of one pipeline: what extra replicas add comes on top."""
         cost_model, profile = self._balancer.cost_model, self._balancer.profile
         assert profile is not None
         whole = self._balancer.of_whole_batch(profile)
+
+        def find_overflow(partition: Sequence[int]) -> Overflow | None:
+            return held.overflow(self.plan(partition).moves) if held is not None else None
+
         return Planner(
             given=cost_model.decision_input(whole, self._stage.partition, smoothed=smoothed),
             config=self._config,
-            memory=self._balancer.memory.model(whole, memory_limit),
+            memory=self._balancer.memory.model(whole, held.limit if held is not None else None),
             most=self.most_stages,
             first_seconds=cost_model.first_seconds,
             groups=self._groups,
+            find_overflow=find_overflow,
         )
 
     def _agree(self, decide: Callable[[], tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
@@ -10,7 +11,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, Packing
+from ds_dynmo.partitioners import MemoryModel, Overflow, Packing
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Planner:
         memory: of the present stages; None without a limit.
         first_seconds: of an iteration at the start of the run; None before the first profile.
         groups: layers that stay together; None: each may be anywhere.
+        find_overflow: gives the stage that lacks the memory for the way to a partition, None where none does.
     """
 
     given: DecisionInput
@@ -30,6 +32,7 @@ class Planner:
     most: int
     first_seconds: float | None
     groups: LayerGroups | None = None
+    find_overflow: Callable[[Sequence[int]], Overflow | None] = lambda _: None
 
     def onto(self, num_stages: int) -> Packing:
         """Partition the layers over exactly so many stages.
@@ -56,7 +59,7 @@ class Planner:
             if self.memory is None:
                 raise PartitionError('repack: planner "first_fit" packs by memory, and there is no memory_limit')
             packed = partitioners.first_fit(now, partitioners.fits_on(self.memory), target=least)
-            return self._present() if packed == now else self.onto(len(packed) - 1)
+            return self._fewest(len(packed) - 1, len(now) - 2, math.inf) or self._present()
         if self.first_seconds is None:
             return self._present()
         within, present = self.first_seconds / (1.0 - repack.max_slowdown), self._present()
@@ -102,7 +105,7 @@ class Planner:
         by_time = config.balance_by == "time"
         pipeline = self.given.pipeline.on(count)
         seconds = [f + b for f, b in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
-        return partitioners.propose(
+        partition = partitioners.propose(
             config.balancer,
             seconds if by_time else profile.costs("parameters"),
             count,
@@ -112,3 +115,7 @@ class Planner:
             speeds=None,
             groups=self.groups,
         )
+        overflow = self.find_overflow(partition)
+        if overflow is not None:
+            raise PartitionError(f"going to {list(partition)}, {overflow}")
+        return partition

@@ -18,7 +18,6 @@ from ds_dynmo.engine.elastic.job_spec import JobSpec, job_spec_of
 from ds_dynmo.engine.elastic.join_client import join_job
 from ds_dynmo.engine.elastic.release import policy_for
 from ds_dynmo.engine.elastic.release.runner import PolicyRunner
-from ds_dynmo.engine.elastic.repack_plan import plan_repack
 from ds_dynmo.engine.elastic.restart import save_for_restart
 from ds_dynmo.engine.elastic.shrinking import shrink
 from ds_dynmo.engine.elastic.world import World
@@ -255,9 +254,8 @@ class Repacker:
 
     def _resize(self, new: tuple[int, ...]) -> RepackResult:
         """Go on with another number of stages."""
-        change, ranks, profile = self._change, self.ranks, self._balancer.profile
-        layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
-        plan = plan_repack(ranks.stages, self._stage.partition, new, layer_bytes)
+        change, ranks = self._change, self.ranks
+        plan = self._decision.plan(new)
         self._balancer.memory.check(plan.moves)
         if len(plan.stages) > len(self.world.stages):
             return growing.grow(change, plan, self._decision.first_seconds_with(new) if ranks.has_new else None)
