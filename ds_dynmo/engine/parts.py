@@ -120,7 +120,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         reporter,
         initial_model=lambda: checkpointer.origin,
         progress=progress,
-        save_checkpoint=engine.save_checkpoint,
+        save_checkpoint=lambda folder, tag: engine.save_checkpoint(folder, tag=tag),
         on_join=mute,
     )
     stage.optimizer.changed.subscribe("ranks of other launches need the same", lambda _: repacker.optimizer_changed())

@@ -35,12 +35,7 @@ class RankFacts:
 class StageDecision:
     """Chooses a number of stages, and a partition over them."""
 
-    def __init__(
-        self,
-        stage: StageContext,
-        balancer: Balancer,
-        ranks: JobRanks,
-    ) -> None:
+    def __init__(self, stage: StageContext, balancer: Balancer, ranks: JobRanks) -> None:
         self._stage, self._config, self._balancer = stage, stage.config, balancer
         self._ranks, self._groups = ranks, balancer.groups
 

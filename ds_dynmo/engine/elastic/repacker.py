@@ -31,7 +31,7 @@ from ds_dynmo.plan import RepackReport
 
 
 class Repacker:
-    """One rank's part in releasing stages and taking them back. Construction is collective.
+    """Releases stages and takes them back; this is one rank's part in it. Construction is collective.
 
     Attributes:
         ranks: of the job.
@@ -40,7 +40,7 @@ class Repacker:
     Args:
         initial_model: the model as it was built.
         progress: what every rank of the job counts alike.
-        save_checkpoint: as ``engine.save_checkpoint``.
+        save_checkpoint: ``engine.save_checkpoint``, of a folder and a tag.
         on_join: called when this launch has joined another job, whose rank 0 reports from then on.
     """
 
@@ -53,7 +53,7 @@ class Repacker:
         *,
         initial_model: Callable[[], InitialModelSpec],
         progress: Stateful,
-        save_checkpoint: Callable[..., Any],
+        save_checkpoint: Callable[[str, str], Any],
         on_join: Callable[[], None],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
@@ -115,13 +115,16 @@ class Repacker:
         return self._repack(new, "by hand", verdict, time.perf_counter() - began)
 
     def most_stages(self) -> int:
-        """See ``DynMoPipelineEngine.most_stages``."""
+        """Count the stages that a re-packing can go on with now: at work, parked or joined. Collective."""
         self._comm.enter("most_stages")
         self._admit()
         return self._decision.most_stages
 
     def wait_for_recall(self) -> bool:
-        """See ``DynMoPipelineEngine.wait_for_recall``."""
+        """Wait until this rank is called back, True, or until the job has ended, False.
+
+        True at once on a rank that was not released, False at once where released ranks are not parked.
+        """
         if not self.released:
             return True
         if not (self._policy.parks or self._joined):
@@ -169,12 +172,12 @@ class Repacker:
         self._on_join()
 
     def dismiss_parked(self) -> None:
-        """See ``DynMoPipelineEngine.dismiss_parked``."""
+        """Tell parked ranks that the job has ended. Rank 0 does so too when its process ends."""
         if not self.released:
             self.ranks.dismiss()
 
     def share_state(self, name: str, holder: Stateful) -> None:
-        """See ``DynMoPipelineEngine.share_state``."""
+        """Carry on ``holder`` through re-packings: see ``engine.share_state``."""
         self._change.shared_states[name] = holder
 
     # -- what the engine calls ------------------------------------------------------------------------

@@ -37,12 +37,12 @@ class Launch:
 
 
 def save_for_restart(
-    stage: StageContext, save: Callable[..., Any], partition: tuple[int, ...], states: Mapping[str, Stateful]
+    stage: StageContext, save: Callable[[str, str], Any], partition: tuple[int, ...], states: Mapping[str, Stateful]
 ) -> Launch:
     """Save a checkpoint, and beside it what to launch to go on at ``partition``. Collective.
 
     Args:
-        save: a checkpoint, as ``engine.save_checkpoint``.
+        save: writes a checkpoint of this tag into a folder.
         states: shared ones.
 
     Raises:
@@ -59,7 +59,7 @@ def save_for_restart(
         engine.global_steps,
         {name: holder.state_dict() for name, holder in states.items()},
     )
-    save(folder, tag=launch.tag)
+    save(folder, launch.tag)
 
     def write() -> None:
         if engine.global_rank == 0:
