@@ -19,7 +19,7 @@ from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
 from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
-from ds_dynmo.engine.migration.stage_migrator import StageMigrator
+from ds_dynmo.engine.migration.migrator import Migrator
 from ds_dynmo.engine.optimizer import gradients
 from ds_dynmo.engine.parts import Parts, build_parts
 from ds_dynmo.engine.profiling.profiler import Profiler
@@ -37,7 +37,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     profiler: Profiler
     balancer: Balancer
-    migrator: StageMigrator
+    migrator: Migrator
     repacker: Repacker
     checkpointer: Checkpointer
     _parts: Parts

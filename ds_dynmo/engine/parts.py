@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -13,8 +14,9 @@ from ds_dynmo.engine.checkpoint.checkpointer import Checkpointer
 from ds_dynmo.engine.checkpoint.progress import Progress
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.files import check_writable
+from ds_dynmo.engine.migration.context import MigrationContext
+from ds_dynmo.engine.migration.migrator import Migrator
 from ds_dynmo.engine.migration.references import References
-from ds_dynmo.engine.migration.stage_migrator import StageMigrator
 from ds_dynmo.engine.pipeline.executor import Executor
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
 from ds_dynmo.engine.pipeline.rng_trackers import TrackedStates
@@ -45,7 +47,7 @@ class Parts:
 
     reporter: Reporter
     profiler: Profiler
-    migrator: StageMigrator
+    migrator: Migrator
     balancer: Balancer
     trainable: TrainableLayers
     executor: Executor
@@ -72,7 +74,7 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     on_accelerator = get_accelerator().device_name() != "cpu"
     clock = EventClock(get_accelerator()) if on_accelerator else CpuClock()
     profiler = Profiler(clock, size_every_pass=config.memory_limit is not None)
-    migrator = StageMigrator(stage, names)
+    migrator = Migrator(partial(MigrationContext.of, stage, names))
     balancer = Balancer(
         stage,
         groups=groups,

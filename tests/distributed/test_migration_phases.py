@@ -40,7 +40,8 @@ def changing_layers(case: Case) -> list[Any]:
 
 
 def migrator_of(engine: Any) -> Migrator:
-    return Migrator(engine.migrator.context)
+    migrator: Migrator = engine.migrator
+    return migrator
 
 
 def plan_to(engine: Any, partition: Sequence[int]) -> MigrationPlan:

@@ -11,7 +11,7 @@ from functools import partial
 
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
 from ds_dynmo.engine.migration.content import LayerContent
-from ds_dynmo.engine.migration.migrate import MigrationContext, packed_layer
+from ds_dynmo.engine.migration.context import MigrationContext
 from ds_dynmo.placement import Placement
 
 
@@ -26,7 +26,7 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
     has_layers = replica < num_replicas
     plan = context.state.plan_scatter_shards(placement.boundaries, num_replicas)
     own = context.layers.modules() if has_layers else {}
-    packed = {index: packed_layer(context, index, module) for index, module in own.items()}
+    packed = {index: context.pack(index, module) for index, module in own.items()}
     source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)
     mine = {index: layer.header for index, layer in packed.items()}
     if has_layers:

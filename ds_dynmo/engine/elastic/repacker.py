@@ -22,7 +22,7 @@ from ds_dynmo.engine.elastic.restart import save_for_restart
 from ds_dynmo.engine.elastic.shrinking import shrink
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fatal_from_here
-from ds_dynmo.engine.migration.stage_migrator import StageMigrator
+from ds_dynmo.engine.migration.migrator import Migrator
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
@@ -48,7 +48,7 @@ class Repacker:
         self,
         stage: StageContext,
         balancer: Balancer,
-        migrator: StageMigrator,
+        migrator: Migrator,
         reporter: Reporter,
         *,
         initial_model: Callable[[], InitialModelSpec],

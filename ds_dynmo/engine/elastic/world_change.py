@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -24,8 +24,8 @@ from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.repack_plan import RepackPlan
 from ds_dynmo.engine.elastic.world import World
-from ds_dynmo.engine.migration.migrate import MigrationContext, migrate, rehearse
-from ds_dynmo.engine.migration.stage_migrator import StageMigrator
+from ds_dynmo.engine.migration.context import MigrationContext
+from ds_dynmo.engine.migration.migrator import Migrator
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
@@ -60,7 +60,7 @@ class WorldChange:
         self,
         stage: StageContext,
         balancer: Balancer,
-        migrator: StageMigrator,
+        migrator: Migrator,
         ranks: JobRanks,
         progress: Stateful,
     ) -> None:
@@ -86,7 +86,7 @@ class WorldChange:
         """Carry out ``plan`` in the present world; bytes moved and seconds. Collective."""
         began = time.perf_counter()
         with self.naming_dead_ranks():
-            moved_bytes = migrate(plan, self.context)
+            moved_bytes = self._migrator.migrate(plan)
         return moved_bytes, time.perf_counter() - began
 
     def rehearse(self, plan: RepackPlan, *, copies: bool = False) -> None:
@@ -99,7 +99,7 @@ class WorldChange:
             MigrationError: harmless, on every rank.
         """
         stage = plan.stages.index(self.world.launch_stage)
-        rehearse(plan.moves, replace(self.context, stage=stage), copies=copies)
+        self._migrator.rehearse(plan.moves, stage=stage, copies=copies)
 
     def empty_stage(self) -> None:
         """Free the layers and the optimizer state of this rank, which goes on."""

@@ -18,6 +18,7 @@ from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.migration.references import References
 from ds_dynmo.engine.optimizer.state import OptimizerState
+from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.plan import LayerMove, MigrationPlan
 
 
@@ -45,6 +46,21 @@ class MigrationContext:
     comm: Communicator
     check: Callable[[], None]
     rebuilt: Callable[[], None]
+
+    @classmethod
+    def of(cls, stage: StageContext, names: References) -> MigrationContext:
+        """Describe this rank's stage as it is now."""
+        return cls(
+            stage=stage.engine.stage_id,
+            layers=stage.layers,
+            names=names,
+            state=stage.state,
+            grid=stage.engine.grid,
+            device=stage.engine.device,
+            comm=stage.comm,
+            check=stage.optimizer.check,
+            rebuilt=stage.optimizer.name_parameters,
+        )
 
     # -- which layers ---------------------------------------------------------------------------------
 

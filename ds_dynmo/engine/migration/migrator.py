@@ -275,7 +275,7 @@ class Migrator:
         try:
             yield
         except Exception as error:
-            migration = self._in_progress()
+            migration, self._migration = self._in_progress(), None
             plan, rank = migration.plan, migration.context.grid.get_global_rank()
             raise MigrationError(
                 f"rank {rank} failed {step} while layers moved from {plan.old} to {plan.new}: "
