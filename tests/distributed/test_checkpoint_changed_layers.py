@@ -15,8 +15,6 @@ from torch import nn
 from tests.distributed.harness import run
 from tests.distributed.support.checkpoints import (
     STEPS,
-    Changing,
-    changing_layers,
     check_same,
     kept,
     load_and_go_on,
@@ -28,7 +26,16 @@ from tests.distributed.support.checkpoints import (
     train_on,
 )
 from tests.distributed.support.configs import Case
-from tests.distributed.support.models import WIDTH, Block, Embedding, FrozenBlock, Head, seeded
+from tests.distributed.support.models import (
+    WIDTH,
+    Block,
+    Changing,
+    Embedding,
+    FrozenBlock,
+    Head,
+    changing_layers,
+    seeded,
+)
 from tests.distributed.support.training import build, drop_decision, freeze, layers_of, raw, state, whole
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
-from torch import nn
+from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from tests.distributed.support.configs import Case, config, parameter_groups
-from tests.distributed.support.models import WIDTH, Embedding, Head, layers, loss, seeded
+from tests.distributed.support.models import Changing, layers, loss
 from tests.distributed.support.training import (
     batches,
     build,
@@ -153,44 +152,6 @@ def load_stock_weights(case: Case, folder: str, make_layers: Make = layers) -> l
     engine = build(case, make_layers)
     engine.load_checkpoint(folder, load_module_only=True)
     return [engine.eval_batch(batches(engine, seed=7)).item()]
-
-
-class Changing(nn.Module):
-    """Counts its batches, keeps a mask in a buffer and one in an attribute, and can be pruned and frozen."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(seeded((WIDTH, 6), index))
-        self.back = nn.Parameter(seeded((6, WIDTH), index + 50))
-        self.register_buffer("seen", torch.zeros(1), persistent=False)
-        self.register_buffer("total", torch.zeros(1))
-        self.calls = 0
-        self.history: list[Any] = []
-        self.mask: torch.Tensor | None = None
-        self.rate = 0.5
-        self.function = lambda x: torch.tanh(x)  # cannot be pickled
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.seen += 1
-        self.total += hidden.detach().abs().mean()
-        self.history = [*self.history, (self.calls, "x")][-3:]
-        inner = self.function(hidden @ self.weight)
-        if self.mask is not None:
-            inner = inner * self.mask
-        if "gain" in self._parameters:
-            inner = inner * self.gain
-        scale = 1 + 0.01 * (self.seen + self.total + self.calls + len(self.history))
-        return hidden + self.rate * scale * (inner @ self.back)
-
-
-def changing_layers(case: Case) -> list[Any]:
-    return [
-        LayerSpec(Embedding, 1),
-        *[LayerSpec(Changing, i) for i in range(5)],
-        nn.LayerNorm(WIDTH),
-        LayerSpec(Head, 2),
-    ]
 
 
 def kept(engine: Any) -> dict[str, Any]:
