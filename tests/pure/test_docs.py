@@ -68,6 +68,23 @@ def test_the_configuration_page_lists_the_keys_of_the_block() -> None:
     assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)) == sorted(keys(DynMoConfig))
 
 
+def test_the_configuration_page_has_the_defaults_of_the_block() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    fields = {name: field for name, field in DynMoConfig.model_fields.items() if name in rows}
+    assert len(fields) > 10
+    said = {name: rows[name] for name in fields}
+    assert said == {name: as_json(field.default) for name, field in fields.items()}
+
+
+def as_json(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "[]" if value == () else str(value)
+
+
 COMMANDS = "\n".join(page.read_text() for page in PAGES)
 
 
