@@ -120,6 +120,15 @@ class Placement:
         _check_extent(bounds, num_layers, f"{stages} stages", stages)
         return cls(bounds, tuple(range(stages)), empty)
 
+    @staticmethod
+    def stages_of_chain(boundaries: Sequence[int]) -> int:
+        """How many stages boundaries are meant for that may be no chain's yet.
+
+        >>> Placement.stages_of_chain([0, 3, 8]), Placement.stages_of_chain([])
+        (2, 0)
+        """
+        return max(len(boundaries) - 1, 0)
+
     @classmethod
     def v(cls, boundaries: Sequence[int], *, num_layers: int | None = None, num_stages: int | None = None) -> Placement:
         """Two chunks per stage: down the stages and back up, so that the last layers are where the first ones are.

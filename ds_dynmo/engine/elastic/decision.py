@@ -96,15 +96,15 @@ class StageDecision:
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
     ) -> tuple[tuple[int, ...], str]:
         most = self.most_stages
-        num_layers, count, explicit = self._stage.layers.num_layers, num_stages, None
-        if partition is not None:
-            explicit = Placement.chain(partition, num_layers=num_layers, num_stages=num_stages)
-            count = explicit.num_stages
+        count = num_stages
+        if count is None and partition is not None:
+            count = Placement.stages_of_chain(partition)
         if count is not None and not 1 <= count <= most:
             problem = self._groups.shortage(count)
             why = f": {problem}" if problem is not None else ""
             raise PartitionError(f"repack: {count} stages, there are 1 to {most} to go on with{why}")
-        if explicit is not None:
+        if partition is not None:
+            explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
             self._groups.check(explicit.boundaries)
             return explicit.boundaries, "explicit"
         if facts.parameters:
