@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -16,7 +18,7 @@ MODULES = [
     "torch._dynamo",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
-    "ds_dynmo.engine",
+    "ds_dynmo.engine.initialization",
     "ds_dynmo.models",
     "pytest",  # what each test's file imports, where the functions that ranks run stand
     "tests.distributed.support.case_runs",
@@ -38,8 +40,13 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Stands in for a message about memory."""
 
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the fork server takes over no path of pytest's
 for name in MODULES:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ImportError as error:  # which a fork server passes over in silence: each rank would import all of it
+        raise RuntimeError(f"the ranks of tests need {name}") from error
 for name in OPTIONAL:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
