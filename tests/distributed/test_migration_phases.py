@@ -325,7 +325,7 @@ def test_what_is_not_started_leaves_no_trace(how: str, precision: str) -> None:
     results, still = run_each(3, end_harmlessly, (case, how), (case, "still"))
     for result in results:
         assert result["same"]
-        assert result["left_bytes"] == 0
+        assert result["left_bytes"] <= 0  # gloo may let go meanwhile of what the batch before sent
         assert how == "abandon" or "[1] could not get their layers ready: no room. No layer" in result["message"]
     assert [result["losses"] for result in results] == [result["losses"] for result in still]
     assert whole(results) == whole(still)
