@@ -14,7 +14,7 @@ from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.plan import check_partition
 
-__all__ = ["Packing", "fewest_stages", "first_fit", "fits_on", "hosts", "pack_onto", "with_empty"]
+__all__ = ["Packing", "fewest_stages", "first_fit", "fits_on", "hosts", "pack_onto"]
 
 Balance = Callable[[int], Sequence[int]]  # the best partition over so many stages; PartitionError where none fits
 
@@ -156,16 +156,3 @@ def hosts(old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int]) ->
             following[stage] = (value + kept(stage, place), (*choice, stage))
         best = following
     return max(best.values(), key=lambda item: item[0])[1]
-
-
-def with_empty(partition: Sequence[int], places: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """``partition`` of the stages at ``places``, as one of ``num_stages`` of which the others own no layer.
-
-    >>> with_empty([0, 3, 8], [0, 3], 4)
-    (0, 3, 3, 3, 8)
-    """
-    sizes = dict(zip(places, (stop - start for start, stop in zip(partition, partition[1:]))))
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + sizes.get(stage, 0))
-    return tuple(bounds)

@@ -10,8 +10,25 @@ from ds_dynmo.placement import Placement
 __all__ = ["MeasuredReport", "RebalanceReport", "RepackReport"]
 
 
+class _BetweenPlacements:
+    """What a report of a move from one placement to another says of both."""
+
+    old_placement: Placement
+    new_placement: Placement
+
+    @property
+    def old_partition(self) -> tuple[int, ...]:
+        """The boundaries of :attr:`old_placement`."""
+        return self.old_placement.boundaries
+
+    @property
+    def new_partition(self) -> tuple[int, ...]:
+        """The boundaries of :attr:`new_placement`."""
+        return self.new_placement.boundaries
+
+
 @dataclass(frozen=True)
-class RebalanceReport:
+class RebalanceReport(_BetweenPlacements):
     """What one decision did. Seconds are wall-clock on the reporting rank.
 
     Attributes:
@@ -47,16 +64,6 @@ class RebalanceReport:
     iteration_seconds_before: float | None = None
     iteration_seconds_after: float | None = None
     verdict: str = ""
-
-    @property
-    def old_partition(self) -> tuple[int, ...]:
-        """The boundaries of :attr:`old_placement`."""
-        return self.old_placement.boundaries
-
-    @property
-    def new_partition(self) -> tuple[int, ...]:
-        """The boundaries of :attr:`new_placement`."""
-        return self.new_placement.boundaries
 
     @property
     def moved(self) -> bool:
@@ -99,7 +106,7 @@ class MeasuredReport:
 
 
 @dataclass(frozen=True)
-class RepackReport:
+class RepackReport(_BetweenPlacements):
     """What one re-packing did, or why it did nothing. Seconds are wall-clock on the reporting rank.
 
     Attributes:
@@ -130,16 +137,6 @@ class RepackReport:
     world_seconds: float
     verdict: str = ""
     copies: int = 1
-
-    @property
-    def old_partition(self) -> tuple[int, ...]:
-        """The boundaries of :attr:`old_placement`."""
-        return self.old_placement.boundaries
-
-    @property
-    def new_partition(self) -> tuple[int, ...]:
-        """The boundaries of :attr:`new_placement`."""
-        return self.new_placement.boundaries
 
     @property
     def old_stages(self) -> int:

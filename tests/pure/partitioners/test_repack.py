@@ -18,8 +18,8 @@ from ds_dynmo.partitioners import (
     fits_on,
     hosts,
     pack_onto,
-    with_empty,
 )
+from ds_dynmo.placement import Placement
 
 
 def pipeline(seconds: Sequence[float], stages: int, micro_batches: int = 16) -> PipelineModel:
@@ -135,7 +135,7 @@ def test_hosts_leave_as_many_bytes_in_place_as_any_choice(seed: int) -> None:
     new = [0, *sorted(chooser.sample(range(1, num_layers), wanted - 1)), num_layers]
 
     def kept(choice: Sequence[int]) -> int:
-        expanded = with_empty(new, choice, present)
+        expanded = Placement.chain(new).among(choice, present).boundaries
         return sum(
             size
             for layer, size in enumerate(sizes)
@@ -158,5 +158,5 @@ def test_more_hosts_than_stages_are_refused() -> None:
 
 
 def test_empty_places() -> None:
-    assert with_empty([0, 3, 8], [0, 3], 4) == (0, 3, 3, 3, 8)
-    assert with_empty([0, 8], [0], 3) == (0, 8, 8, 8)
+    assert Placement.chain([0, 3, 8]).among([0, 3], 4).boundaries == (0, 3, 3, 3, 8)
+    assert Placement.chain([0, 8]).among([0], 3).boundaries == (0, 8, 8, 8)
