@@ -121,7 +121,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             ConfigError: the configuration has no "dynmo" block, or one that is switched off.
         """
         if partition is None:
-            return self.balancer.rebalance_by_hand()
+            return self.balancer.rebalance_by_hand(self.train_batch)
         new = check_partition(partition, self.stage.layers.num_layers, self.num_stages)
         return self.balancer.rebalance_to(new, Request(Reason.EXPLICIT))
 
@@ -160,7 +160,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
             partition: exactly the boundaries to go to.
         """
-        return self.repacker.repack(num_stages, partition=partition)
+        return self.repacker.repack(num_stages, partition=partition, train=self.train_batch)
 
     @property
     def repacks(self) -> list[RepackReport]:

@@ -42,7 +42,7 @@ def initialize(
     config_params: Any = None,
     engine_class: Any = None,
 ) -> tuple[DynMoPipelineEngine, Any, Any, Any]:
-    """Every argument of ``deepspeed.initialize``, the same four results; ``engine`` re-balances itself.
+    """Build an engine that re-balances itself: the arguments and the four results of ``deepspeed.initialize``.
 
     Args:
         model: a ``deepspeed.pipe.PipelineModule``.
@@ -62,23 +62,9 @@ def initialize(
             block or a join secret that differs between ranks, on every rank; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
     """
-    settings = validation.load_config(args, config, config_params)
-    dynmo = read_dynmo_config(settings)
-    if dynmo is not None:
-        check_deepspeed()
-    validation.check_module(model)
-    if dynmo is not None:
-        validation.check_training(settings, optimizer)
-        validation.check_features(settings)
-        validation.check_partitioned_activations(settings, model)
-        validation.check_initial_partition(dynmo, model)
-        check_policy(dynmo.repack)
-        secret_for(dynmo.repack)
-        if dynmo.randomness.per_layer:
-            check_trackers()
-        check_hosts(dynmo.timeout_seconds)
+    dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer)
     with _constructing(partial(built_upon(engine_class or deepspeed.PipelineEngine), dynmo=dynmo)):
-        results = deepspeed.initialize(
+        engine, used_optimizer, loader, scheduler = deepspeed.initialize(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -93,18 +79,52 @@ def initialize(
             mesh_param=mesh_param,
             config_params=config_params,
         )
-    engine = results[0]
     warn_of_shm_operator()
     if dynmo is not None:
-        first = engine.balancer.nearest_allowed(_first_partition(engine, dynmo))
-        if list(first) != engine.partition:
-            new = check_partition(first, engine.stage.layers.num_layers, engine.num_stages)
-            engine.balancer.rebalance_to(new, Request(Reason.INITIAL), what="initialize")
-    return engine, results[1], results[2], results[3]
+        _go_to_first_partition(engine, dynmo)
+    return engine, used_optimizer, loader, scheduler
+
+
+def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynMoConfig | None:
+    """Read the "dynmo" block, and refuse what cannot work with it before anything is created.
+
+    Args:
+        settings: the whole DeepSpeed configuration.
+
+    Returns:
+        None without such a block: then only ``model`` is checked.
+
+    Raises:
+        ConfigError, PartitionError: see :func:`initialize`.
+    """
+    dynmo = read_dynmo_config(settings)
+    if dynmo is None:
+        validation.check_module(model)
+        return None
+    check_deepspeed()
+    validation.check_module(model)
+    validation.check_training(settings, optimizer)
+    validation.check_features(settings)
+    validation.check_partitioned_activations(settings, model)
+    validation.check_initial_partition(dynmo, model)
+    check_policy(dynmo.repack)
+    secret_for(dynmo.repack)
+    if dynmo.randomness.per_layer:
+        check_trackers()
+    check_hosts(dynmo.timeout_seconds)
+    return dynmo
+
+
+def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> None:
+    """Move layers to where training begins. Collective."""
+    first = engine.balancer.nearest_allowed(_first_partition(engine, dynmo))
+    if list(first) != engine.partition:
+        new = check_partition(first, engine.stage.layers.num_layers, engine.num_stages)
+        engine.balancer.rebalance_to(new, Request(Reason.INITIAL), what="initialize")
 
 
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:
-    """Where training begins, as ``dynmo.initial_partition`` says. Collective."""
+    """Choose the boundaries that ``dynmo.initial_partition`` asks for. Collective."""
     first, layers, groups = dynmo.initial_partition, engine.stage.layers, engine.balancer.groups
     if first in (None, "profile"):
         return engine.partition
@@ -123,7 +143,7 @@ def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequenc
 
 @contextmanager
 def _constructing(engine_class: Any) -> Iterator[None]:
-    """Let ``deepspeed.initialize`` construct our engine: it names its class in no argument (DeepSpeed 0.19.8)."""
+    """Let ``deepspeed.initialize`` construct ``engine_class``: it has no argument for that (DeepSpeed 0.19.8)."""
     original = deepspeed.PipelineEngine
     deepspeed.PipelineEngine = engine_class
     try:

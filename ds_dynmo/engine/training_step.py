@@ -29,7 +29,6 @@ class TrainingStep:
     def __init__(
         self,
         stage: StageContext,
-        *,
         trainable: TrainableLayers,
         executor: Executor,
         profiler: Profiler,
@@ -84,7 +83,7 @@ class TrainingStep:
         if not (self._stage.config.enabled and self._stage.config.repack.enabled):
             return False
         try:
-            return self._repacker.repack_if_better(str(request))
+            return self._repacker.repack_if_better(request)
         except (PartitionError, MigrationError) as error:
             raise_unless_harmless(error)
             self._reporter.warn(f"DynMo step {self._stage.engine.global_steps}: not re-packed: {error}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from ds_dynmo.engine.files import record_writer
+from ds_dynmo.engine.reporting.files import record_writer
 from ds_dynmo.plan import Profile, RebalanceReport
 from training.options import Run
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynmo.engine.files import append_line, guard_monitors
+from ds_dynmo.engine.reporting.files import append_line, guard_monitors
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
-from ds_dynmo.engine.balancing import trigger
+from ds_dynmo.engine.balancing.reports import measured_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
@@ -174,7 +174,7 @@ def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> P
 
 
 def test_measured_bubble_ratio() -> None:
-    report = trigger.measured(profile([0.1, 0.1, 0.05, 0.05], (0, 2, 4)), None)
+    report = measured_report(profile([0.1, 0.1, 0.05, 0.05], (0, 2, 4)), None)
     assert report.bottleneck_seconds == pytest.approx(0.2)
     assert report.bubble_ratio == pytest.approx(1 - 4 * 0.15 / 1.0)
     assert report.imbalance == pytest.approx(0.1 / 0.15)

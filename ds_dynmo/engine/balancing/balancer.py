@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_dynmo.engine.balancing import trigger
 from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
 from ds_dynmo.engine.balancing.memory import MemoryLimit
 from ds_dynmo.engine.balancing.policy import (
@@ -25,11 +24,12 @@ from ds_dynmo.engine.balancing.policy import (
     decide,
     predict,
 )
+from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.profiling.profiler import Profiler
-from ds_dynmo.engine.reporting import Reporter, rebalance_report
+from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
@@ -51,9 +51,8 @@ class Balancer:
         failure: why the latest automatic decision was not carried out; None: none failed since a profile was asked for.
 
     Args:
-        migrate: carries out a plan, once a check did not raise, and gives the bytes that moved. Collective.
-        train: trains a batch on the data that the engine has. Collective.
-        replica_multiplier: how many times the launch's replicas are there.
+        migrate: carries out a plan after a check that may raise, and returns the bytes that moved. Collective.
+        replica_multiplier: gives how many times the launch's replicas there are.
     """
 
     def __init__(
@@ -64,12 +63,11 @@ class Balancer:
         profiler: Profiler,
         reporter: Reporter,
         migrate: Callable[[MigrationPlan, Check], int],
-        train: Callable[[], Any],
         replica_multiplier: Callable[[], int],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
         self._profiler, self._reporter = profiler, reporter
-        self._migrate, self._train, self._replica_multiplier = migrate, train, replica_multiplier
+        self._migrate, self._replica_multiplier = migrate, replica_multiplier
         self.groups = groups
         self.memory = MemoryLimit(stage)
         self.trigger = Trigger(stage.config)
@@ -101,7 +99,7 @@ class Balancer:
             self._stay(error)
             return None
         if outcome:
-            self._reporter.measured(trigger.measured(profile, self.last_move_step), self._stage.engine.global_samples)
+            self._reporter.measured(measured_report(profile, self.last_move_step), self._stage.engine.global_samples)
             self.trigger.outcome_recorded()
         return self.trigger.pending if decision and not self._waits_for_profile else None
 
@@ -126,15 +124,22 @@ class Balancer:
 
     # -- by hand --------------------------------------------------------------------------------------
 
-    def rebalance_by_hand(self) -> RebalanceReport:
-        """Decide now, from the latest profile; without one, train until there is. Collective."""
-        profile_seconds = self.train_until_profiled() if self.profile is None else 0.0
+    def rebalance_by_hand(self, train: Callable[[], Any]) -> RebalanceReport:
+        """Decide now, from the latest profile; without one, train until there is. Collective.
+
+        Args:
+            train: trains a batch on the data that the engine has. Collective.
+        """
+        profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
         report = self.rebalance(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
         self._reporter.profiled(self.profile)
         return report
 
-    def train_until_profiled(self) -> float:
+    def train_until_profiled(self, train: Callable[[], Any]) -> float:
         """Train until there is a profile, decide nothing, and return the seconds that gathering it took. Collective.
+
+        Args:
+            train: as for :meth:`rebalance_by_hand`.
 
         Raises:
             MigrationError: harmless; there is no data to train on.
@@ -151,7 +156,7 @@ class Balancer:
         self.failure, self._waits_for_profile = None, True
         try:
             while self.profile is None:
-                self._train()
+                train()
                 if self.failure is not None:
                     raise self.failure
         finally:

@@ -6,27 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.plan import MeasuredReport, Profile
 
 _LEAST_SPAN = 100  # batches that a change is taken to last, where decisions come from changes alone
-
-
-def measured(profile: Profile, rebalance_step: int | None) -> MeasuredReport:
-    """What a profile says of the partition it was taken under."""
-    seconds = profile.costs("time")
-    loads = partitioners.loads(seconds, profile.partition)
-    busy = profile.micro_batches * sum(loads) / len(loads)
-    return MeasuredReport(
-        step=profile.step,
-        rebalance_step=rebalance_step,
-        placement=profile.placement,
-        bottleneck_seconds=max(loads),
-        imbalance=partitioners.imbalance(seconds, profile.partition),
-        batch_seconds=profile.batch_seconds,
-        bubble_ratio=max(0.0, 1.0 - busy / profile.batch_seconds) if profile.batch_seconds else 0.0,
-    )
 
 
 class Reason(Enum):

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
 from ds_dynmo.engine.elastic import growing, parking
+from ds_dynmo.engine.elastic.data_position import DataPosition
 from ds_dynmo.engine.elastic.decision import StageDecision
 from ds_dynmo.engine.elastic.extra_replicas import merge_replicas, replica_multiplier_for
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
@@ -31,7 +33,7 @@ from ds_dynmo.plan import RepackReport
 
 
 class Repacker:
-    """Releases stages and takes them back; this is one rank's part in it. Construction is collective.
+    """Releases stages and takes them back; this is one rank's part in it.
 
     Attributes:
         ranks: of the job.
@@ -41,7 +43,6 @@ class Repacker:
         initial_model: the model as it was built.
         progress: what every rank of the job counts alike.
         save_checkpoint: ``engine.save_checkpoint``, of a folder and a tag.
-        on_join: called when this launch has joined another job, whose rank 0 reports from then on.
     """
 
     def __init__(
@@ -50,19 +51,20 @@ class Repacker:
         balancer: Balancer,
         migrator: Migrator,
         reporter: Reporter,
+        ranks: JobRanks,
+        data: DataPosition,
         *,
         initial_model: Callable[[], InitialModelSpec],
         progress: Stateful,
         save_checkpoint: Callable[[str, str], Any],
-        on_join: Callable[[], None],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
         self._balancer, self._reporter, self._initial_model = balancer, reporter, initial_model
-        self._save_checkpoint, self._on_join = save_checkpoint, on_join
-        self.ranks = JobRanks(stage)
-        self._change = WorldChange(stage, balancer, migrator, self.ranks, progress)
-        self.data = self._change.data
-        self._decision = StageDecision(stage, balancer, self.ranks)
+        self._save_checkpoint = save_checkpoint
+        self.ranks, self.data = ranks, data
+        self._change = WorldChange(stage, balancer, migrator, ranks, data, progress)
+        self._decision = StageDecision(stage, balancer, ranks)
+        stage.optimizer.changed.subscribe("ranks of other launches need the same", self._optimizer_changed)
         self._joined = False  # another job than this process was launched with, which has not called it yet
         self._finishes_at_exit = False
         repack = self._config.repack
@@ -72,7 +74,7 @@ class Repacker:
             reporter.warn,
             reporter.inform,
             attempts=repack.release_attempts,
-            have_exited=self.ranks.have_exited,
+            have_exited=ranks.have_exited,
             patience_seconds=self._config.timeout_seconds,
             delay_seconds=repack.release_delay_seconds,
         )
@@ -89,7 +91,9 @@ class Repacker:
 
     # -- what users call ------------------------------------------------------------------------------
 
-    def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
+    def repack(
+        self, num_stages: int | None = None, *, partition: Sequence[int] | None = None, train: Callable[[], Any]
+    ) -> RepackReport:
         """Go on with fewer ranks, or take parked ones back. Collective over the ranks at work, between two batches.
 
         Layers, optimizer state and master weights move as in a rebalance. All replicas give up the same stages; the
@@ -100,6 +104,7 @@ class Repacker:
             num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
             partition: exactly the boundaries to go to. Without, and before the first profile, layers are spread by
                 parameters.
+            train: trains a batch on the data that the engine has, where a profile is needed first. Collective.
 
         Raises:
             PartitionError: more stages than there are or than layers, fewer than 1, a partition that cuts what
@@ -107,12 +112,12 @@ class Repacker:
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move.
         """
         if self._balancer.profile is None and num_stages is None and partition is None:
-            self._balancer.train_until_profiled()
+            self._balancer.train_until_profiled(train)
         began = time.perf_counter()
         self._comm.enter("repack")
         self._admit()
         new, verdict = self._decision.by_hand(num_stages, partition)
-        return self._repack(new, "by hand", verdict, time.perf_counter() - began)
+        return self._repack(new, Request(Reason.BY_HAND), verdict, time.perf_counter() - began)
 
     def most_stages(self) -> int:
         """Count the stages that a re-packing can go on with now: at work, parked or joined. Collective."""
@@ -169,7 +174,7 @@ class Repacker:
             self._change.release_stage()
             self._joined = True
             ranks.become_part_of(joined)
-        self._on_join()
+        self._reporter.mute()  # the rank 0 of that job reports
 
     def dismiss_parked(self) -> None:
         """Tell parked ranks that the job has ended. Rank 0 does so too when its process ends."""
@@ -186,11 +191,7 @@ class Repacker:
         """Let ranks of other launches join from now on, where they may at all. The engine is complete."""
         self.ranks.accept_joins(self._describe(), self._stage.layers.num_layers, self._reporter.warn)
 
-    def optimizer_changed(self) -> None:
-        """Ask ranks of other launches for the new optimizer from now on."""
-        self.ranks.update_job(self._describe)
-
-    def repack_if_better(self, reason: str) -> bool:
+    def repack_if_better(self, request: Request) -> bool:
         """Re-pack where the planner finds another number of stages better; False where it does not. Collective.
 
         Raises:
@@ -204,10 +205,14 @@ class Repacker:
             self.ranks.has_new = False
             return False
         verdict = f"best by planner {self._config.repack.planner}"
-        self._repack(new, reason, verdict, time.perf_counter() - began)
+        self._repack(new, request, verdict, time.perf_counter() - began)
         return True
 
     # -- wiring ---------------------------------------------------------------------------------------
+
+    def _optimizer_changed(self, _: None) -> None:
+        """Ask ranks of other launches for the new optimizer from now on."""
+        self.ranks.update_job(self._describe)
 
     def _describe(self) -> JobSpec:
         return job_spec_of(self._stage, self.ranks.world, self._initial_model())
@@ -219,7 +224,7 @@ class Repacker:
             self._reporter.inform(f"DynMo: ranks {list(joined)} have joined and can be called")
             self._finish_at_exit()
 
-    def _repack(self, new: tuple[int, ...], reason: str, verdict: str, decide_seconds: float) -> RepackReport:
+    def _repack(self, new: tuple[int, ...], request: Request, verdict: str, decide_seconds: float) -> RepackReport:
         engine, old = self._stage.engine, self._stage.partition
         step = engine.global_steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
@@ -237,7 +242,7 @@ class Repacker:
             after = self._decision.predicted_seconds(new)  # by as many copies as there are now
         report = RepackReport(
             step=step,
-            reason=reason,
+            reason=str(request),
             old_placement=Placement.chain(old),
             new_placement=Placement.chain(new),
             released_ranks=done.released_ranks,

@@ -62,13 +62,13 @@ class WorldChange:
         balancer: Balancer,
         migrator: Migrator,
         ranks: JobRanks,
+        data: DataPosition,
         progress: Stateful,
     ) -> None:
         self.stage, self.engine, self.comm = stage, stage.engine, stage.comm
-        self.balancer, self.ranks = balancer, ranks
+        self.balancer, self.ranks, self.data = balancer, ranks, data
         self._migrator, self._progress = migrator, progress
         self.shared_states: dict[str, Stateful] = {}
-        self.data = DataPosition(stage.engine)
 
     @property
     def world(self) -> World:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 Mark = tuple[Any, int | None]
@@ -54,6 +55,11 @@ class EventClock:
         if times:
             times[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in zip(times, times[1:])]
+
+
+def device_clock() -> CpuClock | EventClock:
+    """The clock of this rank's device."""
+    return CpuClock() if get_accelerator().device_name() == "cpu" else EventClock(get_accelerator())
 
 
 @dataclass

@@ -23,9 +23,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.config import TraceConfig
-from ds_dynmo.engine.files import check_writable
 from ds_dynmo.engine.pipeline.instructions import Instructions, is_own_kind
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.engine.reporting import Reporter
+from ds_dynmo.engine.reporting.files import check_writable
 from ds_dynmo.engine.stage import StageContext
 
 INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
@@ -51,9 +52,9 @@ class Tracer:
 
     Args:
         clock: as the profiler's.
-        warn: says on rank 0 what went wrong.
-        world: something else after every re-packing and on a rank that was released: those who recorded a batch are
-            not together any more.
+        reporter: warns, and its rank that speaks writes the file.
+        world: gives another value after every re-packing, and on a rank that was released: the ranks that recorded a
+            batch are then no longer together.
 
     Raises:
         ConfigError: on every rank, where rank 0 cannot write the file.
@@ -65,10 +66,10 @@ class Tracer:
         stage: StageContext,
         clock: Any,
         *,
-        warn: Callable[[str], None],
+        reporter: Reporter,
         world: Callable[[], Any],
     ) -> None:
-        self._config, self._stage, self._clock, self._warn, self._world = config, stage, clock, warn, world
+        self._config, self._stage, self._clock, self._reporter, self._world = config, stage, clock, reporter, world
         self._comm = stage.comm
         self.records = False
         self._place: dict[str, int] = {}
@@ -77,14 +78,9 @@ class Tracer:
         self._counts: Counter[str] = Counter()
         self._origin: float | None = None
         self._base_error_seconds = 0.0
-        self._writes = stage.engine.global_rank == 0
         self._file: TraceFile | None = None
         # The file is begun at the first batch: a launch that joins has the same path.
-        check_writable(config.path, "dynmo.trace.path", self._comm, writes=self._writes)
-
-    def mute(self) -> None:
-        """Another rank writes from now on, of another job."""
-        self._writes = False
+        check_writable(config.path, "dynmo.trace.path", self._comm, writes=reporter.speaks)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -110,7 +106,7 @@ class Tracer:
         finally:
             self.records, self._stage.timeline.record = False, None
         if self._world() != world:
-            self._warn(f"DynMo step {step}: was re-packed, its trace is not written")
+            self._reporter.warn(f"DynMo step {step}: was re-packed, its trace is not written")
             return
         elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
         self._write(step, partition, [base_seconds + seconds for seconds in elapsed[1:]])
@@ -154,7 +150,7 @@ class Tracer:
         )
         error_seconds += self._base_error_seconds
         tracks = self._comm.gather_on_first(Track(**self._place, clock_error_seconds=error_seconds, events=events))
-        if not self._writes:
+        if not self._reporter.speaks:
             return
         names = []
         if self._origin is None:
@@ -164,7 +160,7 @@ class Tracer:
             self._file = self._file or TraceFile(Path(self._config.path))
             self._file.append([*names, *batch_events(step, partition, tracks, self._origin)])
         except OSError as error:
-            self._warn(f"DynMo step {step}: the trace was not written: {error}")
+            self._reporter.warn(f"DynMo step {step}: the trace was not written: {error}")
 
 
 def begin(clock: Any) -> tuple[Any, float, float]:

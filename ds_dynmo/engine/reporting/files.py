@@ -1,4 +1,7 @@
-"""Files that rank 0 writes alone: refused on every rank at the start, and no end of training later."""
+"""Files that rank 0 writes alone.
+
+If rank 0 cannot write one, all ranks refuse to start. A failure later on does not end training.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ Warn = Callable[[str], None]
 
 
 def check_writable(path: str | None, key: str, comm: Communicator, *, writes: bool) -> None:
-    """Make the folder of ``path`` on the rank that ``writes``, rank 0, and see that the file opens. Collective.
+    """Make the folder of ``path`` on rank 0, and check that the file opens. Collective.
 
     Args:
-        path: rank 0's counts; None: it writes none. Others may have another one.
+        path: rank 0's counts, other ranks may have another; None: rank 0 writes no such file.
         key: of the configuration, for the error.
+        writes: is this rank 0?
 
     Raises:
-        ConfigError: on every rank, where rank 0 cannot write the file.
+        ConfigError: on every rank, if rank 0 cannot write the file.
     """
     failure = None
     if writes and path is not None:
@@ -39,13 +43,11 @@ def check_writable(path: str | None, key: str, comm: Communicator, *, writes: bo
 
 
 class WarnsOnce:
-    """Call ``write`` and go on where it fails; the first failure is warned of.
-
-    The other ranks would wait for one that raises alone.
+    """Calls ``write``, and warns of its first failure instead of raising: the other ranks would wait for this one.
 
     Args:
-        what: is written, for the warning.
-        errors: that ``write`` may raise.
+        what: names the file or monitor in the warning.
+        errors: what ``write`` may raise.
     """
 
     def __init__(
@@ -60,19 +62,19 @@ class WarnsOnce:
         except self._errors as error:
             if not self._warned:
                 self._warn(
-                    f"{self._what}: was not written: {error}. Training goes on; what comes later is tried, and no "
-                    "failure is warned of again"
+                    f"{self._what}: was not written: {error}. Training continues; later writes are tried, without "
+                    "further warnings"
                 )
             self._warned = True
 
 
 def record_writer(path: Path, warn: Warn) -> Callable[[dict[str, Any]], None]:
-    """A function that appends a record to a file of JSON lines, or warns once that it cannot."""
+    """Make a function that appends a record to a file of JSON lines, or warns once that it cannot."""
     return WarnsOnce(str(path), lambda record: append_line(path, json.dumps(record)), warn, OSError)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Write a whole line, or none of it.
+    """Append a whole line, or none of it.
 
     Raises:
         OSError: it could not be written.
@@ -90,10 +92,10 @@ def append_line(path: Path, line: str) -> None:
 
 
 def guard_monitors(master: Any, warn: Warn) -> None:
-    """Let no monitor of DeepSpeed's end training on rank 0 alone, nor keep the others from what is theirs.
+    """Make every DeepSpeed monitor warn instead of raise: a failure neither ends training nor stops the others.
 
     Args:
-        master: DeepSpeed's ``MonitorMaster``. What DeepSpeed itself sends goes through it too.
+        master: DeepSpeed's ``MonitorMaster``, which DeepSpeed's own events pass through too.
     """
     for name in ("tb_monitor", "wandb_monitor", "csv_monitor", "comet_monitor"):  # read in DeepSpeed 0.19.8
         monitor = getattr(master, name, None)

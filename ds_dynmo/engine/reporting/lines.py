@@ -1,0 +1,48 @@
+"""The lines that are logged for reports."""
+
+from __future__ import annotations
+
+from ds_dynmo.plan import RebalanceReport, RepackReport
+
+
+def rebalance_line(report: RebalanceReport) -> str:
+    """Write the log line of a rebalance."""
+    text = (
+        f"DynMo step {report.step} ({report.reason}): {list(report.old_partition)} -> {list(report.new_partition)}, "
+        f"{_moved(report)} in {report.migrate_seconds * 1e3:.0f} ms"
+    )
+    if report.bottleneck_seconds_before is not None and report.bottleneck_seconds_after is not None:
+        text += (
+            f"; predicted bottleneck {report.bottleneck_seconds_before * 1e3:.2f} -> "
+            f"{report.bottleneck_seconds_after * 1e3:.2f} ms, imbalance {report.imbalance_before:.2f} -> "
+            f"{report.imbalance_after:.2f}"
+        )
+    return text
+
+
+def repack_line(report: RepackReport) -> str:
+    """Write the log line of a re-packing."""
+    text = f"DynMo step {report.step} ({report.reason}): "
+    if report.old_stages == report.new_stages:
+        return text + f"{report.old_stages} stages kept ({report.verdict})"
+    text += f"{report.old_stages} -> {report.new_stages} stages, {list(report.new_partition)}"
+    if report.released_ranks:
+        text += f", ranks {list(report.released_ranks)} released"
+    if report.copies > 1:
+        text += f", {report.copies} times as many replicas as at the launch"
+    if report.recalled_ranks:
+        text += f", ranks {list(report.recalled_ranks)} taken back"
+    text += (
+        f"; {_moved(report)} in {report.migrate_seconds * 1e3:.0f} ms, new world in {report.world_seconds * 1e3:.0f} ms"
+    )
+    if report.iteration_seconds_before is not None and report.iteration_seconds_after is not None:
+        text += (
+            f"; predicted batch {report.iteration_seconds_before * 1e3:.0f} -> "
+            f"{report.iteration_seconds_after * 1e3:.0f} ms"
+        )
+    return text
+
+
+def _moved(report: RebalanceReport | RepackReport) -> str:
+    layers = "1 layer" if report.layers_moved == 1 else f"{report.layers_moved} layers"
+    return f"{layers}, {report.bytes_moved / 2**20:.1f} MiB"
