@@ -241,7 +241,7 @@ def timelines(every: Sequence[Rows]) -> Figure:
     """Batches below each other on one scale of time; a row for each stage."""
     rows = [len(one.rows) for one in every]
     inches = 0.42 if max(rows) <= MOST_TALL_ROWS else 0.22
-    figure = Figure(figsize=(13, sum(inches * count + 0.8 for count in rows) + 0.9), layout="constrained")
+    figure = Figure(figsize=(10, sum(inches * count + 0.8 for count in rows) + 0.9), layout="constrained")
     panels = figure.subplots(len(every), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = MILLI * max(one.seconds for one in every)
     for axes, one in zip(panels, every):
@@ -251,7 +251,7 @@ def timelines(every: Sequence[Rows]) -> Figure:
                 edge = {"edgecolor": "white", "linewidth": 0.4} if category in ("forward", "backward") else {}
                 axes.broken_barh(spans, (place - 0.4, 0.8), facecolor=COLORS[category], **edge)
             for bar in bars:
-                if bar.category in ("forward", "backward") and MILLI * bar.seconds > 0.012 * longest:
+                if bar.category in ("forward", "backward") and MILLI * bar.seconds > 0.015 * longest:
                     middle = MILLI * (bar.begin_seconds + bar.seconds / 2)
                     text = str(bar.micro_batch)
                     axes.text(middle, place, text, color="white", ha="center", va="center", fontsize=7)
