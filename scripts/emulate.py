@@ -14,16 +14,15 @@ Set OMP_NUM_THREADS=1: one thread per stage. ``--json FILE`` writes the figures 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-from pathlib import Path
 
 import torch
 
 from benchmarks import differences, one_engine, prediction, slowed
-from benchmarks.machine import Stolen, machine
-from startup import init_distributed
+from benchmarks.machine import Machine
+from command_line import CommandParser, num_processes, write_json
+from ds_dynmo.errors import ConfigError
+from startup import begin_rank
 
 COMMANDS = {
     "freezing": (one_engine, one_engine.freezing),
@@ -33,34 +32,60 @@ COMMANDS = {
     "makespan": (differences, differences.measure),
     "slowed": (slowed, slowed.measure),
 }
+HELP = {  # of the options that a module's OPTIONS name
+    "batches": "timed of each draw",
+    "compute": "sleep or real: what the layers do",
+    "draws": "of random costs",
+    "factor": "by which layers on the slow rank take longer",
+    "forward_ms": "forward milliseconds of a layer, the median",
+    "hidden_size": "of real blocks",
+    "interval": "batches between decisions",
+    "layers": "of the model",
+    "layers_per_stage": "on average",
+    "micro_batches": "per batch",
+    "pairs": "of measurements in turns",
+    "rank": "that becomes slow",
+    "rounds": "turns of each partition or engine",
+    "seed": "of random costs and partitions",
+    "sequence_length": "of real blocks",
+    "spread": "of the costs' logarithm",
+}
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+CHOICES = {"compute": ("sleep", "real")}
+
+
+def parse(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(dest="what", required=True)
+    commands = parser.add_subparsers(dest="what", required=True, parser_class=CommandParser)
     for name, (module, measure) in COMMANDS.items():
-        about = module.__doc__ if measure.__name__ == "measure" else measure.__doc__
-        command = commands.add_parser(name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-        module.add_arguments(command)
-        command.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    return parser.parse_args(arguments)
+        command = commands.add_parser(name, description=measure.__doc__)
+        for option, default in module.OPTIONS.items():
+            command.add_argument(
+                f"--{option.replace('_', '-')}",
+                type=type(default),
+                default=default,
+                choices=CHOICES.get(option),
+                help=f"{HELP[option]}, default {default}",
+            )
+    return parser.parse_args(given)
 
 
 def main(given: list[str]) -> None:
     arguments = parse(given)
-    if "WORLD_SIZE" not in os.environ:
-        raise SystemExit(f"start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/emulate.py {arguments.what}")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    init_distributed()
     module, measure = COMMANDS[arguments.what]
-    stolen = Stolen()
-    found = measure(arguments)
+    try:
+        num_processes(f"2 scripts/emulate.py {arguments.what}")
+        begin_rank()
+        machine = Machine()
+        found = measure(arguments)
+    except ConfigError as error:
+        raise SystemExit(f"emulate.py {arguments.what}: error: {error}") from error
     if torch.distributed.get_rank() == 0:
         module.show(found, arguments)
-        print(f"The machine's host took {stolen.share():.0%} of its cores.")
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"machine": machine(), **found}, indent=2) + "\n")
+        print(machine)
+        write_json(arguments.json, {"machine": machine.record(), **found})
     torch.distributed.barrier()
 
 

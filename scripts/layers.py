@@ -12,18 +12,18 @@ The two are timed in turns in one run; medians are shown. ``--json FILE`` writes
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.pipe import TiedLayerSpec
 
+from command_line import CommandParser, print_table, write_json
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.pruning.gradual import prunable_linears
@@ -31,38 +31,27 @@ from ds_dynmo.models.pruning.magnitude import select_largest
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from ds_dynmo.models.stream import Activations, Stream
 
-Setting = tuple[str, Callable[[argparse.Namespace], torch.nn.Module]]
+TOKENS = 512
+SIZES = {"hidden_size": 256, "heads": 4, "sequence_length": TOKENS, "layers": 2, "tied_embedding": False}
+WIDTH = 1024  # of the linear layer alone
+SPARSITIES = (0.52, 0.79, 0.9, 0.95, 0.99)
+EXITS = {"method": "calm", "threshold": 1.0}
 
 
-def model_of(arguments: argparse.Namespace, **case: Any) -> ModelConfig:
-    sizes = {"hidden_size": arguments.hidden_size, "heads": arguments.heads, "sequence_length": arguments.sequence}
-    return parse_block(ModelConfig, {**sizes, "layers": 2, "tied_embedding": False, **case}, "model")
+def layer_of(index: int = 1, **case: Any) -> tuple[torch.nn.Module, Callable[[Activations], Activations]]:
+    """Build a layer of a model with this case, the first block where nothing else is said; give it and its forward."""
+    spec = model_layers(parse_block(ModelConfig, {**SIZES, **case}, "model"))[index]
+    layer = spec.build()
+    return layer, partial(spec.forward_fn, layer) if isinstance(spec, TiedLayerSpec) else layer
 
 
-def block_of(arguments: argparse.Namespace, **case: Any) -> torch.nn.Module:
-    """The first block of a model with this case."""
-    block: torch.nn.Module = model_layers(model_of(arguments, **case))[1].build()
-    return block
+def block_of(**case: Any) -> torch.nn.Module:
+    return layer_of(**case)[0]
 
 
-def freezing() -> Iterator[Setting]:
-    yield "trained", block_of
-    yield "frozen", lambda arguments: block_of(arguments).requires_grad_(False)
-
-
-def moe() -> Iterator[Setting]:
-    def setting(**keys: Any) -> Setting:
-        name = ", ".join(f"{key} {value}" for key, value in keys.items())
-        return name, lambda arguments: block_of(arguments, moe={"experts": 8, **keys})
-
-    yield from (setting(top_k=top_k) for top_k in (8, 4, 2, 1))
-    yield from (setting(top_k=2, capacity_factor=factor) for factor in (0.75, 0.5, 0.25))
-    yield from (setting(top_k=2, routing=routing) for routing in ("sbase", "bias"))
-
-
-def pruned(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module:
-    """A block of which the smallest weights are pruned."""
-    block = block_of(arguments, pruning={})
+def pruned(sparsity: float) -> torch.nn.Module:
+    """Build a block of which the smallest weights are pruned."""
+    block = block_of(pruning={})
     linears = {1: prunable_linears(block)}
     keep = round(sum(linear.weight.numel() for linear in linears[1]) * (1 - sparsity))
     selection = select_largest(linears, keep, num_layers=2, sum_over_stages=torch.clone)
@@ -71,20 +60,17 @@ def pruned(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module
     return block
 
 
-def pruning() -> Iterator[Setting]:
-    for sparsity in (0.52, 0.79, 0.9, 0.95, 0.99):
-        yield f"{sparsity:.0%} pruned", partial(pruned, sparsity=sparsity)
-
-
 class PrunedLinear(torch.nn.Module):
     """A linear layer of which a share of the weights, at random places, is pruned."""
 
-    def __init__(self, size: int, sparsity: float) -> None:
+    width = WIDTH
+
+    def __init__(self, sparsity: float) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(2)
-        self.linear = PrunableLinear(torch.nn.Parameter(torch.randn(size, size, generator=generator) / size**0.5))
+        self.linear = PrunableLinear(torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5))
         if sparsity:
-            self.linear.prune(torch.rand(size, size, generator=generator) >= sparsity)
+            self.linear.prune(torch.rand(WIDTH, WIDTH, generator=generator) >= sparsity)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.linear(hidden)
@@ -94,37 +80,15 @@ class PrunedLinear(torch.nn.Module):
         return self.linear.kept / self.linear.weight.numel()
 
 
-def pruned_alone(arguments: argparse.Namespace, *, sparsity: float) -> torch.nn.Module:
-    return PrunedLinear(arguments.hidden_size, sparsity)
-
-
-def pruned_linear() -> Iterator[Setting]:
-    for sparsity in (0.52, 0.79, 0.9, 0.95, 0.99):
-        yield f"{sparsity:.0%} pruned", partial(pruned_alone, sparsity=sparsity)
-
-
-def sparse_attention() -> Iterator[Setting]:
-    for buckets in (2, 4, 8, 16, 32):
-        sparse = {"kind": "hash", "buckets": buckets}
-        yield f"hash, {buckets} buckets", partial(block_of, sparse_attention=sparse)
-    for keep in (1.0, 0.7, 0.5, 0.3, 0.1):
-        kept = {"kind": "qk", "keep_queries": keep, "keep_keys": keep}
-        yield f"qk, {keep:.0%} kept", partial(block_of, sparse_attention=kept)
-
-
-def mod() -> Iterator[Setting]:
-    for capacity in (1.0, 0.5, 0.25, 0.125):
-        mod = {"capacity": capacity, "every": 1}
-        yield f"capacity {capacity:g}", partial(block_of, mod=mod)
-
-
 class SomeLeft(torch.nn.Module):
     """A layer to which a share of the tokens comes; the others, at random places, have left before."""
 
-    def __init__(self, block: torch.nn.Module, layer: Callable[[Activations], Activations], share: float) -> None:
+    carries = "exits"
+
+    def __init__(self, share: float, index: int) -> None:
         super().__init__()
-        self.block, self.layer, self.share = block, layer, share
-        self.carries = "exits"
+        self.share = share
+        self.layer, self.run = layer_of(index, early_exit=EXITS)
 
     def forward(self, given: Activations) -> Activations:
         stream = Stream.unpack(given)
@@ -132,115 +96,105 @@ class SomeLeft(torch.nn.Module):
         generator = torch.Generator().manual_seed(1)
         places = torch.randperm(stream.exited.numel(), generator=generator)
         left = places >= round(self.share * stream.exited.numel())
-        return self.layer(replace(stream, exited=left.long().view_as(stream.exited)).pack())
+        return self.run(replace(stream, exited=left.long().view_as(stream.exited)).pack())
 
     def load_signal(self) -> float:
-        signal: float = self.block.load_signal()  # type: ignore[operator]
+        signal: float = self.layer.load_signal()  # type: ignore[operator]
         return signal
 
 
-def early_exit() -> Iterator[Setting]:
-    exits = {"method": "calm", "threshold": 1.0}
-
-    def second_block(arguments: argparse.Namespace, share: float) -> torch.nn.Module:
-        block = model_layers(model_of(arguments, early_exit=exits))[3].build()
-        return SomeLeft(block, block, share)
-
-    def exit_of_all(arguments: argparse.Namespace) -> torch.nn.Module:
-        spec = model_layers(model_of(arguments, early_exit=exits))[2]
-        head = spec.build()
-        return SomeLeft(head, partial(spec.forward_fn, head), 1.0)
-
-    for share in (1.0, 0.75, 0.5, 0.25, 0.1, 0.0):
-        yield f"{share:.0%} of tokens remain", partial(second_block, share=share)
-    yield "an exit, all tokens", exit_of_all
-
-
-CASES: dict[str, Callable[[], Iterator[Setting]]] = {
-    "freezing": freezing,
-    "moe": moe,
-    "pruning": pruning,
-    "pruned_linear": pruned_linear,
-    "sparse_attention": sparse_attention,
-    "mod": mod,
-    "early_exit": early_exit,
+ROUTINGS: list[dict[str, Any]] = [
+    *({"top_k": top_k} for top_k in (8, 4, 2, 1)),
+    *({"top_k": 2, "capacity_factor": factor} for factor in (0.75, 0.5, 0.25)),
+    *({"top_k": 2, "routing": routing} for routing in ("sbase", "bias")),
+]
+CASES: dict[str, dict[str, Callable[[], torch.nn.Module]]] = {  # by setting, what builds the layer
+    "freezing": {"trained": block_of, "frozen": lambda: block_of().requires_grad_(False)},
+    "moe": {
+        ", ".join(f"{key} {value}" for key, value in keys.items()): partial(block_of, moe={"experts": 8, **keys})
+        for keys in ROUTINGS
+    },
+    "pruning": {f"{sparsity:.0%} pruned": partial(pruned, sparsity) for sparsity in SPARSITIES},
+    "pruned_linear": {f"{sparsity:.0%} pruned": partial(PrunedLinear, sparsity) for sparsity in SPARSITIES},
+    "sparse_attention": {
+        **{
+            f"hash, {buckets} buckets": partial(block_of, sparse_attention={"kind": "hash", "buckets": buckets})
+            for buckets in (2, 4, 8, 16, 32)
+        },
+        **{
+            f"qk, {keep:.0%} kept": partial(
+                block_of, sparse_attention={"kind": "qk", "keep_queries": keep, "keep_keys": keep}
+            )
+            for keep in (1.0, 0.7, 0.5, 0.3, 0.1)
+        },
+    },
+    "mod": {
+        f"capacity {capacity:g}": partial(block_of, mod={"capacity": capacity, "every": 1})
+        for capacity in (1.0, 0.5, 0.25, 0.125)
+    },
+    "early_exit": {  # the model's second block, and the exit before it
+        **{
+            f"{share:.0%} of tokens remain": partial(SomeLeft, share, index=3)
+            for share in (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
+        },
+        "an exit, all tokens": partial(SomeLeft, 1.0, index=2),
+    },
 }
 
 
-def dense_of(arguments: argparse.Namespace, case: str) -> torch.nn.Module:
-    """What a case is compared with."""
-    return PrunedLinear(arguments.hidden_size, 0.0) if case == "pruned_linear" else block_of(arguments)
-
-
-def activations(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> Activations:
-    """What the block before would send."""
+def activations(layer: torch.nn.Module, seed: int) -> Activations:
+    """Make what the layer before would send."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (arguments.batch, arguments.sequence)
-    hidden = torch.randn(*shape, arguments.hidden_size, generator=generator)
-    hidden.requires_grad_(any(parameter.requires_grad for parameter in block.parameters()))
-    carries = getattr(block, "carries", "hidden")
+    hidden = torch.randn(1, TOKENS, getattr(layer, "width", SIZES["hidden_size"]), generator=generator)
+    hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
+    carries = getattr(layer, "carries", "hidden")
     if carries == "hidden":
         return hidden
     auxiliary = torch.zeros(1, requires_grad=hidden.requires_grad)
     if carries == "auxiliary":
         return Stream(hidden, auxiliary).pack()
-    tokens = torch.randint(0, 256, shape, generator=generator)
+    tokens = torch.randint(0, 256, (1, TOKENS), generator=generator)
     return Stream(hidden, auxiliary, tokens, torch.zeros_like(tokens)).pack()
 
 
-def seconds(arguments: argparse.Namespace, block: torch.nn.Module, seed: int) -> float:
-    """Of one forward and backward pass."""
-    given = activations(arguments, block, seed)
+def seconds(layer: torch.nn.Module, seed: int) -> float:
+    """Time one forward and backward pass."""
+    given = activations(layer, seed)
     began = time.perf_counter()
-    made = Stream.unpack(block(given))
+    made = Stream.unpack(layer(given))
     if made.hidden.requires_grad:
         total = made.hidden.square().mean()
         (total if made.auxiliary is None else total + made.auxiliary.sum()).backward()
     return time.perf_counter() - began
 
 
-def table(arguments: argparse.Namespace, case: str) -> list[dict[str, Any]]:
-    rows = []
-    if case == "pruned_linear":
-        arguments = argparse.Namespace(**{**vars(arguments), "hidden_size": 1024, "sequence": 512, "batch": 1})
-    for setting, make in CASES[case]():
-        dense, block = dense_of(arguments, case), make(arguments)
-        pairs = [
-            (seconds(arguments, block, seed), seconds(arguments, dense, seed)) for seed in range(arguments.pairs + 2)
-        ][2:]
-        rows.append(
-            {
-                "case": case,
-                "setting": setting,
-                "load_signal": float(block.load_signal()),  # type: ignore[operator]
-                "milliseconds": 1e3 * statistics.median(mine for mine, _ in pairs),
-                "over_dense": statistics.median(mine / dense for mine, dense in pairs),
-            }
-        )
-    return rows
+def measure(case: str, setting: str, pairs: int) -> dict[str, Any]:
+    """Time a layer beside the dense one, in turns; the first two pairs warm up."""
+    layer, dense = CASES[case][setting](), PrunedLinear(0.0) if case == "pruned_linear" else block_of()
+    both = [(seconds(layer, seed), seconds(dense, seed)) for seed in range(pairs + 2)][2:]
+    return {
+        "case": case,
+        "setting": setting,
+        "load_signal": float(layer.load_signal()),  # type: ignore[operator]
+        "milliseconds": 1e3 * statistics.median(own for own, _ in both),
+        "over_dense": statistics.median(own / other for own, other in both),
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: list[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
-    parser.add_argument("--hidden-size", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--heads", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--sequence", type=int, default=512, help="tokens of a sequence, default %(default)s")
-    parser.add_argument("--batch", type=int, default=1, help="sequences, default %(default)s")
     parser.add_argument("--pairs", type=int, default=15, help="of measurements, default %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     torch.set_num_threads(1)
-    rows = [row for case in arguments.cases or CASES for row in table(arguments, case)]
-    print(f"{'case':<18}{'setting':<28}{'load signal':>12}{'ms':>10}{'over dense':>12}")
-    for row in rows:
-        print(
-            f"{row['case']:<18}{row['setting']:<28}{row['load_signal']:>12.3f}{row['milliseconds']:>10.2f}"
-            f"{row['over_dense']:>12.2f}"
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    rows = [measure(case, setting, arguments.pairs) for case in arguments.cases or CASES for setting in CASES[case]]
+    cells = [
+        (row["case"], row["setting"], *(f"{row[key]:.3f}" for key in ("load_signal", "milliseconds", "over_dense")))
+        for row in rows
+    ]
+    print_table(("case", "setting", "load signal", "ms", "over dense"), cells)
+    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -12,13 +12,10 @@ a plain copy of the same bytes. Set OMP_NUM_THREADS=1. ``--json FILE`` writes th
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
+import sys
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +25,10 @@ from torch import nn
 
 from benchmarks.arms import timed
 from benchmarks.emulation import pipeline_engine
-from startup import init_distributed
+from benchmarks.machine import Machine
+from command_line import CommandParser, num_processes, print_table, write_json
+from ds_dynmo.errors import ConfigError
+from startup import begin_rank
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -36,11 +36,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "fp32-zero1": {"zero_optimization": {"stage": 1}},
 }
+MOVED, BIG = 4, 4_000_000  # layers that move at once, and the parameters of each
 SMALL = 1_000  # parameters of the layer that moves when the cost of those that stay is measured
 
 
 class Weights(nn.Module):
-    """``millions`` of parameters that cost next to nothing to compute with."""
+    """``count`` parameters that cost next to nothing to compute with."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Weights(nn.Module):
 
 
 def make_engine(counts: list[int], boundary: int, precision: str) -> Any:
-    """An engine of two stages over layers of ``counts`` parameters, which has trained one batch."""
+    """Make an engine of two stages over layers of ``counts`` parameters, and train it on one batch."""
     engine = pipeline_engine(
         [LayerSpec(Weights, count) for count in counts],
         micro_batches=2,
@@ -60,43 +61,31 @@ def make_engine(counts: list[int], boundary: int, precision: str) -> Any:
         zero_allow_untested_optimizer=True,
         **PRECISIONS[precision],
     )
-    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-    engine.train_batch(batches(dtype))
+    hidden = torch.ones(1, 8, dtype=torch.bfloat16 if precision.startswith("bf16") else torch.float32)
+    engine.train_batch(iter(lambda: (hidden, hidden + 1), None))
     return engine
 
 
-def batches(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    hidden = torch.ones(1, 8, dtype=dtype)
-    while True:
-        yield hidden, hidden + 1
-
-
 def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Moves of ``--layers`` layers there and back, against the same bytes sent raw, in turns."""
-    count = int(arguments.layer_megabytes * 1e6 / 4)
-    layers = arguments.layers
-    engine = make_engine([count] * (layers + 2), layers + 1, arguments.precision)
-    here, there = [0, layers + 1, layers + 2], [0, 1, layers + 2]
-    stage, moved, raw = engine.stage_id, [], []
+    """Move layers there and back, and send the same bytes raw, in turns."""
+    engine = make_engine([BIG] * (MOVED + 2), MOVED + 1, arguments.precision)
+    moved, raw = [], []
     for _ in range(arguments.pairs):
-        for forth, partition in ((True, there), (False, here)):
-            sends = (stage == 0) == forth
-            seconds = timed(partial(engine.rebalance, partition))
+        for sender, boundary in ((0, 1), (1, MOVED + 1)):
+            moved.append(timed(partial(engine.rebalance, [0, boundary, MOVED + 2])))
             size = engine.reports[-1].bytes_moved
-            moved.append(seconds)
-            payload = torch.ones(size, dtype=torch.uint8) if sends else None
-            raw.append(timed(partial(send_raw, payload, size, 1 - stage)))
-    ratios = [b / a for a, b in zip(moved, raw)]
+            payload = torch.ones(size, dtype=torch.uint8) if engine.stage_id == sender else None
+            raw.append(timed(partial(send_raw, payload, size, 1 - engine.stage_id)))
     return {
         "bytes": size,
         "move_seconds": statistics.median(moved),
         "raw_seconds": statistics.median(raw),
-        "bandwidth_over_raw": statistics.median(ratios),
+        "bandwidth_over_raw": statistics.median(b / a for a, b in zip(moved, raw)),
     }
 
 
 def send_raw(payload: torch.Tensor | None, size: int, peer: int) -> None:
-    """One message of ``size`` bytes, received into memory that is fresh, as a layer's is."""
+    """Send one message of ``size`` bytes, or receive it into fresh memory, as a layer's is."""
     if payload is not None:
         dist.send(payload, peer)
     else:
@@ -104,7 +93,7 @@ def send_raw(payload: torch.Tensor | None, size: int, peer: int) -> None:
 
 
 def nothing_moves(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A rebalance to the present partition against an all-reduce and an all-gather of three numbers."""
+    """Time a rebalance to the present partition beside an all-reduce and an all-gather of three numbers."""
     engine = make_engine([SMALL] * 8, 4, arguments.precision)
     group = dist.new_group(backend="gloo")
     numbers = torch.zeros(3, dtype=torch.int64)
@@ -119,11 +108,11 @@ def nothing_moves(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The optimizer's part when a small layer moves, against a copy of the state of those that stay."""
+    """Time the optimizer's part when a small layer moves, beside a copy of the state of those that stay."""
     layers = 10
     count = int(arguments.stage_parameters * 1e6 / layers)
     engine = make_engine([count] * layers + [SMALL] + [count] * layers, layers, arguments.precision)
-    settled: list[float] = []
+    settled, copied = [], []
     settle = engine.stage.state.settle
 
     def clocked(*args: Any) -> None:
@@ -132,22 +121,20 @@ def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
         settled.append(time.perf_counter() - began)
 
     engine.stage.state.settle = clocked
-    copied = []
     for _ in range(arguments.pairs):
         for boundary in (layers + 1, layers):
             engine.rebalance([0, boundary, 2 * layers + 1])
             copied.append(copy_of_state(engine))
-    ratios = [a / b for a, b in zip(settled, copied)]
     return {
         "parameters": count * layers,
         "settle_seconds": statistics.median(settled),
         "copy_seconds": statistics.median(copied),
-        "settle_over_copy": statistics.median(ratios),
+        "settle_over_copy": statistics.median(a / b for a, b in zip(settled, copied)),
     }
 
 
 def copy_of_state(engine: Any) -> float:
-    """Seconds to copy a stage's weights, fp32 weights and moments into fresh memory, one tensor at a time."""
+    """Time a copy of a stage's weights, fp32 weights and moments into fresh memory, one tensor at a time."""
     tensors = [parameter.data for parameter in engine.module.parameters()]
     for group in engine.basic_optimizer.param_groups:
         for parameter in group["params"]:
@@ -161,28 +148,23 @@ def copy_of_state(engine: Any) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: list[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default: %(default)s")
-    parser.add_argument("--layer-megabytes", type=float, default=16.0, help="weights in fp32, default %(default)s")
-    parser.add_argument("--layers", type=int, default=4, help="that move at once, default %(default)s")
     parser.add_argument("--stage-parameters", type=float, default=10.0, help="in millions, default %(default)s")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of measurements, default %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    init_distributed()
-    if dist.get_world_size() != 2:
-        raise SystemExit(f"two ranks are needed, this is {dist.get_world_size()}: deepspeed --num_gpus 2 ...")
-    figures: dict[str, Any] = {"precision": arguments.precision, "machine": platform.processor() or platform.machine()}
+    arguments = parser.parse_args(given)
+    if num_processes("2 scripts/migration.py") != 2:
+        raise ConfigError("two ranks are needed: deepspeed --num_gpus 2 scripts/migration.py ...")
+    begin_rank()
+    machine = Machine()
+    figures = {"precision": arguments.precision}
     for measure in (bandwidth, nothing_moves, optimizer):
         figures |= measure(arguments)
     if dist.get_rank() == 0:
-        print(json.dumps(figures, indent=2))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        print_table(("", ""), figures.items())
+        write_json(arguments.json, {"machine": machine.record(), **figures})
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from command_line import print_table
 from ds_dynmo.partitioners import (
     MemoryModel,
     PipelineModel,
@@ -32,6 +34,8 @@ from ds_dynmo.partitioners import (
     uniform,
 )
 
+Cells = tuple[object, ...]
+SEED = 0
 SIZES = [(8, 3), (24, 8), (48, 24)]
 FAMILIES: dict[str, Callable[[random.Random], float]] = {
     "uniform [0.5, 1.5]": lambda rng: rng.uniform(0.5, 1.5),
@@ -48,44 +52,51 @@ class Run(NamedTuple):
     potential_rose: bool
 
 
-def main() -> None:
+def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=2000, help="random instances per row (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--large", action="store_true", help="time DeepSpeed's balancer on the largest models too")
-    arguments = parser.parse_args()
-    print_quality(arguments.instances, arguments.seed)
-    print_memory(arguments.instances, arguments.seed)
-    print_timings(arguments.seed, arguments.large)
-    print_schedule(arguments.instances // 20, arguments.seed)
-
-
-def print_quality(instances: int, seed: int) -> None:
-    print(f"Diffusion without memory limits, {instances} random instances a row; gap = bottleneck / optimum - 1\n")
-    print(
-        "| layers x stages | costs | mean gap | worst gap | optimum missed | pairs alone: mean, worst, missed "
-        "| rounds mean, most | least Lemma 2 bound | floats sent | potential ended higher |"
+    arguments = parser.parse_args(given)
+    print("Diffusion without memory limits; gap = bottleneck / optimum - 1", flush=True)
+    print_table(QUALITY, quality(arguments.instances))
+    print("\nDiffusion within memory limits that bind (starts that fit; in flight and sizes as in the memory model)")
+    print_table(("layers x stages", "mean gap", "worst gap", "optimum missed"), with_memory(arguments.instances // 2))
+    print("\nMilliseconds of one decision, uniform [0.5, 1.5] costs (diffusion: all stages in one process)")
+    balancers = ("balanced", "balanced, memory limits", "diffusion", "DeepSpeed partition_balanced")
+    print_table(("layers x stages", *balancers), timings(arguments.large))
+    print("\nThe shortest iteration; gain = least bottleneck's iteration / its own - 1")
+    print_table(
+        ("layers x stages", "micro-batches", "ms: median, least", "mean gain", "largest gain"),
+        shortest(arguments.instances // 20),
     )
-    print("| --- " * 10 + "|")
+
+
+QUALITY = (
+    *("layers x stages", "costs", "mean gap", "worst gap", "optimum missed", "pairs alone: mean, worst, missed"),
+    *("rounds mean, most", "least Lemma 2 bound", "floats sent", "potential ended higher"),
+)
+
+
+def quality(instances: int) -> Iterator[Cells]:
+    """Compare diffusion with the optimum, a row per size and family of costs."""
     for num_layers, num_stages in SIZES:
         for family, draw in FAMILIES.items():
-            rng = random.Random(seed)
+            rng = random.Random(SEED)
             runs = [one_run(rng, case, num_layers, num_stages, draw) for case in range(instances)]
-            print_row(num_layers, num_stages, family, runs)
-
-
-def print_row(num_layers: int, num_stages: int, family: str, runs: list[Run]) -> None:
-    gaps, pairs = [run.gap for run in runs], [run.pairs_gap for run in runs]
-    rounds = [run.rounds for run in runs]
-    print(
-        f"| {num_layers} x {num_stages} | {family} "
-        f"| {statistics.mean(gaps):.3%} | {max(gaps):.3%} | {missed(gaps):.1%} "
-        f"| {statistics.mean(pairs):.1%}, {max(pairs):.1%}, {missed(pairs):.1%} "
-        f"| {statistics.mean(rounds):.0f}, {max(rounds)} | {min(run.rounds_bound for run in runs)} "
-        f"| {statistics.mean(run.floats_sent for run in runs):.0f} "
-        f"| {statistics.mean(run.potential_rose for run in runs):.1%} |",
-        flush=True,
-    )
+            gaps, pairs = [run.gap for run in runs], [run.pairs_gap for run in runs]
+            rounds = [run.rounds for run in runs]
+            yield (
+                f"{num_layers} x {num_stages}",
+                family,
+                f"{fmean(gaps):.3%}",
+                f"{max(gaps):.3%}",
+                f"{missed(gaps):.1%}",
+                f"{fmean(pairs):.1%}, {max(pairs):.1%}, {missed(pairs):.1%}",
+                f"{fmean(rounds):.0f}, {max(rounds)}",
+                min(run.rounds_bound for run in runs),
+                f"{fmean(run.floats_sent for run in runs):.0f}",
+                f"{fmean(run.potential_rose for run in runs):.1%}",
+            )
 
 
 def one_run(
@@ -106,7 +117,7 @@ def one_run(
 
 
 def pairs_alone(costs: list[float], start: list[int]) -> list[int]:
-    """What neighbours reach that only even out between themselves."""
+    """Find what neighbours reach that only even out between themselves."""
     bounds, quiet, parity = [*start], 0, 0
     while quiet < 2:
         before = [*bounds]
@@ -117,27 +128,22 @@ def pairs_alone(costs: list[float], start: list[int]) -> list[int]:
     return bounds
 
 
-def print_memory(instances: int, seed: int) -> None:
-    print("\nDiffusion within memory limits that bind (starts that fit; in flight and sizes as in the memory model)\n")
-    print("| layers x stages | mean gap | worst gap | optimum missed |")
-    print("| --- " * 4 + "|")
+def with_memory(instances: int) -> Iterator[Cells]:
+    """Compare diffusion with the optimum where memory binds, a row per size."""
     for num_layers, num_stages in SIZES[:2]:
-        rng = random.Random(seed)
+        rng = random.Random(SEED)
         gaps: list[float] = []
-        while len(gaps) < instances // 2:
+        for _ in range(instances):
             costs = [rng.uniform(0.5, 1.5) for _ in range(num_layers)]
             start, memory = tight_memory(rng, num_layers, num_stages)
             found = diffusion(costs, num_stages, start, memory=memory)
             check_fits(found, memory)
             gaps.append(bottleneck(costs, found) / bottleneck(costs, balanced(costs, num_stages, memory=memory)) - 1)
-        print(
-            f"| {num_layers} x {num_stages} | {statistics.mean(gaps):.3%} | {max(gaps):.3%} | {missed(gaps):.1%} |",
-            flush=True,
-        )
+        yield f"{num_layers} x {num_stages}", f"{fmean(gaps):.3%}", f"{max(gaps):.3%}", f"{missed(gaps):.1%}"
 
 
 def tight_memory(rng: random.Random, num_layers: int, num_stages: int) -> tuple[list[int], MemoryModel]:
-    """A start and limits that it fits, with 0 to 40% to spare on each stage."""
+    """Draw a start, and limits that it fits with 0 to 40% to spare on each stage."""
     start = random_start(rng, num_layers, num_stages)
     static_bytes, activation_bytes = (tuple(rng.randint(50, 150) for _ in range(num_layers)) for _ in range(2))
     model = MemoryModel(static_bytes, activation_bytes, (0,) * num_layers, (0,) * num_stages, 2 * num_stages)
@@ -146,36 +152,32 @@ def tight_memory(rng: random.Random, num_layers: int, num_stages: int) -> tuple[
     return start, MemoryModel(static_bytes, activation_bytes, (0,) * num_layers, limits, 2 * num_stages)
 
 
-def print_timings(seed: int, large: bool) -> None:
+def timings(large: bool) -> Iterator[Cells]:
+    """Time every balancer, a row per size; DeepSpeed's on the largest model only if ``large``."""
     from deepspeed.runtime.utils import partition_balanced
 
-    print("\nMilliseconds of one decision, uniform [0.5, 1.5] costs (diffusion: all stages in one process)\n")
-    print("| layers x stages | balanced | balanced, memory limits | diffusion | DeepSpeed partition_balanced |")
-    print("| --- " * 5 + "|")
     for num_layers, num_stages in [*SIZES, (200, 64), (1000, 128)]:
-        rng = random.Random(seed)
+        rng = random.Random(SEED)
         costs = [rng.uniform(0.5, 1.5) for _ in range(num_layers)]
         per_layer, limit = (1,) * num_layers, 3 * num_layers
         memory = MemoryModel(per_layer, per_layer, per_layer, (limit,) * num_stages, 8)
-        columns = [
+        yield (
+            f"{num_layers} x {num_stages}",
             milliseconds(balanced, costs, num_stages, repeats=30),
             milliseconds(balanced, costs, num_stages, repeats=5, memory=memory),
             milliseconds(diffusion, costs, num_stages, repeats=3),
             milliseconds(partition_balanced, costs, num_stages, repeats=1) if large or num_layers <= 200 else "not run",
-        ]
-        print(f"| {num_layers} x {num_stages} | {' | '.join(columns)} |", flush=True)
+        )
 
 
-def print_schedule(instances: int, seed: int) -> None:
-    print(
-        f"\nThe shortest iteration, {instances} random instances a row (uniform forward, backward 0.5 to 3 forwards, "
-        "random starts); gain = least bottleneck's iteration / its own - 1\n"
-    )
-    print("| layers x stages | micro-batches | milliseconds: median, least | mean gain | largest gain |")
-    print("| --- " * 5 + "|")
+def shortest(instances: int) -> Iterator[Cells]:
+    """Time makespan and compare its iteration with the least bottleneck's, a row per size and micro-batches.
+
+    Forward seconds are uniform, backward 0.5 to 3 forwards, starts random.
+    """
     for num_layers, num_stages in [*SIZES, (96, 16)]:
         for micro_batches in (num_stages // 2, num_stages, 2 * num_stages):
-            rng = random.Random(seed)
+            rng = random.Random(SEED)
             seconds, gains = [], []
             for _ in range(instances):
                 pipeline = random_pipeline(rng, num_layers, num_stages, micro_batches)
@@ -186,11 +188,13 @@ def print_schedule(instances: int, seed: int) -> None:
                 seconds.append(time.perf_counter() - began)
                 least = pipeline.iteration_seconds(balanced(costs, num_stages))
                 gains.append(least / pipeline.iteration_seconds(found) - 1)
-            print(
-                f"| {num_layers} x {num_stages} | {micro_batches} "
-                f"| {1e3 * statistics.median(seconds):.1f}, {1e3 * min(seconds):.1f} "
-                f"| {statistics.mean(gains):.1%} | {max(gains):.1%} |",
-                flush=True,
+            milliseconds = f"{1e3 * median(seconds):.1f}, {1e3 * min(seconds):.1f}"
+            yield (
+                f"{num_layers} x {num_stages}",
+                micro_batches,
+                milliseconds,
+                f"{fmean(gains):.1%}",
+                f"{max(gains):.1%}",
             )
 
 
@@ -201,13 +205,13 @@ def random_pipeline(rng: random.Random, num_layers: int, num_stages: int, micro_
 
 
 def milliseconds(balancer: Callable[..., Any], *arguments: Any, repeats: int, **options: Any) -> str:
-    """The median of ``repeats``."""
+    """Time a balancer; give the median of ``repeats``."""
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
         balancer(*arguments, **options)
         seconds.append(time.perf_counter() - began)
-    return f"{1000 * statistics.median(seconds):.2f}"
+    return f"{1000 * median(seconds):.2f}"
 
 
 def random_start(rng: random.Random, num_layers: int, num_stages: int) -> list[int]:
@@ -215,8 +219,8 @@ def random_start(rng: random.Random, num_layers: int, num_stages: int) -> list[i
 
 
 def missed(gaps: list[float]) -> float:
-    return statistics.mean(gap > 0 for gap in gaps)
+    return fmean(gap > 0 for gap in gaps)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

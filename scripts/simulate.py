@@ -16,44 +16,21 @@ DeepSpeed's schedule, links included.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from command_line import CommandParser, check_at_least_1, print_table, write_json
 from ds_dynmo.errors import ConfigError, PartitionError
-from simulation.loads import CASES, Case, Phase, recorded_phases
+from simulation.loads import CASES, Case, Recorded
 from simulation.paper import AVERAGE_GPUS, PAPER
 from simulation.repacking import repack_rows, sustained_stages
 from simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
 from simulation.statics import label
 
-
-@dataclass(frozen=True)
-class Recorded:
-    """The load signals of a run, as a case."""
-
-    recorded: tuple[Phase, ...]
-    name: str = "recorded"
-    interval: int = 1
-    announces: bool = True
-    stages: int = 2
-    replicas: int = 1
-
-    @property
-    def layers(self) -> int:
-        return len(self.recorded[0].forward)
-
-    def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        return list(self.recorded)
-
-
-def rows_of(case: Case, setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per balancer."""
-    arms = [arm for arm in ARMS if arm in (*STATICS, "dense", *arguments.balancers)]
-    outcomes = compare(case, setting, arms, count=arguments.phases, seeds=arguments.seeds)
-    return [row(case.name, arm, outcomes, setting) for arm in arms]
+SIZES = ("layers", "stages", "replicas", "micro_batches", "interval")
 
 
 def row(case: str, arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict[str, Any]:
@@ -81,80 +58,89 @@ def row(case: str, arm: str, outcomes: dict[str, Outcome], setting: Setting) -> 
     }
 
 
+COLUMNS = {  # of the table of a case
+    "full: best static": "speedup_over_static",
+    "over dense": "speedup_over_dense",
+    "bubble": "bubble_ratio",
+    "1F1B: best static": "speedup_over_static_1f1b",
+    "over dense, 1F1B": "speedup_over_dense_1f1b",
+    "bubble, 1F1B": "bubble_ratio_1f1b",
+    "imbalance": "imbalance",
+}
+
+
 def print_case(rows: Sequence[dict[str, Any]], setting: Setting) -> None:
     scale = f"{setting.layers} layers, {setting.stages} stages x {setting.replicas} replicas"
     print(f"\n{rows[0]['case']}: {scale}, {setting.micro_batches} micro-batches, interval {setting.interval}")
-    print(f"{'':<22}{'--- full ---':^36}{'--- 1F1B ---':^36}")
-    heads = ("best static", "over dense", "bubble")
-    print(f"{'balancer':<22}" + "".join(f"{head:>12}" for head in heads * 2) + f"{'imbalance':>12}{'moves':>7}")
-    for one in rows:
-        figures = [
-            one[f"{name}{kind}"]
-            for kind in ("", "_1f1b")
-            for name in ("speedup_over_static", "speedup_over_dense", "bubble_ratio")
-        ]
-        print(
-            f"{label(one['balancer']):<22}"
-            + "".join(f"{figure:>12.2f}" for figure in figures)
-            + f"{one['imbalance']:>12.2f}{one['moves']:>7}"
-        )
+    cells = [[label(one["balancer"]), *(f"{one[key]:.2f}" for key in COLUMNS.values()), one["moves"]] for one in rows]
+    print_table(("balancer", *COLUMNS, "moves"), cells)
 
 
 def print_beside_the_paper(rows: Sequence[dict[str, Any]]) -> None:
     print("\nBeside the paper: its schedule is almost without bubbles of its own ('full'), its static is uniform\n")
-    heads = (
-        *("case", "speedup over", "paper", "best", "at end", "ideal", "over best static", "at end", "bubble before"),
-        *("paper's", "after", "paper's"),
-    )
-    widths = (18, 14, 14, 7, 8, 7, 18, 8, 15, 18, 7, 8)
-    print("".join(f"{head:<{width}}" for head, width in zip(heads, widths)))
+    cells = []
     for case, published in PAPER.items():
         own = {one["balancer"]: one for one in rows if one["case"] == case}
         if not own:
             continue
-        key = "speedup_over_dense" if published.over == "dense" else "speedup_over_uniform"
+        over_dense = published.over == "dense"
+        key = "speedup_over_dense" if over_dense else "speedup_over_uniform"
         dynamic = [one for arm, one in own.items() if arm not in (*STATICS, "dense", "oracle")]
         best = max(dynamic, key=lambda one: float(one[key])) if dynamic else own[STATIC]
-        figures = (
-            case,
-            published.over,
-            published.speedup,
-            f"{best[key]:.2f}",
-            f"{best['speedup_over_uniform_at_end']:.2f}" if published.over != "dense" else "",
-            f"{own['oracle'][key]:.2f}" if "oracle" in own else "",
-            f"{best['speedup_over_static']:.2f}",
-            f"{best['speedup_over_static_at_end']:.2f}",
-            f"{own[STATIC]['bubble_ratio']:.0%}",
-            published.bubble_before,
-            f"{best['bubble_ratio']:.0%}",
-            published.bubble_after,
+        cells.append(
+            (
+                case,
+                published.over,
+                published.speedup,
+                f"{best[key]:.2f}",
+                "" if over_dense else f"{best['speedup_over_uniform_at_end']:.2f}",
+                f"{own['oracle'][key]:.2f}" if "oracle" in own else "",
+                f"{best['speedup_over_static']:.2f}",
+                f"{best['speedup_over_static_at_end']:.2f}",
+                f"{own[STATIC]['bubble_ratio']:.0%}",
+                published.bubble_before,
+                f"{best['bubble_ratio']:.0%}",
+                published.bubble_after,
+            )
         )
-        print("".join(f"{figure:<{width}}" for figure, width in zip(figures, widths)))
-    print()
-    for case, published in PAPER.items():
-        if any(one["case"] == case for one in rows):
-            print(f"{case}: {published.why}.")
+    speedups = ("speedup over", "paper", "best", "at end", "oracle", "over best static", "at end")
+    print_table(("case", *speedups, "bubble before", "paper's", "after", "paper's"), cells)
 
 
 def print_repacking(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Pruning on fewer and fewer stages of one replica."""
+    """Simulate pruning on fewer and fewer stages of one replica."""
     rows = repack_rows(arguments.layers or 48, (8, 6, 4, 2), seeds=arguments.seeds)
     print("\npruning, re-packed from 8 stages (partition by time, full)\n")
-    print(f"{'sparsity':<10}{'stages':>7}{'tokens/s':>12}{'per rank':>12}{'over 8 dense':>14}")
-    for one in rows:
-        print(
-            f"{one['sparsity']:<10.1%}{one['stages']:>7}{one['tokens_per_second']:>12,.0f}"
-            f"{one['tokens_per_second_per_rank']:>12,.0f}{one['over_dense']:>14.2f}"
-        )
+    speeds = ("tokens_per_second", "tokens_per_second_per_rank")
+    cells = [
+        (f"{one['sparsity']:.1%}", one["stages"], *(f"{one[key]:,.0f}" for key in speeds), f"{one['over_dense']:.2f}")
+        for one in rows
+    ]
+    print_table(("sparsity", "stages", "tokens/s", "per rank", "over 8 dense"), cells)
     average = sustained_stages(rows)
-    print(
-        f"\nfewest stages that sustain the dense throughput, average of the run: {average:.1f} (paper: {AVERAGE_GPUS})"
-    )
+    print(f"\nfewest stages that sustain the dense throughput, average: {average:.1f} (paper: {AVERAGE_GPUS})")
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    cases: list[Case] = [CASES[name] for name in arguments.case or CASES]
+    if arguments.report:
+        cases = [Recorded.read(arguments.report)]
+    arms = [arm for arm in ARMS if arm in (*STATICS, "dense", *arguments.balancers)]
+    rows = []
+    for case in cases:
+        sizes = {name: getattr(arguments, name) for name in SIZES}
+        setting = Setting.of(case, **sizes, link_bytes_per_second=arguments.link_gbps / 8 * 1e9)
+        outcomes = compare(case, setting, arms, count=arguments.phases, seeds=arguments.seeds)
+        of_case = [row(case.name, arm, outcomes, setting) for arm in arms]
+        print_case(of_case, setting)
+        rows += [{**one, "setting": asdict(setting)} for one in of_case]
+    print_beside_the_paper(rows)
+    return rows
+
+
+def main(given: list[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all; may be repeated")
     parser.add_argument("--report", type=Path, metavar="FILE", help="a report of scripts/train.py in place of cases")
     parser.add_argument("--layers", type=int, help="default: the paper's for the case")
@@ -167,56 +153,17 @@ def main() -> None:
     parser.add_argument("--phases", type=int, default=20, help="of a run, or iterations simulated, default %(default)s")
     parser.add_argument("--seeds", type=int, default=8, help="runs per figure, default %(default)s")
     parser.add_argument("--repack", action="store_true", help="the table of re-packing instead")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     try:
-        check(arguments)
+        check_at_least_1(arguments, *SIZES, "phases", "seeds")
+        if arguments.link_gbps <= 0:
+            raise ConfigError(f"--link-gbps {arguments.link_gbps:g}: should be greater than 0")
         rows = print_repacking(arguments) if arguments.repack else print_cases(arguments)
     except (ConfigError, PartitionError) as error:
         parser.error(str(error))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"arguments": printable(arguments), "rows": rows}, indent=2) + "\n")
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Refuse what is no number of anything.
-
-    Raises:
-        ConfigError: naming the option and its value.
-    """
-    for option in ("layers", "stages", "replicas", "micro_batches", "interval", "link_gbps", "phases", "seeds"):
-        value = getattr(arguments, option)
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: should be greater than 0")
-
-
-def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    cases: list[Case]
-    if arguments.report:
-        cases = [Recorded(tuple(recorded_phases(arguments.report)))]
-    else:
-        cases = [CASES[name] for name in arguments.case or CASES]
-    rows = []
-    for case in cases:
-        setting = Setting.of(
-            case,
-            layers=arguments.layers,
-            stages=arguments.stages,
-            replicas=arguments.replicas,
-            micro_batches=arguments.micro_batches,
-            interval=arguments.interval,
-            link_bytes_per_second=arguments.link_gbps / 8 * 1e9,
-        )
-        rows.append((rows_of(case, setting, arguments), setting))
-        print_case(*rows[-1])
-    flat = [one for of_case, _ in rows for one in of_case]
-    print_beside_the_paper(flat)
-    return [{**one, "setting": asdict(setting)} for of_case, setting in rows for one in of_case]
-
-
-def printable(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    write_json(arguments.json, {"arguments": settings, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -137,7 +137,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
             case.after_batch(step + 1)
         progress.step(step + 1, history)
         last = step + 1 == run.stop
-        if last or (step + 1) * VALIDATIONS // run.steps > step * VALIDATIONS // run.steps:
+        if last or ends_part(step, run.steps, VALIDATIONS):
             history.validation_losses.append((step + 1, validate(engine, validation)))
             progress.say(f"step {step + 1}: validation loss {history.validation_losses[-1][1]:.3f}")
         if run.save is not None and (last or (run.save_interval and (step + 1) % run.save_interval == 0)):
@@ -147,6 +147,11 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
     if not engine.released:
         history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
     return history
+
+
+def ends_part(step: int, steps: int, parts: int) -> bool:
+    """Say whether batch ``step``, counted from 0, is the last of one of ``parts`` equal parts of a run."""
+    return (step + 1) * parts // steps > step * parts // steps
 
 
 def batches(run: Run, engine: Any, split: Any) -> Batches:

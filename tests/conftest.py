@@ -1,10 +1,11 @@
-"""For all tests: where their temporary folders are, and what may be skipped."""
+"""For all tests: the accelerator, where their temporary folders are, and what may be skipped."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,18 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run on the CPU, also on a machine with accelerators, unless tests/accelerator alone is asked for.
+
+    DeepSpeed looks for an accelerator once, when it is first asked. Workers, fork servers and launched programs inherit
+    the variable.
+    """
+    folder = Path(__file__).resolve().parent / "accelerator"
+    asked = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    if not all(path.resolve().is_relative_to(folder) for path in asked):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

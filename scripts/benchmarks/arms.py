@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import statistics
 import sys
 import time
@@ -16,7 +15,11 @@ import torch
 from torch.distributed import distributed_c10d
 
 from benchmarks.rows import Costs, Slice
-from simulation.runs import DYNAMIC
+from simulation.runs import ARMS, BALANCERS, DYNAMIC
+from simulation.statics import STATICS, Statics
+
+ALWAYS = (*STATICS, "dense")  # what others are compared with
+NEVER = 1_000_000  # batches
 
 
 @dataclass
@@ -33,27 +36,40 @@ class Arm:
         return self.name in DYNAMIC
 
     def new_costs(self) -> Costs:
-        """Seconds of the rebalances since the last call. Collective.
+        """Sum the seconds of the rebalances since the last call. Collective.
 
-        On the slowest rank; but gathering a profile begins with waiting for the others to end their batch, so that it
-        is what it takes the rank that waits least.
+        On the slowest rank. But gathering a profile begins with waiting for the others to end their batch, so its
+        seconds are those of the rank that waits least.
         """
         reports = self.engine.reports[self._reports_seen :]
         self._reports_seen += len(reports)
-        parts: list[Callable[[Any], float]] = [
-            lambda report: report.profile_seconds,
-            lambda report: report.decide_seconds,
-            lambda report: report.migrate_seconds,
-        ]
-        seconds = torch.tensor([sum(map(part, reports)) for part in parts], dtype=torch.float64)
-        seconds[0] *= -1
+        parts = [(-one.profile_seconds, one.decide_seconds, one.migrate_seconds) for one in reports]
+        seconds = torch.tensor([(0.0, 0.0, 0.0), *parts], dtype=torch.float64).sum(dim=0)
         torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
         profile, decide, migrate = seconds.tolist()
         return -profile, decide, migrate
 
 
+def chosen(asked: Sequence[str] | None, known: Statics) -> list[str]:
+    """Choose the arms that are run: those asked for and what they are compared with; of equal static ones, one."""
+    return [arm for arm in ARMS if (not asked or arm in (*asked, *ALWAYS)) and arm not in known.alike]
+
+
+def arm_block(arm: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Make the "dynmo" block of an arm; ``block`` is that of arms that rebalance.
+
+    The dense arm and the oracle take a profile when they are told to, and never move by themselves.
+    """
+    if arm in STATICS:
+        return {"enabled": False, "log": False}
+    if arm in ("oracle", "dense"):
+        return {"interval": 0, "min_improvement": 0.99, "profile": {"warmup_batches": NEVER}, "log": False}
+    balancer, balance_by = BALANCERS[arm]
+    return {**block, "balancer": balancer, "balance_by": balance_by, "log": False}
+
+
 def timed(batch: Callable[[], Any]) -> float:
-    """Wall-clock seconds until the last rank is done, with the rebalance that may follow. Collective."""
+    """Measure the wall-clock seconds until the last rank is done, with the rebalance that may follow. Collective."""
     torch.distributed.barrier()
     began = time.perf_counter()
     batch()
@@ -62,11 +78,11 @@ def timed(batch: Callable[[], Any]) -> float:
 
 
 def profiling_seconds(arm: Arm, batch: Callable[[], Any], pairs: int) -> float:
-    """By how much a profiled batch takes longer than a plain one, in turns, on an engine that never moves."""
+    """Measure by how much a profiled batch takes longer than a plain one, in turns, on an engine that never moves."""
     extra = []
     for pair in range(pairs):
         seconds = {}
-        for profiled in (True, False) if pair % 2 else (False, True):
+        for profiled in turns((False, True), pair):
             if profiled:
                 arm.engine.model_changed("measure")
             seconds[profiled] = timed(batch) - sum(arm.new_costs())
@@ -74,15 +90,9 @@ def profiling_seconds(arm: Arm, batch: Callable[[], Any], pairs: int) -> float:
     return max(0.0, statistics.median(extra))
 
 
-def quietly(make: Callable[[], Any]) -> Any:
-    """What ``make`` makes, without the lines that DeepSpeed prints about each layer meanwhile."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return make()
-
-
 @contextlib.contextmanager
 def engines_end_here() -> Iterator[None]:
-    """Process groups that engines make within are destroyed at its end: each of them holds sockets and threads.
+    """Destroy at the end the process groups that engines made within: each of them holds sockets and threads.
 
     Neither torch nor DeepSpeed has a public list of them.
     """
@@ -95,11 +105,11 @@ def engines_end_here() -> Iterator[None]:
 
 
 def turns(arms: Sequence[Any], number: int) -> list[Any]:
-    """Every other round backwards, so that no engine always comes first."""
+    """Reverse every other round, so that no engine always comes first."""
     return list(arms) if number % 2 == 0 else list(reversed(arms))
 
 
 def say(what: str) -> None:
-    """Progress, on rank 0."""
+    """Print progress, on rank 0."""
     if torch.distributed.get_rank() == 0:
         print(what, file=sys.stderr, flush=True)

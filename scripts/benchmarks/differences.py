@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.arms import quietly, say, timed
+from benchmarks.arms import say, timed, turns
 from benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel, balanced, makespan
 from simulation.loads import Phase
 
 MOST_TRIES = 1000  # at costs for which the two differ
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draws", type=int, default=8, help="in which the two differ, default %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each partition, default %(default)s")
-    parser.add_argument("--layers", type=int, default=32, help="default %(default)s")
-    parser.add_argument("--micro-batches", type=int, default=4, help="per batch, default %(default)s")
-    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, the median, default %(default)s")
-    parser.add_argument("--spread", type=float, default=0.5, help="of costs, of their logarithm, default %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the costs, default %(default)s")
+OPTIONS = {"draws": 8, "rounds": 3, "layers": 32, "micro_batches": 4, "forward_ms": 8.0, "spread": 0.5, "seed": 0}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time both partitions of every draw of costs in turns on one engine; draws without a difference are counted.
+    """Time balancer "makespan" against "partition" where they differ: random layer costs, few micro-batches.
 
-    Forward and backward shares are drawn apart. Both partitions come from the costs that layers are told.
+    Both partitions of a draw come from the costs that layers are told. They take turns on one engine.
     """
     stages = torch.distributed.get_world_size()
-    engine = quietly(
-        partial(make_engine, "oracle", layers=arguments.layers, micro_batches=arguments.micro_batches, interval=0)
-    )
+    engine = make_engine("oracle", layers=arguments.layers, micro_batches=arguments.micro_batches, interval=0)
     chooser, batches, alike = np.random.default_rng(arguments.seed), data(), 0
     found: list[dict[str, Any]] = []
     while len(found) < arguments.draws and alike < MOST_TRIES:
@@ -47,7 +38,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             continue
         seconds: tuple[list[float], list[float]] = ([], [])
         for number in range(arguments.rounds):
-            for which in (0, 1) if number % 2 == 0 else (1, 0):
+            for which in turns((0, 1), number):
                 engine.rebalance(partitions[which])
                 set_loads(engine, phase, arguments.forward_ms / 1e3)
                 engine.train_batch(batches)  # warm up: new shapes, new memory
@@ -56,7 +47,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         found.append({"predicted": predicted, "measured": measured, "partitions": partitions})
         say(f"draw {len(found)} of {arguments.draws}: predicted {predicted:.3f}, measured {measured:.3f}")
     if not found:
-        raise SystemExit(f"emulate.py makespan: both balancers agree in all {alike} draws")
+        raise ConfigError(f"--seed {arguments.seed}: both balancers agree in all {alike} draws")
     return {"stages": stages, "alike": alike, "draws": found}
 
 

@@ -16,29 +16,26 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 
-from benchmarks.arms import Arm, profiling_seconds, quietly, say, timed, turns
+from benchmarks.arms import Arm, chosen, profiling_seconds, say, timed, turns
 from benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from benchmarks.rows import Costs, Measured, Passes, Slice, rows
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
 from simulation.loads import Case, Phase
-from simulation.runs import ARMS, STATICS, Setting
+from simulation.runs import Setting
 from simulation.statics import Statics
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
 LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
-ALWAYS = (*STATICS, "dense")  # what others are compared with
 PROBES = 6  # pairs of a profiled and a plain batch
 
 
 def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """The case's rows, on rank 0; others return none."""
+    """Measure the case; give its rows on rank 0, and none elsewhere."""
     benchmark = Benchmark(case, arguments)
     benchmark.measure()
     if torch.distributed.get_rank():
@@ -56,7 +53,6 @@ class Benchmark:
         self.lasting = case.interval > 1
         self.batches = data()
         self.began = time.perf_counter()
-        sizes = {"layers": arguments.layers, "micro_batches": arguments.micro_batches, "interval": case.interval}
         self.dense = Phase.of([1.0] * arguments.layers)
         self.rounds = arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
         count = PHASES if self.lasting else 1 + self.rounds * arguments.batches
@@ -67,21 +63,18 @@ class Benchmark:
         stages = torch.distributed.get_world_size()
         first = PipelineModel(*self.passes(self.phases[0]), arguments.micro_batches, (1.0,) * stages)
         self.statics = Statics.known(first, self.phases[0].trainable)
-        self.arms = [Arm(name, quietly(partial(self.engine_of, name, sizes))) for name in self.chosen()]
+        self.arms = [self.arm(name) for name in chosen(arguments.balancer, self.statics)]
         for line in self.statics.lines():
             say(f"{case.name}: {line}")
 
-    def chosen(self) -> list[str]:
-        """The arms that are run."""
-        asked = self.arguments.balancer
-        wanted = [name for name in ARMS if not asked or name in (*asked, *ALWAYS)]
-        return [name for name in wanted if name not in self.statics.alike]
-
-    def engine_of(self, arm: str, sizes: dict[str, int]) -> Any:
-        return make_engine(arm, **sizes, block={"initial_partition": list(self.statics.start(arm))})
+    def arm(self, name: str) -> Arm:
+        """Make the engine that is called ``name``."""
+        block = {"initial_partition": list(self.statics.start(name))}
+        sizes = {"layers": self.arguments.layers, "micro_batches": self.arguments.micro_batches}
+        return Arm(name, make_engine(name, **sizes, interval=self.case.interval, block=block))
 
     def measure(self) -> None:
-        """Fills the rounds of every arm. Collective."""
+        """Fill the rounds of every arm. Collective."""
         self.say("engines are built")
         profiling = self.probe()
         for arm in self.arms:
@@ -92,7 +85,7 @@ class Benchmark:
             self.measure_changing(profiling)
 
     def probe(self) -> float:
-        """Seconds that a profile adds to a batch, of mean layers."""
+        """Measure the seconds that a profile adds to a batch of mean layers."""
         dense = next(arm for arm in self.arms if arm.name == "dense")
         set_loads(dense.engine, self.dense, self.forward_seconds * self.mean_share)
         self.timed_batch(dense), self.timed_batch(dense)
@@ -114,7 +107,7 @@ class Benchmark:
             self.say(f"round {number + 1} of {self.rounds}")
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
-        """Off the clock the oracle goes to where the loads of the iteration before are even."""
+        """Time one iteration. Before it, off the clock, the oracle goes to where the loads of the last one are even."""
         set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
         if arm.name == "oracle":
             self.go_to_best(arm, before)
@@ -139,10 +132,10 @@ class Benchmark:
             self.say(f"phase {number + 1} of {len(self.phases)}")
 
     def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[int, float, Costs]:
-        """Loads become those of ``phase``; a dynamic engine decides, and again an interval later, if the phase lasts.
+        """Change the loads; a dynamic engine decides, and again an interval later, if the phase lasts.
 
         Returns:
-            As :func:`until_settled`; nothing of a static engine.
+            As :func:`until_settled`; zeros for a static engine.
         """
         set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
         arm.engine.model_changed("the loads of another phase")
@@ -163,7 +156,7 @@ class Benchmark:
         return until_settled(self.case, phase.iterations, decisions, profiling, moved_again=any(moved[1:]))
 
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
-        """Seconds of one batch, and of the rebalance after it."""
+        """Give the seconds of one batch, and of the rebalance after it."""
         seconds = self.timed_batch(arm)
         costs = arm.new_costs()
         return seconds - sum(costs), costs
@@ -177,11 +170,11 @@ class Benchmark:
         return self.dense if arm.name == "dense" else phase
 
     def passes(self, phase: Phase) -> Passes:
-        """What the layers sleep."""
+        """Give the seconds that the layers sleep."""
         return told_seconds(phase, self.forward_seconds)
 
     def go_to_best(self, arm: Arm, phase: Phase) -> None:
-        """Where the true costs of ``phase`` are even."""
+        """Move to where the true costs of ``phase`` are even."""
         costs = [forward + backward for forward, backward in zip(*self.passes(phase))]
         arm.engine.rebalance(balanced(costs, torch.distributed.get_world_size()))
 
@@ -190,14 +183,14 @@ class Benchmark:
 
 
 def known_after(case: Case) -> int:
-    """Iterations that pass until a change is known, and decided on."""
+    """Give the iterations that pass until a change is known, and decided on."""
     return 1 if case.announces else case.interval
 
 
 def until_settled(
     case: Case, iterations: int, decisions: Sequence[tuple[float, Costs]], profiling: float, *, moved_again: bool
 ) -> tuple[int, float, Costs]:
-    """What a phase begins with: a decision as soon as the change is known, and another one an interval later.
+    """Count what a phase begins with: a decision once the change is known, and another one an interval later.
 
     Args:
         iterations: of the phase.

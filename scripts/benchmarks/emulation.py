@@ -6,6 +6,8 @@ many accelerators.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,21 +18,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_dynmo
+from benchmarks.arms import NEVER, arm_block
 from ds_dynmo.models.local_layers import local_layers
 from simulation.loads import Phase
-from simulation.statics import STATICS
 
 UNITS = 255  # in which the share of trainable parameters is counted, one parameter for each binary digit
 UNIT = 64  # elements
 MICRO_BATCH = (1, 8, 8)  # what is sent between stages
-NEVER = 1_000_000  # batches
-BALANCERS = {
-    "partition_time": ("partition", "time"),
-    "partition_parameters": ("partition", "parameters"),
-    "diffusion_time": ("diffusion", "time"),
-    "diffusion_parameters": ("diffusion", "parameters"),
-    "makespan": ("makespan", "time"),
-}
 
 
 class _Work(torch.autograd.Function):
@@ -52,7 +46,7 @@ _slowness = 1.0
 
 
 def slow_down(factor: float) -> None:
-    """Every layer takes so many times as long on this rank from here on, whichever it is."""
+    """Multiply the time of all layers on this rank by ``factor`` from here on."""
     global _slowness
     _slowness = factor
 
@@ -76,53 +70,32 @@ class EmulatedBlock(nn.Module):
         return _Work.apply(hidden, self, self.parts[self.largest])  # type: ignore[no-any-return]
 
     def train_share(self, share: float) -> None:
-        """Only this share of the parameters trains from here on: none for 0, else one unit at least."""
+        """Train only this share of the parameters from here on: none for 0, else one unit at least."""
         units = max(1, round(UNITS * share)) if share else 0
         for digit, part in enumerate(self.parts):
             part.requires_grad_(bool(units >> digit & 1))
         self.largest = max(units.bit_length() - 1, 0)
 
 
-def dynmo_block(arm: str, interval: int) -> dict[str, Any]:
-    """The "dynmo" block of an arm. The dense arm takes a profile when it is told to, and never moves."""
-    quiet = {"log": False, "monitor": False, "randomness": {"per_layer": False}}
-    if arm in STATICS:
-        return {"enabled": False, **quiet}
-    if arm in ("oracle", "dense"):
-        return {"interval": 0, "min_improvement": 0.99, "profile": {"warmup_batches": NEVER}, **quiet}
-    balancer, balance_by = BALANCERS[arm]
-    profile = {"warmup_batches": 0 if interval == 1 else NEVER}
-    return {"interval": interval, "balancer": balancer, "balance_by": balance_by, "profile": profile, **quiet}
-
-
 def make_engine(
     arm: str, *, layers: int, micro_batches: int, interval: int, block: dict[str, Any] | None = None
 ) -> Any:
-    """Give an engine over emulated blocks; ``block`` adds to the arm's "dynmo" block."""
+    """Make an arm's engine over emulated blocks; ``block`` adds to the arm's "dynmo" block."""
+    profile = {"warmup_batches": 0 if interval == 1 else NEVER}
+    dynmo = arm_block(arm, {"interval": interval, "profile": profile})
+    dynmo |= {"monitor": False, "randomness": {"per_layer": False}, **(block or {})}
     specs = [LayerSpec(EmulatedBlock) for _ in range(layers)]
-    return pipeline_engine(specs, micro_batches=micro_batches, dynmo={**dynmo_block(arm, interval), **(block or {})})
+    return pipeline_engine(specs, micro_batches=micro_batches, dynmo=dynmo)
 
 
 def pipeline_engine(
-    layers: list[Any],
-    *,
-    micro_batches: int,
-    dynmo: dict[str, Any],
-    checkpoint_interval: int = 0,
-    **config: Any,
+    layers: list[Any], *, micro_batches: int, dynmo: dict[str, Any], checkpoint_interval: int = 0, **config: Any
 ) -> Any:
-    """Give an engine over ``layers``, one stage per rank, split uniformly, whose loss is a mean square.
+    """Make an engine over ``layers``, one stage per rank, split uniformly, whose loss is a mean square.
 
     Args:
         config: more of DeepSpeed's keys.
     """
-    module = PipelineModule(
-        layers=layers,
-        num_stages=torch.distributed.get_world_size(),
-        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
-        partition_method="uniform",
-        activation_checkpoint_interval=checkpoint_interval,
-    )
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
@@ -132,23 +105,31 @@ def pipeline_engine(
         "dynmo": dynmo,
         **config,
     }
-    return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
+        module = PipelineModule(
+            layers=layers,
+            num_stages=torch.distributed.get_world_size(),
+            loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
+            partition_method="uniform",
+            activation_checkpoint_interval=checkpoint_interval,
+        )
+        return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
 
 
 def told_seconds(phase: Phase, forward_seconds: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Forward and backward seconds per layer; a backward pass of a dense layer takes two forward passes."""
+    """Give forward and backward seconds per layer; a backward pass of a dense layer takes two forward passes."""
     forward = tuple(forward_seconds * share for share in phase.forward)
     return forward, tuple(2 * forward_seconds * share for share in phase.backward)
 
 
 def random_phase(chooser: np.random.Generator, layers: int, spread: float) -> Phase:
-    """Log-normal shares with a median of 1, forward and backward drawn apart; ``spread``: of their logarithm."""
+    """Draw log-normal shares with a median of 1, forward and backward apart; ``spread``: of their logarithm."""
     forward, backward = chooser.lognormal(sigma=spread, size=(2, layers)).clip(0.2, 5.0).tolist()
     return Phase(1, tuple(forward), tuple(backward), (1.0,) * layers)
 
 
 def set_loads(engine: Any, phase: Phase, forward_seconds: float) -> None:
-    """What the layers of this rank cost from here on."""
+    """Tell the layers of this rank what they cost from here on."""
     forward, backward = told_seconds(phase, forward_seconds)
     for layer, block in local_layers(engine.module):
         assert isinstance(block, EmulatedBlock)
@@ -157,6 +138,6 @@ def set_loads(engine: Any, phase: Phase, forward_seconds: float) -> None:
 
 
 def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same micro-batch again and again."""
+    """Yield the same micro-batch again and again."""
     while True:
         yield torch.zeros(MICRO_BATCH), torch.zeros(MICRO_BATCH)

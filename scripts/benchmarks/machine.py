@@ -11,28 +11,31 @@ import psutil  # comes with DeepSpeed
 import torch
 
 
-def machine() -> dict[str, object]:
-    """For a benchmark's JSON."""
-    return {
-        "processor": platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "stages": torch.distributed.get_world_size(),
-    }
-
-
-class Stolen:
-    """The share of a virtual machine's cores that its host gave to others; 0 where it does not say."""
+class Machine:
+    """The machine, from when this is made on."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter(), _stolen_seconds()
 
-    def share(self) -> float:
-        """Since this was made: what was taken over the time of all cores."""
+    def stolen(self) -> float:
+        """Give the share of a virtual machine's cores that its host gave to others; 0 where it does not say."""
         began, stolen = self._began
         passed = (time.perf_counter() - began) * (os.cpu_count() or 1)
         return (_stolen_seconds() - stolen) / passed if passed else 0.0
+
+    def record(self) -> dict[str, object]:
+        """Describe it for a benchmark's JSON."""
+        return {
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "stages": torch.distributed.get_world_size(),
+            "stolen": self.stolen(),
+        }
+
+    def __str__(self) -> str:
+        return f"The machine's host took {self.stolen():.0%} of its cores so far."
 
 
 def _stolen_seconds() -> float:

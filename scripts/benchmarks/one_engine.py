@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from benchmarks.arms import Arm, profiling_seconds, timed
-from benchmarks.emulation import EmulatedBlock, pipeline_engine
+from benchmarks.emulation import MICRO_BATCH, EmulatedBlock, pipeline_engine
 from ds_dynmo.models.gpt import Block, GPTConfig
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.partitioners import bottleneck
@@ -23,6 +23,7 @@ BLOCKS, FROZEN = 12, 6
 SLEEP_SECONDS = 0.005  # forward; backward twice that
 BY_HAND = {"interval": 0, "log": False}
 STAYING = {**BY_HAND, "min_improvement": 0.99}  # profiles when it is told to, and never moves by itself
+OPTIONS = {"compute": "sleep", "pairs": 8, "micro_batches": 16, "hidden_size": 256, "sequence_length": 256}
 
 
 class _Clock(torch.autograd.Function):
@@ -40,20 +41,16 @@ class _Clock(torch.autograd.Function):
 
 
 class SelfTimed(nn.Module):
-    """A layer with clocks of its own, the truth that a profile is held against.
-
-    Attributes:
-        checkpointed: what runs with gradients is recomputed, and counts as part of the backward pass.
-    """
+    """A layer with clocks of its own, the truth that a profile is held against."""
 
     def __init__(self, typename: type[nn.Module], *arguments: Any) -> None:
         super().__init__()
         self.layer = typename(*arguments)
-        self.checkpointed = False
-        self.clear()
+        self.clear(checkpointed=False)
 
-    def clear(self) -> None:
-        """Forget what was timed."""
+    def clear(self, *, checkpointed: bool) -> None:
+        """Forget what was timed. Where ``checkpointed``, what runs with gradients counts as backward."""
+        self.checkpointed = checkpointed
         self.forwards: list[float] = []
         self.recomputations: list[float] = []
         self.backwards: list[float] = []
@@ -72,29 +69,20 @@ class SelfTimed(nn.Module):
         self.backwards.append(time.perf_counter() - self._began)
 
     def seconds(self) -> tuple[float, float]:
-        """Give the medians of forward and backward passes, recomputations counted with the latter."""
+        """Give the medians of forward and backward passes; recomputation belongs to backward."""
         recomputed = statistics.median(self.recomputations) if self.recomputations else 0.0
         return statistics.median(self.forwards), statistics.median(self.backwards) + recomputed
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compute", choices=["sleep", "real"], default="sleep", help="default: %(default)s")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of measurements, default %(default)s")
-    parser.add_argument("--micro-batches", type=int, default=16, help="per batch, default %(default)s")
-    parser.add_argument("--hidden-size", type=int, default=256, help="of real blocks, default %(default)s")
-    parser.add_argument("--sequence-length", type=int, default=256, help="of real blocks, default %(default)s")
 
 
 def make_engine(
     arguments: argparse.Namespace, dynmo: dict[str, Any], *, own_clocks: bool = False, checkpoint_interval: int = 0
 ) -> Any:
-    """Give an engine over twelve equal blocks, real transformer blocks or sleeping ones."""
+    """Make an engine over twelve equal blocks, real transformer blocks or sleeping ones."""
     config = GPTConfig(hidden_size=arguments.hidden_size, heads=4, sequence_length=arguments.sequence_length)
-    sleeps = arguments.compute == "sleep"
-    blocks: list[tuple[Any, ...]] = [
-        (EmulatedBlock, SLEEP_SECONDS) if sleeps else (Block, config, index) for index in range(BLOCKS)
-    ]
-    specs = [LayerSpec(SelfTimed, *block) if own_clocks else LayerSpec(*block) for block in blocks]
+    specs = []
+    for index in range(BLOCKS):
+        block = (EmulatedBlock, SLEEP_SECONDS) if arguments.compute == "sleep" else (Block, config, index)
+        specs.append(LayerSpec(SelfTimed, *block) if own_clocks else LayerSpec(*block))
     return pipeline_engine(
         specs,
         micro_batches=arguments.micro_batches,
@@ -105,9 +93,8 @@ def make_engine(
 
 
 def batches(arguments: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Give the same random hidden state again and again."""
-    sleeps = arguments.compute == "sleep"
-    shape = (1, 8, 8) if sleeps else (1, arguments.sequence_length, arguments.hidden_size)
+    """Yield the same random hidden state again and again."""
+    shape = MICRO_BATCH if arguments.compute == "sleep" else (1, arguments.sequence_length, arguments.hidden_size)
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     while True:
         yield hidden, torch.zeros_like(hidden)
@@ -156,13 +143,11 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
         engine = make_engine(arguments, STAYING, own_clocks=True, checkpoint_interval=interval)
         data = batches(arguments)
         own: dict[int, Any] = dict(local_layers(engine.module))
-        for layer in own.values():
-            layer.checkpointed = interval > 0
         engine.train_batch(data), engine.train_batch(data)
         errors: dict[str, dict[int, list[float]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
         for _ in range(arguments.pairs):
             for layer in own.values():
-                layer.clear()
+                layer.clear(checkpointed=interval > 0)
             engine.model_changed("measure")
             engine.train_batch(data)
             for number, layer in own.items():

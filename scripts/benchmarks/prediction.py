@@ -1,37 +1,33 @@
 """How well the simulated 1F1B iteration predicts the measured one: random layer costs under random partitions.
 
-Layers sleep. Three predictions of each draw, with the sends that the engine's own decisions assume (a gloo send ends
-with its receipt) but for the first:
-
-"ideal": from the seconds that layers are told to sleep, with messages that take no time;
-"profile": from a profiled batch's seconds per layer, which is what DynMo decides with;
-"fitted": likewise, plus what DeepSpeed's engine takes for a pass beside its layers, for a message, and once for an
-iteration (the optimizer's step, the loss). All three are fitted to every other draw, by least squares of the relative
-errors, and tried on the draws between them, so that both halves see the same of what drifts on the machine.
+"profile" and "fitted" assume sends as the engine's own decisions do: a gloo send ends with its receipt. The numbers of
+"fitted" come from every other draw, by least squares of the relative errors, and are tried on the draws between them,
+so that both halves see the same of what drifts on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import accumulate
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.arms import quietly, say, timed
+from benchmarks.arms import say, timed
 from benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
-from ds_dynmo.partitioners import simulate
+from benchmarks.rows import Passes, passes_of
+from command_line import check_at_least_1, print_table
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.partitioners import loads, simulate
 
 SPREAD = 0.6  # of the logarithm of costs
 MOST_STEPS, STEP_SECONDS = 50, 1e-6  # of the fit
 
 Floats = npt.NDArray[np.float64]
+Stages = tuple[list[float], list[float]]  # forward and backward seconds of each
 
 
 @dataclass(frozen=True)
@@ -45,14 +41,14 @@ class Draw:
     """
 
     seconds: float
-    told: tuple[list[float], list[float]]
-    profiled: tuple[list[float], list[float]]
+    told: Stages
+    profiled: Stages
     partition: list[int]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What the engine adds.
+    """Seconds that the engine adds.
 
     Attributes:
         pass_seconds: to each forward and each backward pass of a stage.
@@ -64,27 +60,27 @@ class Fit:
     link_seconds: float = 0.0
     iteration_seconds: float = 0.0
 
-    def predicts(self, stages: tuple[list[float], list[float]], micro_batches: int) -> float:
-        """Seconds of an iteration."""
+    def predicts(self, stages: Stages, micro_batches: int) -> float:
+        """Predict the seconds of an iteration."""
         forward, backward = ([seconds + self.pass_seconds for seconds in passes] for passes in stages)
         links = self.link_seconds if len(forward) > 1 else 0.0
         found = simulate(forward, backward, micro_batches, links, sends="rendezvous")
         return found.iteration_seconds + self.iteration_seconds
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draws", type=int, default=12, help="of costs and a partition, default %(default)s")
-    parser.add_argument("--batches", type=int, default=3, help="that are timed of each, default %(default)s")
-    parser.add_argument("--layers-per-stage", type=int, default=3, help="on average, default %(default)s")
-    parser.add_argument("--micro-batches", type=int, default=16, help="per iteration, default %(default)s")
-    parser.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, the median, default %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of costs and partitions, default %(default)s")
+OPTIONS = {"draws": 12, "batches": 3, "layers_per_stage": 3, "micro_batches": 16, "forward_ms": 8.0, "seed": 0}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time every draw; fit to every other one, and try the fit on the draws between them."""
-    if arguments.draws < 4 or min(arguments.batches, arguments.layers_per_stage, arguments.micro_batches) < 1:
-        raise SystemExit("emulate.py prediction: --draws should be at least 4, the other numbers at least 1")
+    """Time random layer costs under random partitions, and compare with three predictions of the 1F1B iteration.
+
+    Layers sleep. "ideal": from the seconds that layers are told to sleep, with messages that take no time. "profile":
+    from a profiled batch's seconds per layer, which is what DynMo decides with. "fitted": plus what the engine takes
+    for a pass beside its layers, for a message, and once for an iteration.
+    """
+    check_at_least_1(arguments, "batches", "layers_per_stage", "micro_batches")
+    if arguments.draws < 4:
+        raise ConfigError(f"--draws {arguments.draws}: should be at least 4")
     draws = timed_draws(arguments)
     fitted = fit(draws[::2], arguments.micro_batches)
     errors = errors_of(draws[1::2], fitted, arguments.micro_batches)
@@ -93,10 +89,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed_draws(arguments: argparse.Namespace) -> list[Draw]:
-    """Every draw, timed. Collective."""
+    """Time every draw. Collective."""
     stages = torch.distributed.get_world_size()
     layers = stages * arguments.layers_per_stage
-    engine = quietly(partial(make_engine, "dense", layers=layers, micro_batches=arguments.micro_batches, interval=0))
+    engine = make_engine("dense", layers=layers, micro_batches=arguments.micro_batches, interval=0)
     chooser, batches, draws = np.random.default_rng(arguments.seed), data(), []
     forward_seconds = arguments.forward_ms / 1e3
     for number in range(arguments.draws):
@@ -107,23 +103,22 @@ def timed_draws(arguments: argparse.Namespace) -> list[Draw]:
         set_loads(engine, phase, forward_seconds)
         engine.model_changed("another draw")
         engine.train_batch(batches)  # profiled
-        seconds = statistics.median(timed(lambda: engine.train_batch(batches)) for _ in range(arguments.batches))
+        seconds = median(timed(lambda: engine.train_batch(batches)) for _ in range(arguments.batches))
         told = told_seconds(phase, forward_seconds)
-        costs = engine.profile.layers
-        seen = tuple(cost.forward_seconds for cost in costs), tuple(cost.backward_seconds for cost in costs)
-        draws.append(Draw(seconds, _by_stage(told, partition), _by_stage(seen, partition), partition))
+        seen = passes_of(engine.profile)
+        draws.append(Draw(seconds, by_stage(told, partition), by_stage(seen, partition), partition))
         say(f"draw {number + 1} of {arguments.draws}: {seconds:.3f} s")
     return draws
 
 
-def _by_stage(passes: Sequence[Sequence[float]], partition: list[int]) -> tuple[list[float], list[float]]:
-    forward, backward = ([0.0, *accumulate(seconds)] for seconds in passes)
-    ends = list(zip(partition, partition[1:]))
-    return [forward[stop] - forward[start] for start, stop in ends], [backward[b] - backward[a] for a, b in ends]
+def by_stage(passes: Passes, partition: list[int]) -> Stages:
+    """Add up the layers' seconds by stage."""
+    forward, backward = (loads(seconds, partition) for seconds in passes)
+    return forward, backward
 
 
 def fit(draws: list[Draw], micro_batches: int) -> Fit:
-    """The numbers, none negative, that explain ``draws`` best: least squares of relative errors, by Gauss and Newton.
+    """Find the numbers, none negative, that explain ``draws`` best: least squares of relative errors, Gauss-Newton.
 
     An iteration is linear in them as long as the same passes make up its critical path.
     """
@@ -145,7 +140,7 @@ def fit(draws: list[Draw], micro_batches: int) -> Fit:
 
 
 def errors_of(draws: list[Draw], fitted: Fit, micro_batches: int) -> dict[str, list[float]]:
-    """Relative errors of each prediction, by draw."""
+    """Give the relative errors of each prediction, by draw."""
 
     def errors(predicted: list[float]) -> list[float]:
         return [prediction / draw.seconds - 1 for prediction, draw in zip(predicted, draws)]
@@ -160,9 +155,10 @@ def errors_of(draws: list[Draw], fitted: Fit, micro_batches: int) -> dict[str, l
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     others = len(found["errors"]["ideal"])
     print(f"\n{found['stages']} stages, {arguments.micro_batches} micro-batches, {others} draws that were not fitted")
-    print(f"{'prediction':<12}{'mean error':>12}{'mean |error|':>14}{'largest':>10}")
-    for name, values in found["errors"].items():
-        sizes = [abs(value) for value in values]
-        print(f"{name:<12}{statistics.fmean(values):>12.1%}{statistics.fmean(sizes):>14.1%}{max(sizes):>10.1%}")
+    cells = []
+    for name, errors in found["errors"].items():
+        sizes = [abs(error) for error in errors]
+        cells.append((name, *(f"{number:.1%}" for number in (fmean(errors), fmean(sizes), max(sizes)))))
+    print_table(("prediction", "mean error", "mean |error|", "largest"), cells)
     for name, value in found["fit"].items():
         print(f"fitted {name}: {1e3 * value:.2f} ms")

@@ -1,4 +1,4 @@
-"""The benchmark's rows, from what was measured: pure."""
+"""The benchmark's rows, computed from what was measured, without processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from command_line import print_table
 from ds_dynmo.partitioners import PipelineModel, imbalance, loads, makespan, uniform
+from ds_dynmo.plan import Profile
 from simulation.runs import ARMS, DYNAMIC, STATICS
 from simulation.statics import Statics, label
 
@@ -20,9 +22,15 @@ Costs = tuple[float, float, float]  # seconds of OVERHEADS
 Passes = tuple[tuple[float, ...], tuple[float, ...]]  # forward and backward seconds, per layer and micro-batch
 
 
+def passes_of(profile: Profile) -> Passes:
+    """Give the forward and backward seconds of each layer."""
+    forward = tuple(layer.forward_seconds for layer in profile.layers)
+    return forward, tuple(layer.backward_seconds for layer in profile.layers)
+
+
 @dataclass(frozen=True)
 class Slice:
-    """What one balancer's engine did in one turn.
+    """One turn of one balancer's engine.
 
     Attributes:
         iterations, seconds: how many, and what they took in all, rebalances included.
@@ -98,7 +106,7 @@ def _costs(passes: Passes) -> list[float]:
 
 @lru_cache(maxsize=256)
 def bound_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
-    """Of the shortest 1F1B iteration that is found, with messages that take no time."""
+    """Give the seconds of the shortest 1F1B iteration that is found, with messages that take no time."""
     pipeline = PipelineModel(*passes, micro_batches, (1.0,) * stages)
     start = uniform(len(passes[0]), stages)
     return pipeline.iteration_seconds(makespan(_costs(passes), stages, start=start, pipeline=pipeline))
@@ -107,7 +115,7 @@ def bound_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
 def rows(
     case: str, measured: Mapping[str, Measured], tokens: int, known: Statics | None = None
 ) -> list[dict[str, Any]]:
-    """One row per balancer; ratios are medians of those of the rounds, so that what drifts cancels.
+    """Make one row per balancer; ratios are medians of those of the rounds, so that drift of the machine cancels.
 
     "over static" is over the static partition that came out fastest, which one could not even know before.
 
@@ -124,7 +132,9 @@ def rows(
             "case": case,
             "balancer": arm,
             "tokens_per_second": throughput[arm],
-            "tokens_per_second_spread": _spread([tokens / one.seconds for one in measured[arm].rounds]),
+            "tokens_per_second_spread": [
+                tokens / end(one.seconds for one in measured[arm].rounds) for end in (max, min)
+            ],
             "speedup_over_static": _ratio(measured[static], measured[arm]),
             "speedup_over_dense": _ratio(measured["dense"], measured[arm]),
             "share_of_ideal": _ratio(measured["oracle"], measured[arm]) if "oracle" in measured else None,
@@ -141,12 +151,8 @@ def rows(
     ]
 
 
-def _spread(values: Sequence[float]) -> list[float]:
-    return [min(values), max(values)]
-
-
 def _ratio(base: Measured, own: Measured) -> float:
-    """How many times as fast as ``base``: the larger, the better."""
+    """Give how many times as fast as ``base`` a run was."""
     return statistics.median(other.seconds / one.seconds for other, one in zip(base.rounds, own.rounds, strict=True))
 
 
@@ -159,20 +165,27 @@ def _overheads(run: Measured) -> dict[str, float]:
     return {f"overhead_{name}": part / seconds for name, part in zip(OVERHEADS, run.overheads, strict=True)}
 
 
+FIGURES = {  # columns of the table
+    "best static": "speedup_over_static",
+    "over dense": "speedup_over_dense",
+    "of ideal": "share_of_ideal",
+    "of bound": "share_of_bound",
+    "bubble": "bubble_ratio",
+    "imbalance": "imbalance",
+}
+
+
 def print_rows(table: Sequence[dict[str, Any]]) -> None:
-    heads = ("tokens/s", "best static", "over dense", "of ideal", "of bound", "bubble", "imbalance", *OVERHEADS)
-    print(f"\n{'case':<18}{'balancer':<22}" + "".join(f"{head:>12}" for head in heads))
+    cells = []
     for row in table:
-        numbers = [row[name] for name in ("speedup_over_static", "speedup_over_dense", "share_of_ideal")]
-        numbers += [row[name] for name in ("share_of_bound", "bubble_ratio", "imbalance")]
-        costs = [row[f"overhead_{name}"] if row["balancer"] in DYNAMIC else None for name in OVERHEADS]
-        print(
-            f"{row['case']:<18}{label(row['balancer']):<22}{row['tokens_per_second']:>12,.0f}"
-            + "".join(f"{'' if number is None else f'{number:.2f}':>12}" for number in numbers)
-            + "".join(f"{'' if cost is None else f'{cost:.2%}':>12}" for cost in costs)
-        )
+        figures = ["-" if row[key] is None else f"{row[key]:.2f}" for key in FIGURES.values()]
+        dynamic = row["balancer"] in DYNAMIC
+        costs = [f"{row[f'overhead_{name}']:.2%}" if dynamic else "-" for name in OVERHEADS]
+        cells.append((row["case"], label(row["balancer"]), f"{row['tokens_per_second']:,.0f}", *figures, *costs))
+    print()
+    print_table(("case", "balancer", "tokens/s", *FIGURES, *OVERHEADS), cells)
     for row in table:
         if row["start"] is not None:
             went = " -> ".join(map(str, row["partitions"]))
             alike = "" if row["measured_as"] == row["balancer"] else f", the row of {label(row['measured_as'])}"
-            print(f"{row['case']:<18}{label(row['balancer']):<22}starts at {row['start']}, ran under {went}{alike}")
+            print(f"{label(row['balancer'])} starts at {row['start']}, ran under {went}{alike}")

@@ -11,26 +11,28 @@ as the busiest stage works, which is what a schedule almost without bubbles of i
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynmo.partitioners import PipelineModel, balanced, diffusion, iteration_seconds, makespan, uniform
+from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, uniform
+from ds_dynmo.partitioners.registry import propose
 from simulation.loads import Case, Phase
 from simulation.statics import STATIC, STATICS, Statics
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]
 
-DYNAMIC = (
-    "partition_time",
-    "partition_parameters",
-    "diffusion_time",
-    "diffusion_parameters",
-    "makespan",
-)
+BALANCERS = {  # by arm: the balancer, and what it balances by
+    "partition_time": ("partition", "time"),
+    "partition_parameters": ("partition", "parameters"),
+    "diffusion_time": ("diffusion", "time"),
+    "diffusion_parameters": ("diffusion", "parameters"),
+    "makespan": ("makespan", "time"),
+}
+DYNAMIC = tuple(BALANCERS)
 ARMS = (*STATICS, *DYNAMIC, "oracle", "dense")
 MIN_IMPROVEMENT = 0.03  # the engine's default
 
@@ -162,28 +164,20 @@ def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float
     )
 
 
-Propose = Callable[[Step, Partition], Partition]
-
-
-def proposer(arm: str, setting: Setting) -> Propose:
-    """What ``arm`` would go to from a profile."""
-    stages = setting.stages
+def proposal(step: Step, start: Partition, arm: str, setting: Setting) -> Partition:
+    """What ``arm`` would go to from a profile of ``step``."""
     if arm == "oracle":
-        return lambda step, start: balanced(step.costs(), stages)
-    if arm == "partition_time":
-        return lambda step, start: balanced(step.costs(), stages, start=start)
-    if arm == "partition_parameters":
-        return lambda step, start: balanced(step.trainable, stages, start=start)
-    if arm == "diffusion_time":
-        return lambda step, start: diffusion(step.costs(), stages, start=list(start))
-    if arm == "diffusion_parameters":
-        return lambda step, start: diffusion(step.trainable, stages, start=list(start))
-    assert arm == "makespan"
-
-    def by_makespan(step: Step, start: Partition) -> Partition:
-        return makespan(step.costs(), stages, start=list(start), pipeline=pipeline_of(step, setting))
-
-    return by_makespan
+        return balanced(step.costs(), setting.stages)
+    balancer, balance_by = BALANCERS[arm]
+    return propose(
+        balancer,
+        step.costs() if balance_by == "time" else step.trainable,
+        setting.stages,
+        start=list(start),
+        memory=None,
+        pipeline=pipeline_of(step, setting),
+        speeds=None,
+    )
 
 
 def pipeline_of(step: Step, setting: Setting) -> PipelineModel:
@@ -243,14 +237,13 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
     oracle knows loads that last before they come, and of those that change in every iteration the one before.
     """
     partition: Partition = uniform(setting.layers, setting.stages) if start is None else start
-    propose = proposer(arm, setting) if arm in DYNAMIC or arm == "oracle" else None
     rows, moves, moving, begin = [], 0, 0.0, 0
     for step in steps:
         known_after = iterations_until_known(step, arm, setting, begin)
         if known_after:
             rows.append((min(known_after, step.iterations), *iteration(step, partition, setting)))
-        if propose is not None and known_after <= step.iterations:
-            new = propose(step, partition)
+        if (arm in DYNAMIC or arm == "oracle") and known_after <= step.iterations:
+            new = proposal(step, partition, arm, setting)
             if worth_it(step, partition, new, arm, setting):
                 moves += 1
                 moving += 0.0 if arm == "oracle" else move_seconds(partition, new, setting)

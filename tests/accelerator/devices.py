@@ -1,6 +1,7 @@
 """The accelerators of this machine, and ranks that have one each.
 
-Everything here is skipped on a machine without them. On one that has some: ``scripts/test.sh -n 0 tests/accelerator``.
+Everything here is skipped on a machine without them, and in a run of other tests too, which is on the CPU. On a
+machine that has some: ``scripts/test.sh -n 0 tests/accelerator``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SECONDS = 900.0  # a rank imports everything anew, and compiles
 
 def needs(count: int) -> Any:
     """Skip a test on a machine that has fewer accelerators."""
-    return pytest.mark.skipif(count > PRESENT, reason=f"needs {count} accelerator(s), this machine has {PRESENT}")
+    return pytest.mark.skipif(count > PRESENT, reason=f"needs {count} accelerator(s), DeepSpeed uses {PRESENT} here")
 
 
 def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

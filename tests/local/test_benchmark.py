@@ -7,10 +7,10 @@ import torch
 
 import emulate
 from benchmark import check, parse
+from benchmarks.arms import chosen
 from benchmarks.emulated import until_settled
 from benchmarks.emulation import EmulatedBlock
-from benchmarks.machine import Stolen
-from benchmarks.real import chosen
+from benchmarks.machine import Machine
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
 from simulation.loads import CASES
@@ -27,7 +27,6 @@ def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--stages", "4"], "--stages 4: should be the number of processes, 8"),
         (["--layers", "7"], "--layers 7: should be at least the number of stages, 8"),
         (["--rounds", "0"], "--rounds 0: should be at least 1"),
         (["--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
@@ -42,13 +41,11 @@ def test_sizes_that_make_no_pipeline_are_refused(
         check(parse(flags))
 
 
-def test_real_engines_are_what_is_asked_for_and_what_it_is_compared_with() -> None:
+def test_engines_are_what_is_asked_for_and_what_it_is_compared_with() -> None:
     lopsided = PipelineModel((1.0, 1.0, 1.0, 3.0), (2.0, 2.0, 2.0, 6.0), 8, (1.0, 1.0))
     known = Statics.known(lopsided, [1.0] * 4)  # by parameters it is uniform
-    assert chosen(known, parse(["--balancer", "makespan"])) == [
-        *("static_uniform", "static_profiled", "partition_time", "makespan", "dense")
-    ]
-    assert set(ARMS) - set(chosen(known, parse([]))) == {"static_parameters", "oracle"}
+    assert chosen(["makespan"], known) == ["static_uniform", "static_profiled", "makespan", "dense"]
+    assert set(ARMS) - set(chosen(None, known)) == {"static_parameters"}
 
 
 def test_without_the_launcher_there_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,4 +102,4 @@ def test_what_the_host_takes_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     monkeypatch.setattr("benchmarks.machine._stolen_seconds", lambda: next(stolen))
-    assert Stolen().share() == 6 / (4 * 3)
+    assert Machine().stolen() == 6 / (4 * 3)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.prediction import Draw, Fit, _by_stage, errors_of, fit
+from benchmarks.prediction import Draw, Fit, by_stage, errors_of, fit
 
 MICRO_BATCHES = 4
 
@@ -39,4 +39,4 @@ def test_nothing_is_added_where_nothing_is() -> None:
 
 def test_a_stage_takes_what_its_layers_take() -> None:
     passes = (1.0, 2.0, 4.0, 8.0), (3.0, 5.0, 7.0, 11.0)
-    assert _by_stage(passes, [0, 1, 3, 4]) == ([1.0, 6.0, 8.0], [3.0, 12.0, 11.0])
+    assert by_stage(passes, [0, 1, 3, 4]) == ([1.0, 6.0, 8.0], [3.0, 12.0, 11.0])

@@ -13,12 +13,12 @@ from ds_dynmo.errors import ConfigError
 from simulation.loads import CASES, Phase, mean_over, recorded_phases
 from simulation.loads.cases import (
     EarlyExit,
+    Fluctuating,
     Freezing,
     MixtureOfDepths,
     MixtureOfExperts,
     Pruning,
     SparseAttention,
-    fluctuating,
     retained,
 )
 from simulation.runs import STATIC, Setting, compare, steps_of
@@ -91,7 +91,8 @@ def test_loads_are_the_same_for_the_same_seed(name: str) -> None:
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
 def test_fluctuations_have_the_correlation_that_is_said(correlation: float) -> None:
     def series(replica: int) -> np.ndarray:
-        return fluctuating((40,), 400, own_level=0.6, correlation=correlation, seed=1, replica=replica)
+        case = Fluctuating("a case", own_level=0.6, correlation=correlation)
+        return case.fluctuations((40,), 400, seed=1, replica=replica)
 
     own, other = series(0), series(1)
     deviation = own - own.mean(axis=0)

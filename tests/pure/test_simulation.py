@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -163,17 +162,10 @@ def test_what_stays_lopsided_is_no_gain_of_moving_layers() -> None:
     assert outcomes["partition_time"].moves == 0
 
 
-def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["simulate.py", *arguments])
-    simulate.main()
-
-
-def test_the_table_shows_every_balancer_beside_the_paper(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_table_shows_every_balancer_beside_the_paper(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     sizes = ["--layers", "8", "--stages", "2", "--replicas", "1", "--phases", "4", "--seeds", "1"]
-    run_script(monkeypatch, "--case", "early_exit", "--json", str(path), *sizes)
+    simulate.main(["--case", "early_exit", "--json", str(path), *sizes])
     shown = capsys.readouterr().out
     rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
     assert set(rows) == {*STATICS, *DYNAMIC, "oracle", "dense"}
@@ -187,24 +179,22 @@ def test_the_table_shows_every_balancer_beside_the_paper(
     assert 1 <= rows["oracle"]["speedup_over_static"] < 1.2
 
 
-def test_a_recorded_run_is_a_case(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report, path = tmp_path / "run.jsonl", tmp_path / "rows.json"
     signals = [[None, 1, 1, 1, 1, None], [None, 0, 0, 1, 1, None]]
     decisions = [{"kind": "rebalance", "step": 100 * step, "load_signals": one} for step, one in enumerate(signals)]
     report.write_text("\n".join(map(json.dumps, [*decisions, {"kind": "end", "step": 1100}])))
-    run_script(monkeypatch, "--report", str(report), "--json", str(path), "--balancers", "oracle")
+    simulate.main(["--report", str(report), "--json", str(path), "--balancers", "oracle"])
     rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
     assert "recorded: 4 layers, 2 stages x 1 replicas" in capsys.readouterr().out
     assert rows["oracle"]["speedup_over_static_at_end"] == pytest.approx(2)
     assert rows["oracle"]["speedup_over_static"] == pytest.approx(1100 / (100 + 1000 / 2))
 
 
-def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^2$"):
-        run_script(monkeypatch, "--case", "moe", "--layers", "4", "--stages", "8")
+        simulate.main(["--case", "moe", "--layers", "4", "--stages", "8"])
     assert "4 layers" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"^2$"):
-        run_script(monkeypatch, "--case", "moe", "--link-gbps", "0")
+        simulate.main(["--case", "moe", "--link-gbps", "0"])
     assert "--link-gbps 0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What may be skipped in CI: what needs a device or a program, not what needs a Python package."""
+"""What tests/conftest.py does for all tests: what may be skipped in CI, and which accelerator they run on."""
 
 from __future__ import annotations
 
@@ -26,14 +26,33 @@ WANTS_PACKAGE = "importorskip('no_such_package')"
     ],
 )
 def test_a_skip_for_want_of_a_package_fails_in_ci(text: str, ci: str, code: int, said: str, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "test_one.py").write_text(text)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)],
-        cwd=tmp_path,
-        env={**os.environ, "CI": ci, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])},
+    done = run_tests(tmp_path, ".", CI=ci)
+    assert done.returncode == code and said in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "accelerator"),
+    [(["accelerator/test_one.py::test"], ""), (["accelerator"], ""), (["."], "cpu"), (["accelerator", "pure"], "cpu")],
+)
+def test_only_the_tests_of_accelerators_see_one(asked: list[str], accelerator: str, tmp_path: Path) -> None:
+    for folder in ("accelerator", "pure"):
+        (tmp_path / folder).mkdir()
+        seen = f"import os\ndef test():\n    assert os.environ.get('DS_ACCELERATOR', '') == '{accelerator}'\n"
+        (tmp_path / folder / "test_one.py").write_text(seen)
+    done = run_tests(tmp_path, *asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_tests(folder: Path, *asked: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in ``folder`` with our tests/conftest.py."""
+    shutil.copy(ROOT / "tests" / "conftest.py", folder)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", *("-p", "no:cacheprovider"), *("-p", "no:xdist"), *asked],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]), **variables},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == code and said in done.stdout, done.stdout + done.stderr

@@ -4,6 +4,7 @@ Nothing here knows of engines, balancers or processes. All is deterministic by s
 """
 
 from simulation.loads.cases import CASES, Case
-from simulation.loads.phases import Phase, mean_over, recorded_phases
+from simulation.loads.phases import Phase, mean_over
+from simulation.loads.recorded import Recorded, recorded_phases
 
-__all__ = ["CASES", "Case", "Phase", "mean_over", "recorded_phases"]
+__all__ = ["CASES", "Case", "Phase", "Recorded", "mean_over", "recorded_phases"]

@@ -1,18 +1,15 @@
 """The six load models (paper, section 2), with the settings of section 4.
 
 What the paper publishes is cited as such; the rest is chosen so that the published imbalance of a *static* pipeline
-comes out, and said to be so. Loads of MoE, MoD and sparse attention are stationary: each layer has a level of its own
-and fluctuates about it from iteration to iteration. ``correlation`` is the lag-1 autocorrelation of that fluctuation;
-the paper gives none.
+comes out, and said to be so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, fmean
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +19,9 @@ from simulation.loads.phases import ITERATIONS, Phase
 Floats = npt.NDArray[np.float64]
 
 
-class Case(Protocol):
-    """One dynamic model.
+@dataclass(frozen=True)
+class Case:
+    """One dynamic model; where a class says nothing else, in the setting of the paper's largest runs.
 
     Attributes:
         name: as in ``ds_configs``.
@@ -32,43 +30,45 @@ class Case(Protocol):
         layers, stages, replicas: of the paper's largest run.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def interval(self) -> int: ...
-    @property
-    def announces(self) -> bool: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def replicas(self) -> int: ...
+    name: str
+    interval: int = 1
+    announces: bool = False
+    layers: int = 48
+    stages: int = 24
+    replicas: int = 30
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        """About ``count`` phases: consecutive iterations, or a whole run of 10,000 that changes that often."""
-
-
-def fluctuating(
-    shape: tuple[int, ...], count: int, *, own_level: float, correlation: float, seed: int, replica: int
-) -> Floats:
-    """Standard normal numbers, ``[count, *shape]``.
-
-    Of the variance ``own_level`` is between places, the same in all iterations and replicas; the rest follows an AR(1)
-    process in time, of each replica by itself.
-    """
-    level = np.random.default_rng((seed, 0)).standard_normal(shape)
-    rng = np.random.default_rng((seed, 1, replica))
-    deviation = rng.standard_normal(shape)
-    series = []
-    for _ in range(count):
-        series.append(np.sqrt(own_level) * level + np.sqrt(1 - own_level) * deviation)
-        deviation = correlation * deviation + np.sqrt(1 - correlation**2) * rng.standard_normal(shape)
-    return np.array(series)
+        """Give about ``count`` phases: consecutive iterations, or a whole run of 10,000 that changes that often."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class MixtureOfExperts:
+class Fluctuating(Case):
+    """A case whose loads change in every iteration about a level.
+
+    Attributes:
+        own_level: share of the variance that is between places, the same in all iterations and replicas.
+        correlation: of the rest from one iteration to the next: an AR(1) process, of each replica by itself.
+    """
+
+    own_level: float = 0.5
+    correlation: float = 0.5
+
+    def fluctuations(self, shape: tuple[int, ...], count: int, *, seed: int, replica: int) -> Floats:
+        """Draw standard normal numbers, ``[count, *shape]``."""
+        level = np.random.default_rng((seed, 0)).standard_normal(shape)
+        rng = np.random.default_rng((seed, 1, replica))
+        deviation = rng.standard_normal(shape)
+        series = []
+        for _ in range(count):
+            series.append(np.sqrt(self.own_level) * level + np.sqrt(1 - self.own_level) * deviation)
+            change = np.sqrt(1 - self.correlation**2) * rng.standard_normal(shape)
+            deviation = self.correlation * deviation + change
+        return np.array(series)
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts(Fluctuating):
     """L_j = sum over its experts of their tokens' work; with experts spread over replicas, the busiest expert counts.
 
     Published: Mixtral 8x7b, 32 layers, 8 experts, top 2; 16 stages x 8 replicas, so one expert per replica; a bubble
@@ -77,8 +77,6 @@ class MixtureOfExperts:
     """
 
     name: str = "moe"
-    interval: int = 1
-    announces: bool = False
     layers: int = 32
     stages: int = 16
     replicas: int = 8
@@ -92,14 +90,7 @@ class MixtureOfExperts:
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
         # All replicas of a stage wait for the busiest one: the same loads for all.
         own = np.random.default_rng((seed, 2)).standard_normal((num_layers, 1))
-        logits = fluctuating(
-            (num_layers, self.experts),
-            count,
-            own_level=self.own_level,
-            correlation=self.correlation,
-            seed=seed,
-            replica=0,
-        )
+        logits = self.fluctuations((num_layers, self.experts), count, seed=seed, replica=0)
         odds = np.exp(self.popularity * np.exp(self.spread_of_layers * own) * logits)
         busiest = (odds / odds.sum(axis=-1, keepdims=True)).max(axis=-1)
         # A token goes to an expert once: of all choices an expert gets 1 / top_k at most.
@@ -107,7 +98,7 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True)
-class Pruning:
+class Pruning(Case):
     """L_j = sum of p_i c_i, p_i the share of layer i's weights that global magnitude pruning leaves.
 
     Published: Zhu and Gupta's schedule from 3000 to 7000, every 1000 iterations, to 52, 79 and 90% (the formula says
@@ -120,9 +111,6 @@ class Pruning:
     name: str = "pruning"
     interval: int = 1000
     announces: bool = True
-    layers: int = 48
-    stages: int = 24
-    replicas: int = 30
     initial: float = 0.0
     final: float = 0.9
     start: int = 3000
@@ -173,7 +161,7 @@ def retained(deviations: tuple[float, ...], kept: float) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Freezing:
+class Freezing(Case):
     """L_j = sum of (1 - f_i) c_i: a frozen layer costs nothing (Egeria caches what the frozen front puts out).
 
     Published: front layers freeze first, as often as every 50 iterations; 24 stages x 30 replicas; a bubble ratio of
@@ -185,8 +173,6 @@ class Freezing:
     interval: int = 50
     announces: bool = True
     layers: int = 40
-    stages: int = 24
-    replicas: int = 30
     start: int = 1000
     end: int = 6000
     frozen: float = 0.43
@@ -207,7 +193,7 @@ class Freezing:
 
 
 @dataclass(frozen=True)
-class SparseAttention:
+class SparseAttention(Fluctuating):
     """L_j = sum of s_i c_i, s_i the density of layer i's attention.
 
     Published: hash-sparse flash attention, 24 stages x 30 replicas; four times the bubble ratio of dense attention;
@@ -218,11 +204,6 @@ class SparseAttention:
     """
 
     name: str = "sparse_attention"
-    interval: int = 1
-    announces: bool = False
-    layers: int = 48
-    stages: int = 24
-    replicas: int = 30
     density: float = 0.2
     least: float = 1 / 32
     spread: float = 0.3
@@ -231,20 +212,13 @@ class SparseAttention:
     attention: float = 1.0
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        levels = fluctuating(
-            (num_layers,),
-            count,
-            own_level=self.own_level,
-            correlation=self.correlation,
-            seed=seed,
-            replica=replica,
-        )
+        levels = self.fluctuations((num_layers,), count, seed=seed, replica=replica)
         density = np.clip(self.density * np.exp(self.spread * levels - self.spread**2 / 2), self.least, 1)
         return [Phase.of(1 - self.attention + self.attention * shares) for shares in density]
 
 
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(Case):
     """C = sum of t_i / t c_i, t_i the tokens that have not left before layer i.
 
     Published: no token leaves before some layer, then the share falls with depth; 24 stages x 30 replicas; up to five
@@ -254,10 +228,6 @@ class EarlyExit:
 
     name: str = "early_exit"
     interval: int = 100
-    announces: bool = False
-    layers: int = 48
-    stages: int = 24
-    replicas: int = 30
     first: float = 0.125
     decay: tuple[float, float] = (0.16, 0.03)
 
@@ -269,7 +239,7 @@ class EarlyExit:
 
 
 @dataclass(frozen=True)
-class MixtureOfDepths:
+class MixtureOfDepths(Fluctuating):
     """C = r_i t_i c_i: every other block works on the tokens that its router chose.
 
     Published: capacity 12.5%, every other block (Raposo et al.); 16 stages x 8 replicas; a bubble ratio of 18% before
@@ -278,37 +248,21 @@ class MixtureOfDepths:
     """
 
     name: str = "mod"
-    interval: int = 1
-    announces: bool = False
     layers: int = 32
     stages: int = 16
     replicas: int = 8
     capacity: float = 0.125
     every: int = 2
     misestimation: float = 0.45
-    own_level: float = 0.5
-    correlation: float = 0.5
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        levels = fluctuating(
-            (num_layers,),
-            count,
-            own_level=self.own_level,
-            correlation=self.correlation,
-            seed=seed,
-            replica=replica,
-        )
+        levels = self.fluctuations((num_layers,), count, seed=seed, replica=replica)
         taken = np.minimum(1.0, self.capacity * np.exp(self.misestimation * levels))
         routed = np.arange(num_layers) % self.every == self.every - 1
         return [Phase.of(np.where(routed, shares, 1.0)) for shares in taken]
 
 
-_ALL: tuple[Callable[[], Case], ...] = (
-    MixtureOfExperts,
-    Pruning,
-    Freezing,
-    SparseAttention,
-    EarlyExit,
-    MixtureOfDepths,
-)
-CASES: Mapping[str, Case] = {case.name: case for case in (make() for make in _ALL)}
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (MixtureOfExperts(), Pruning(), Freezing(), SparseAttention(), EarlyExit(), MixtureOfDepths())
+}

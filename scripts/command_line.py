@@ -1,0 +1,59 @@
+"""What commands share: their options, what is wrong with these, the table and the JSON of their figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_dynmo.errors import ConfigError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Knows ``--json FILE``, and ``--local_rank``, which DeepSpeed's launcher passes; shows a docstring as it is."""
+
+    def __init__(self, description: str | None, **settings: Any) -> None:
+        settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, **settings)
+        self.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+        self.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def check_at_least_1(arguments: argparse.Namespace, *options: str) -> None:
+    """Refuse counts and sizes below 1. An option that was not given is None and passes.
+
+    Raises:
+        ConfigError: naming the option and its value.
+    """
+    for option in options:
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: should be at least 1")
+
+
+def num_processes(command: str) -> int:
+    """Read the number of ranks that the launcher has started.
+
+    Raises:
+        ConfigError: there is no launcher; ``command`` is what to start with one.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        raise ConfigError(f"start with DeepSpeed's launcher: deepspeed --num_gpus {command} ...")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print columns as wide as their widest cell."""
+    lines = [head, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write ``figures`` to ``path``, if one is given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n")
