@@ -24,7 +24,8 @@ from ds_dynmo.engine.optimizer import gradients
 from ds_dynmo.engine.parts import Parts, build_parts
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport, check_partition
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport
 
 
 class DynMoPipelineEngine(PatchedPipelineEngine):
@@ -89,6 +90,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         return [int(bound) for bound in self.module.parts]
 
     @property
+    def chunks(self) -> tuple[range, ...]:
+        """The numbers of this rank's layers, a range for each chunk that it owns."""
+        placement = Placement.chain(self.module.parts) if self.dynmo is None else self.stage.placement
+        return placement.chunks_of(self.stage_id)
+
+    @property
     def profile(self) -> Profile | None:
         """The latest profile, the same on every rank; None before the first."""
         return None if self.dynmo is None else self.balancer.profile
@@ -122,8 +129,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """
         if partition is None:
             return self.balancer.rebalance_by_hand(self.train_batch)
-        new = check_partition(partition, self.stage.layers.num_layers, self.num_stages)
-        return self.balancer.rebalance_to(new, Request(Reason.EXPLICIT))
+        return self.balancer.rebalance_to(self.stage.placement.at(partition), Request(Reason.EXPLICIT))
 
     def model_changed(self, reason: str) -> None:
         """A dynamic model says that its work just changed: the next batch is profiled and a decision follows.

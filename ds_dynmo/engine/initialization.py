@@ -23,7 +23,6 @@ from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
 from ds_dynmo.engine.profiling import layer_sizes
-from ds_dynmo.plan import check_partition
 
 
 def initialize(
@@ -117,10 +116,10 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
 
 def _go_to_first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> None:
     """Move layers to where training begins. Collective."""
-    first = engine.balancer.nearest_allowed(_first_partition(engine, dynmo))
-    if list(first) != engine.partition:
-        new = check_partition(first, engine.stage.layers.num_layers, engine.num_stages)
-        engine.balancer.rebalance_to(new, Request(Reason.INITIAL), what="initialize")
+    here = engine.stage.placement
+    first = engine.balancer.nearest_allowed(here.at(_first_partition(engine, dynmo)))
+    if first != here:
+        engine.balancer.rebalance_to(first, Request(Reason.INITIAL), what="initialize")
 
 
 def _first_partition(engine: DynMoPipelineEngine, dynmo: DynMoConfig) -> Sequence[int]:

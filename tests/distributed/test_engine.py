@@ -16,6 +16,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import bottleneck
+from ds_dynmo.placement import Placement
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Block, Embedding, Head, layers, loss
@@ -104,7 +105,8 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
         own = costs[start[module.stage_id] : start[module.stage_id + 1]]
         speeds = [chooser.choice([0.5, 1.0]) for _ in range(stages)]
         speed = speeds[module.stage_id]
-        decentralized.append(list(decide_among_neighbours(own, start, None, module.stage_id, comm, speed=speed)))
+        there = decide_among_neighbours(own, Placement.chain(start), None, module.stage_id, comm, speed=speed)
+        decentralized.append(list(there.boundaries))
         pure.append(partitioners.diffusion(costs, stages, start, speeds=speeds))
     return decentralized, pure, reduced
 

@@ -20,6 +20,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, balanced, propose
+from ds_dynmo.placement import Placement
 from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.models import VOCABULARY, WIDTH, Embedding, loss, seeded
@@ -183,7 +184,8 @@ def test_saved_and_loaded_at_another_number_of_stages(tmp_path: Path, stages: in
 
 def _landed(decide: Callable[..., Any], *args: Any, **options: Any) -> list[int] | None:
     try:
-        return list(decide(*args, **options))
+        landed = decide(*args, **options)
+        return list(landed.boundaries if isinstance(landed, Placement) else landed)
     except PartitionError:
         return None
 
@@ -202,7 +204,7 @@ def neighbours_and_all_at_once(stages: int, seed: int) -> tuple[list[Any], list[
         memory = MemoryModel(static, activation, inputs, (70,) * stages, 4, chooser.choice([0, 2, 3]))
         own = costs[start[stage] : start[stage + 1]]
         among_neighbours.append(
-            _landed(decide_among_neighbours, own, start, memory, stage, comm, groups=groups),
+            _landed(decide_among_neighbours, own, Placement.chain(start), memory, stage, comm, groups=groups),
         )
         given: dict[str, Any] = {"memory": memory, "pipeline": None, "speeds": None, "groups": groups}
         at_once.append(_landed(propose, "diffusion", costs, stages, start=start, **given))

@@ -36,7 +36,7 @@ class Counted(Stage):
         """Which layers ran for each input; the outputs are what they are without a cache."""
         set_frozen_prefix(self, frozen)  # type: ignore[arg-type]
         found = []
-        self.cache.install(frozen)
+        self.cache.install(frozen, range(self._local_start, self._local_stop))
         for each in inputs:
             self.ran.clear()
             made = self(each)
@@ -127,7 +127,7 @@ def test_a_layer_that_leaves_takes_what_it_made() -> None:
     stage.forward_funcs = stage.forward_funcs[:3]
     stage._local_stop = 3
     set_frozen_prefix(stage, 3)  # type: ignore[arg-type]
-    stage.cache.install(3)
+    stage.cache.install(3, range(stage._local_start, stage._local_stop))
     stage.ran.clear()
     stage(TOKENS[0])
     assert stage.ran == [0, 1, 2]
@@ -183,7 +183,7 @@ def test_what_was_found_can_be_changed() -> None:
 def test_a_layer_in_the_run_is_still_a_layer() -> None:
     """An emergency checkpoint in mid-batch asks for its weights."""
     stage = Counted()
-    stage.cache.install(3)
+    stage.cache.install(3, range(stage._local_start, stage._local_stop))
     assert stage.forward_funcs[1].state_dict().keys() == stage.get_submodule("1").state_dict().keys()
 
 

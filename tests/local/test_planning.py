@@ -32,7 +32,7 @@ def planner(share: float, limit: int | None = None, most: int = STAGES, **block:
         config=parse_block(DynMoConfig, block, "dynmo"),
         memory=memory_model(profile, limit, 0),
         most=most,
-        first_seconds=given.pipeline.iteration_seconds(given.current) / share,
+        first_seconds=given.pipeline.iteration_seconds(given.partition) / share,
     )
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
 from ds_dynmo.engine.balancing import policy
+from ds_dynmo.engine.balancing.cost_model import CostModel
 from ds_dynmo.engine.balancing.memory import memory_model
-from ds_dynmo.engine.balancing.policy import CostModel, DecisionInput, MoveTradeoff
+from ds_dynmo.engine.balancing.policy import DecisionInput, MoveTradeoff
 from ds_dynmo.engine.profiling.profiler import Samples
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
@@ -121,13 +122,13 @@ def test_a_small_gain_that_lasts_is_taken_once_what_was_missed_would_have_paid_f
     costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))
     saved = policy.decide(DecisionInput.of(costs), config(), None)
     seconds = saved.iteration_seconds_before - saved.iteration_seconds_after
-    cost_model = policy.CostModel(move_costs=MoveCosts([(10, 3.5 * seconds)]))
+    cost_model = CostModel(move_costs=MoveCosts([(10, 3.5 * seconds)]))
     cost_model.history.observe(costs)
 
     def moved_after(batches: int) -> list[bool]:
         made = []
         for _ in range(batches):
-            given = cost_model.decision_input(costs, (0, 2, 4), smoothed=True)
+            given = cost_model.decision_input(costs, costs.placement, smoothed=True)
             chosen = policy.decide(
                 given, config(min_improvement=0.0), None, replace(cost_model.move_tradeoff(1), errors=(0.0,) * 4)
             )
@@ -140,11 +141,11 @@ def test_a_small_gain_that_lasts_is_taken_once_what_was_missed_would_have_paid_f
     cost_model.history.observe(costs)
     assert moved_after(3) == [False] * 3
     known = cost_model.state_dict()
-    cost_model = policy.CostModel()
+    cost_model = CostModel()
     cost_model.load_state_dict(known)
     assert moved_after(1) == [True]
     moved_after(2)
-    cost_model.decided(policy.predict(DecisionInput.of(costs), (0, 2, 4), "nothing better was found"))
+    cost_model.decided(policy.predict(DecisionInput.of(costs), costs.placement, "nothing better was found"))
     assert moved_after(3) == [False] * 3
 
 
@@ -203,7 +204,7 @@ class Run:
 
     def interval(self, work: list[float], batches: int = 100) -> None:
         measured = self.measure(work)
-        given = self.cost_model.decision_input(measured, self.partition, smoothed=True)
+        given = self.cost_model.decision_input(measured, measured.placement, smoothed=True)
         made = policy.decide(given, self.config, None, self.cost_model.move_tradeoff(batches))
         if made.partition != self.partition:
             self.cost_model.moved(measured, MigrationPlan.between(self.partition, made.partition))
@@ -316,8 +317,8 @@ def test_balancers_that_know_of_no_speeds_see_what_was_measured() -> None:
     given = replace(DecisionInput.of(profile([2.0, 2.0, 4.0], (0, 2, 3))), speeds=(1.0, 0.5))
     assert given.pipeline.forward_seconds == pytest.approx((2 / 3, 2 / 3, 2 / 3))
     assert given.costs("time") == pytest.approx([2.0, 2.0, 4.0])
-    assert replace(given, current=(0, 1, 3)).costs("time") == pytest.approx([2.0, 4.0, 4.0])
-    chosen = policy.predict(given, (0, 1, 3))
+    assert replace(given, placement=Placement.chain((0, 1, 3))).costs("time") == pytest.approx([2.0, 4.0, 4.0])
+    chosen = policy.predict(given, Placement.chain((0, 1, 3)))
     assert (chosen.bottleneck_seconds_before, chosen.bottleneck_seconds_after) == pytest.approx((4.0, 8.0))
 
 

@@ -1,29 +1,23 @@
-"""From a profile to a decision, and from a decision to a move: :meth:`Balancer.after_batch` begins it.
+"""Go from a profile to a decision, and from a decision to a move. :meth:`Balancer.after_batch` begins it.
 
-Every rank takes the same decision from the same gathered numbers. Until layers begin to move, whatever fails leaves
-training as it was.
+Every rank takes the same decision from the same gathered numbers. Until layers begin to move, a failure leaves training
+as it was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
+from ds_dynmo.engine.balancing.cost_model import CostModel
 from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
 from ds_dynmo.engine.balancing.memory import MemoryLimit
-from ds_dynmo.engine.balancing.policy import (
-    CostModel,
-    Decision,
-    accept_move,
-    costs_and_speeds,
-    decide,
-    predict,
-)
+from ds_dynmo.engine.balancing.policy import Decision, accept_move, costs_and_speeds, decide, predict
 from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
@@ -33,6 +27,7 @@ from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 
 Check = Callable[[MigrationPlan], None]
@@ -44,11 +39,11 @@ class Balancer:
     Attributes:
         groups: layers that stay together.
         memory: the limit of a rank.
-        trigger: when batches are profiled and decisions are due.
+        trigger: says which batches are profiled and when a decision is due.
         cost_model: what the run has learnt about its layers, its stages and its moves.
         profile: the latest, the same on every rank; None before the first.
-        last_move_step: after how many batches layers last moved; None: they never did.
-        failure: why the latest automatic decision was not carried out; None: none failed since a profile was asked for.
+        last_move_step: ``global_steps`` when layers last moved; None: they never did.
+        failure: why the latest automatic decision was not carried out; None: none failed since a profile was requested.
 
     Args:
         migrate: carries out a plan after a check that may raise, and returns the bytes that moved. Collective.
@@ -83,7 +78,7 @@ class Balancer:
     # -- after a batch --------------------------------------------------------------------------------
 
     def after_batch(self) -> Request | None:
-        """A batch was trained on: gather its profile if that is due. Collective.
+        """Count a batch that was trained on, and gather its profile if that is due. Collective.
 
         Returns:
             What asks for a decision now; None: nothing does.
@@ -104,14 +99,14 @@ class Balancer:
         return self.trigger.pending if decision and not self._waits_for_profile else None
 
     def rebalance_or_stay(self, request: Request) -> None:
-        """An automatic decision: where none is possible, on every rank alike, training goes on as it is. Collective."""
+        """Decide and go there; if that is impossible, warn on rank 0 and continue as before. Collective."""
         try:
             self.rebalance(request, profile_seconds=self._profile_seconds)
         except (PartitionError, MigrationError) as error:
             self._stay(error)
 
     def report_profile(self) -> None:
-        """Write the latest profile once, after what was decided from it."""
+        """Write the latest profile once, after the decision that was taken from it."""
         if not self._waits_for_profile:
             self._reporter.profiled(self.profile)
 
@@ -161,11 +156,11 @@ class Balancer:
                     raise self.failure
         finally:
             self._waits_for_profile = False
-            self.trigger.decided(moved=False)  # whoever waited decides
+            self.trigger.decided(moved=False)  # the caller decides
         return self._profile_seconds
 
     def model_changed(self, reason: str) -> None:
-        """Layers cost something else from here on: the next batch is profiled and a decision follows."""
+        """Note that layers cost something else from here on: the next batch is profiled and a decision follows."""
         self._profiler.forget(batches_too=True)
         self.cost_model.model_changed()
         self.trigger.model_changed(reason)
@@ -173,11 +168,11 @@ class Balancer:
     # -- profile, decide, move ------------------------------------------------------------------------
 
     def gather_profile(self) -> Profile:
-        """Make the profile of what was measured on all ranks. Collective.
+        """Reduce what all ranks measured to one profile. Collective.
 
         Raises:
-            PartitionError: a layer did not run; on every rank.
-            MigrationError: a rank cannot tell what its layers cost; on every rank, harmless.
+            PartitionError: on every rank; a layer did not run.
+            MigrationError: on every rank, harmless; a rank cannot tell what its layers cost.
         """
         with self._stage.timeline.phase("profile", "gather the profile"):
             began = time.perf_counter()
@@ -210,13 +205,13 @@ class Balancer:
             raise AssertionError("no plan cannot be agreed on") from error
         self.cost_model.decided(decision)
         seconds = (profile_seconds, time.perf_counter() - began)
-        return self.go_to(decision.partition, request, decision=decision, profile_and_decide_seconds=seconds)
+        return self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
 
     def decide(self, profile: Profile, limit_bytes: int | None, reason: Reason) -> Decision:
-        """Where layers should go; the same on every rank. Collective where decisions are decentralized."""
+        """Decide where layers should go; the same on every rank. Collective if ``dynmo.decentralized`` is set."""
         with self._stage.timeline.phase("decide", "decide"):
             memory = self.memory.model(profile, limit_bytes)
-            given = self.cost_model.decision_input(profile, self._stage.partition, smoothed=reason.is_automatic)
+            given = self.cost_model.decision_input(profile, self._stage.placement, smoothed=reason.is_automatic)
             tradeoff = self.cost_model.move_tradeoff(self.trigger.batches_to_gain) if reason.is_automatic else None
             if not self._config.decentralized:
                 return decide(given, self._config, memory, tradeoff, self.groups)
@@ -225,13 +220,13 @@ class Balancer:
             own_costs = [costs[index] for index in layers.indices]
             speed = speeds[stage_id] if speeds else 1.0
             proposed = decide_among_neighbours(
-                own_costs, given.current, memory, stage_id, self._comm, speed=speed, groups=self.groups
+                own_costs, given.placement, memory, stage_id, self._comm, speed=speed, groups=self.groups
             )
             return accept_move(given, proposed, self._config, memory, tradeoff, self.groups)
 
     def go_to(
         self,
-        new: tuple[int, ...],
+        new: Placement,
         request: Request,
         *,
         decision: Decision | None = None,
@@ -242,15 +237,13 @@ class Balancer:
 
         Args:
             decision: that ``new`` comes from; None: it was given.
-            settles: what else was about to be decided no longer is.
+            settles: drop a decision that is pending.
         """
         with self._stage.timeline.phase("migrate", "migrate"):
-            plan = MigrationPlan.between(self._stage.partition, new)
+            plan = MigrationPlan.between(self._stage.placement, new)
             decided_from = self.profile if decision is not None else None
             if decision is None and self.profile is not None:
-                decision = predict(
-                    self.cost_model.decision_input(self.profile, plan.old.boundaries, smoothed=False), new
-                )
+                decision = predict(self.cost_model.decision_input(self.profile, plan.old, smoothed=False), new)
             began = time.perf_counter()
             moved_bytes = self._migrate(plan, lambda plan: self.memory.check(plan, decided_from))
             if plan.moves:
@@ -277,40 +270,36 @@ class Balancer:
 
     # -- what the repacker and checkpoints ask --------------------------------------------------------
 
-    def nearest_allowed(self, partition: Sequence[int]) -> tuple[int, ...]:
-        """The nearest partition that ``dynmo.keep_together`` allows: ``partition``, or another one, which is logged."""
-        nearest = self.groups.nearest(partition)
-        if nearest != tuple(partition):
+    def nearest_allowed(self, placement: Placement) -> Placement:
+        """Find the nearest placement that ``dynmo.keep_together`` allows; log it if it is not ``placement``."""
+        nearest = placement.at(self.groups.nearest(placement.boundaries))
+        if nearest != placement:
             try:
-                self.groups.check(partition)
+                self.groups.check(placement.boundaries)
             except PartitionError as error:
-                self._reporter.inform(f"DynMo: goes to {list(nearest)}, since {error}")
+                self._reporter.inform(f"DynMo: goes to {nearest}, since {error}")
         return nearest
 
-    def rebalance_to(self, partition: tuple[int, ...], request: Request, *, what: str = "rebalance") -> RebalanceReport:
-        """Go exactly there. Collective.
+    def rebalance_to(self, new: Placement, request: Request, *, what: str = "rebalance") -> RebalanceReport:
+        """Move layers to exactly ``new``. Collective.
 
         Args:
-            what: the user called, for messages.
+            what: the engine's method that the user called, for messages.
 
         Raises:
-            PartitionError: ``partition`` cuts what ``keep_together`` keeps together. Nothing has changed.
+            PartitionError: ``new`` cuts what ``keep_together`` keeps together. Nothing has changed.
             MigrationError: see its message.
         """
-        self.groups.check(partition)
+        self.groups.check(new.boundaries)
         self._comm.enter(what)
-        return self.go_to(partition, request, settles=request.reason is not Reason.INITIAL)
-
-    def move_to(self, partition: tuple[int, ...]) -> RebalanceReport:
-        """Move layers to a partition of the present stages, which was asked for. Collective."""
-        return self.go_to(partition, Request(Reason.EXPLICIT))
+        return self.go_to(new, request, settles=request.reason is not Reason.INITIAL)
 
     def forget_profile(self) -> None:
         """Drop the profile: this rank has no layers any more."""
         self.profile = None
 
     def of_whole_batch(self, profile: Profile) -> Profile:
-        """As if one pipeline had all micro-batches, which copies of it share."""
+        """Return ``profile`` as if one pipeline ran the micro-batches of all its extra replicas too."""
         return replace(profile, micro_batches=profile.micro_batches * self._replica_multiplier())
 
     def _layers_moved(self, moved: LayersMoved) -> None:

@@ -26,19 +26,19 @@ from ds_dynmo.placement import Placement
 
 def decide_among_neighbours(
     own_costs: Sequence[float],
-    partition: Sequence[int],
+    placement: Placement,
     memory: MemoryModel | None,
     stage: int,
     comm: Communicator,
     *,
     speed: float = 1.0,
     groups: LayerGroups | None = None,
-) -> tuple[int, ...]:
-    """The partition on which the stages agree, pair by pair. Collective over the pipeline.
+) -> Placement:
+    """Find the placement on which the stages agree, pair by pair. Collective over the pipeline.
 
     Args:
         own_costs: of this stage's layers only, on a stage of speed 1, the same on every data-parallel replica.
-        partition: the one in force; used for this stage's bounds only.
+        placement: the present one, a chain; used for this stage's bounds only.
         memory: used for this stage's layers and limit only.
         speed: of this stage.
         groups: layers that stay together, and are passed on together; None: each by itself.
@@ -46,9 +46,8 @@ def decide_among_neighbours(
     Raises:
         PartitionError: on every rank, if no partition that meets the memory limit was found.
     """
-    placement = Placement.chain(partition)
     groups = groups or LayerGroups.single(placement.num_layers)
-    own = Placement.chain(groups.fold_partition(partition)).run_of(stage)  # as groups are counted
+    own = Placement.chain(groups.fold_partition(placement.boundaries)).run_of(stage)  # as groups are counted
     own_memory = memory.folded(groups).of_stage(stage, own.start, own.stop) if memory is not None else None
     folded = groups.fold(own_costs, placement.run_of(stage).start)
     node = DiffusionNode(stage, placement.num_stages, own.start, folded, memory=own_memory, speed=speed)
@@ -58,7 +57,7 @@ def decide_among_neighbours(
         raise PartitionError("neighbours passing layers on found no partition that meets the memory limit")
     stops = torch.zeros(placement.num_stages, dtype=torch.float64)
     _, stops[stage] = node.bounds
-    return groups.unfold_partition([0, *map(int, comm.max_over_world(stops).tolist())])
+    return placement.at(groups.unfold_partition([0, *map(int, comm.max_over_world(stops).tolist())]))
 
 
 def exchange_round(node: DiffusionNode, comm: Communicator) -> None:

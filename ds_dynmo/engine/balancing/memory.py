@@ -55,8 +55,7 @@ class HeldMemory:
         if present is None:
             present_bytes = [sum(self.static_bytes[index] for index in old.layers_of(stage)) for stage in old.stages]
         else:
-            runs = map(old.run_of, old.stages)
-            present_bytes = [present.stage_bytes(stage, run.start, run.stop) for stage, run in enumerate(runs)]
+            present_bytes = present.bytes_per_stage(old.boundaries)
         return partitioners.overflow(plan, self.layers, self.first_uses, self.limit, present_bytes)
 
 

@@ -98,7 +98,7 @@ def load(
     present = _gather_shapes(context)
     loaded = together(comm, lambda: _read(context, saved, target, present, options))
     if target != context.stage.placement:
-        context.balancer.go_to(target.boundaries, Request(Reason.CHECKPOINT), settles=False)
+        context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:
         apply(context, saved.manifest, loaded, options)
     except Exception as error:
@@ -106,10 +106,8 @@ def load(
             f"{saved.path('')}: rank {context.engine.global_rank} failed while it was put to use, so the "
             f"engine is neither what it was nor what was saved: {error}"
         ) from error
-    allowed = context.balancer.nearest_allowed(
-        list(context.stage.partition)
-    )  # saved without dynmo.keep_together, or with another one
-    if list(allowed) != list(context.stage.partition):
+    allowed = context.balancer.nearest_allowed(context.stage.placement)  # another dynmo.keep_together may have saved it
+    if allowed != context.stage.placement:
         context.balancer.go_to(allowed, Request(Reason.CHECKPOINT))
     return loaded.path, client_state_of(context, loaded, options)
 

@@ -82,7 +82,7 @@ class StageDecision:
         return min(known, self._iteration_seconds(self._balancer.of_whole_batch(profile), partition))
 
     def _iteration_seconds(self, profile: Profile, partition: tuple[int, ...]) -> float:
-        given = self._balancer.cost_model.decision_input(profile, self._stage.partition, smoothed=False)
+        given = self._balancer.cost_model.decision_input(profile, self._stage.placement, smoothed=False)
         return float(given.pipeline.on(Placement.chain(partition).num_stages).iteration_seconds(partition))
 
     def _gather_facts(self) -> RankFacts:
@@ -140,7 +140,7 @@ class StageDecision:
             return held.overflow(self.plan(partition).moves) if held is not None else None
 
         return Planner(
-            given=cost_model.decision_input(whole, self._stage.partition, smoothed=smoothed),
+            given=cost_model.decision_input(whole, self._stage.placement, smoothed=smoothed),
             config=self._config,
             memory=self._balancer.memory.model(whole, held.limit if held is not None else None),
             most=self.most_stages,

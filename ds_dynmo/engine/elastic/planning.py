@@ -52,7 +52,7 @@ class Planner:
 
     def best(self) -> Packing:
         """Choose as ``dynmo.repack.planner`` says; the present partition where nothing better is found."""
-        now = self.given.current
+        now = self.given.partition
         repack = self.config.repack
         least = min(repack.min_stages, len(now) - 1)
         if repack.planner == "first_fit":
@@ -91,7 +91,7 @@ class Planner:
         )
 
     def _present(self) -> Packing:
-        return Packing(self.given.current, self.given.pipeline.iteration_seconds(self.given.current))
+        return Packing(self.given.partition, self.given.pipeline.iteration_seconds(self.given.partition))
 
     def _fits(self, count: int) -> bool:
         try:

@@ -233,7 +233,7 @@ class Repacker:
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
         elif len(new) == len(old):
-            moved = self._balancer.move_to(new)
+            moved = self._balancer.go_to(self._stage.placement.at(new), Request(Reason.EXPLICIT))
             done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
             done = self._resize(new)

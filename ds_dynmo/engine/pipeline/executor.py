@@ -9,6 +9,7 @@ from typing import Any
 from ds_dynmo.engine.deepspeed_adapter.instruction_map import instructions_in_force, present_instructions
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.pipeline import instructions
+from ds_dynmo.engine.pipeline.frozen_prefix import goes_back
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
 from ds_dynmo.engine.pipeline.trainable import TrainableLayers
 from ds_dynmo.engine.profiling.profiler import Profiler
@@ -72,8 +73,8 @@ class Executor:
     def _instructions(self, training: bool) -> instructions.Instructions:
         found = self._composed()
         if training and self._profiler.measures:
-            goes_back = self._trainable.prefix < self._stage.layers.run.stop
-            found = instructions.marked(found, self._profiler, backward=goes_back)
+            backward = goes_back(self._stage.layers.indices, self._trainable.prefix)
+            found = instructions.marked(found, self._profiler, backward=backward)
         if training and self._tracer is not None and self._tracer.records:
             found = self._tracer.recorded(found)
         return found

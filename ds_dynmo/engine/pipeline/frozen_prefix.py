@@ -8,7 +8,7 @@ functions stand in for pipeline instructions or go around them; they take the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,19 +111,26 @@ def frozen_prefix(trainable: Sequence[bool]) -> int:
     return next((index for index, trains in enumerate(trainable) if trains), len(trainable))
 
 
-def changes(here: range, prefix: int, *, own_backward: bool) -> dict[type, Callable[[Instruction], Instruction]]:
-    """What a stage owning the layers ``here`` puts around instructions, or in their place.
+def goes_back(layers: Iterable[int], prefix: int) -> bool:
+    """Does a backward pass have anything to do in these layers: is one of them behind the frozen prefix?"""
+    return any(layer >= prefix for layer in layers)
+
+
+def changes(chunk: range, prefix: int, *, own_backward: bool) -> dict[type, Callable[[Instruction], Instruction]]:
+    """List what goes around the instructions of a chunk, or in their place.
 
     Args:
-        own_backward: the backward pass is not DeepSpeed's but the user's, who wants it called.
+        chunk: its layers.
+        prefix: how many leading layers of the model are frozen.
+        own_backward: the backward pass is the user's instead of DeepSpeed's: it is called even with nothing to do.
     """
     changed: dict[type, Callable[[Instruction], Instruction]] = {}
     if prefix == 0:
         return changed
-    if prefix >= here.stop:
+    if not goes_back(chunk, prefix):
         changed[schedule.BackwardPass] = _through_nothing if own_backward else lambda _: _skip_backward
         changed[schedule.RecvGrad] = lambda _: _nothing
-    if prefix >= here.start:
+    if prefix >= chunk.start:
         changed[schedule.SendGrad] = lambda _: _free_input
         changed[schedule.RecvActivation] = _without_gradient
         changed[schedule.LoadMicroBatch] = _without_gradient

@@ -88,7 +88,7 @@ def compose(
         put_around(kind, around)
     if layers.has_tied_aliases or layers.has_copies:
         put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
-    if layers.has_tied_aliases and accumulates and prefix < layers.run.stop:
+    if layers.has_tied_aliases and accumulates and frozen_prefix.goes_back(layers.indices, prefix):
         put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
     if callbacks:
         put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))

@@ -34,7 +34,6 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.module import own_layers
 from ds_dynmo.models.freezing.fingerprint import fingerprint
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.stream import Activations
@@ -85,10 +84,15 @@ class ActivationCache:
         self._go_on_from = 0
         self.lookups = self.hits = self.num_bytes = 0
 
-    def install(self, num_frozen: int) -> None:
-        """Before a batch: the model's first ``num_frozen`` layers are frozen. :meth:`remove` comes after it."""
+    def install(self, num_frozen: int, chunk: range) -> None:
+        """Put the cache around the frozen layers of this stage, for one batch. :meth:`remove` follows.
+
+        Args:
+            num_frozen: how many leading layers of the model are frozen.
+            chunk: the stage's layers, or the first chunk of them: ``engine.chunks[0]``.
+        """
         layers, before = dict(local_layers(self._module)), self._weights
-        self._run = self._run_of(num_frozen)
+        self._run = self._run_of(num_frozen, chunk)
         self._weights = {number: _fingerprints(layers.get(number)) for number in self._run}
         start = self._run.start
         same = takewhile(lambda number: self._weights[number] == before.get(number), self._run)
@@ -105,12 +109,11 @@ class ActivationCache:
         functions = self._module.forward_funcs
         functions[:] = [each.layer if isinstance(each, _InRun) else each for each in functions]
 
-    def _run_of(self, num_frozen: int) -> range:
-        own = own_layers(self._module)
-        start, stop = own.start, min(own.stop, num_frozen)
+    def _run_of(self, num_frozen: int, chunk: range) -> range:
+        start, stop = chunk.start, min(chunk.stop, num_frozen)
         stop = min([stop, *(number for number in self._drawing if number >= start)])
         segment = self._module.activation_checkpoint_interval
-        if segment and stop < own.stop:
+        if segment and stop < chunk.stop:
             stop -= (stop - start) % segment
         return range(start, stop if stop > self._first_block else start)
 

@@ -63,7 +63,7 @@ class FreezingCase(DynamicCase):
             freeze_prefix(self.engine, num_frozen)
             self._frozen = num_frozen
         if self._cache is not None:
-            self._cache.install(num_frozen)
+            self._cache.install(num_frozen, self.engine.chunks[0])
 
     def _loaded(self) -> None:
         """State was loaded, on every rank alike: what is frozen is found out together, before the next batch."""
