@@ -1,6 +1,6 @@
 """Measure, decide, migrate, train: the pipeline engine.
 
-Its names are loaded when first used: models import a module of the adapter, and not the engine.
+Its names are loaded on first use, because models import a module of the adapter without the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pipeline engine that re-balances itself: what users and models call. Each call goes to one part."""
+"""The pipeline engine that re-balances itself: the methods that users and models call. Each calls one part."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport
 
 
 class DynMoPipelineEngine(PatchedPipelineEngine):
-    """DeepSpeed's ``PipelineEngine`` with a re-partition step. Built by :func:`ds_dynmo.initialize`.
+    """DeepSpeed's ``PipelineEngine`` with a re-partition step. :func:`ds_dynmo.initialize` builds it.
 
     Attributes:
-        dynmo: the "dynmo" block; None without one, and then this is DeepSpeed's engine and has no parts.
+        dynmo: the "dynmo" block; None: the configuration has none, and this is DeepSpeed's engine, without parts.
         profiler, balancer, migrator, repacker, checkpointer: its parts, as :class:`Parts` describes them.
     """
 
@@ -55,14 +55,14 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     # -- training -------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's ``train_batch``, or that of the user's engine; at every interval a rebalance follows.
+        """Train a batch by DeepSpeed's ``train_batch``, or the user's; then profile, decide and move what is due.
 
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
-            ConfigError: layers were frozen and the engine was not told, or an instruction of the user's cannot do
-                what frozen layers need; nothing was trained. Or no schedule of the engine's was run.
+            ConfigError: layers were frozen without :meth:`model_changed`, or an instruction of the user's does not
+                work with frozen layers; nothing was trained. Or ``train_batch`` ran no schedule of the engine's.
         """
-        given = args if data_iter is None and not args else (data_iter, *args)  # as given: the user's may take none
+        given = args if data_iter is None and not args else (data_iter, *args)  # the user's may take no argument
         train = partial(super().train_batch, *given, **kwargs)
         if self.dynmo is None:
             return train()
@@ -71,7 +71,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         return self._parts.step.run(train)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's ``eval_batch``."""
+        """Evaluate a batch by DeepSpeed's ``eval_batch``."""
         evaluate = partial(super().eval_batch, *args, **kwargs)
         if self.dynmo is None:
             return evaluate()
@@ -102,29 +102,29 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @property
     def reports(self) -> list[RebalanceReport]:
-        """Every decision so far, moved or not."""
+        """Every decision so far, also those that moved nothing."""
         return [] if self.dynmo is None else self._parts.reporter.rebalances
 
     @property
     def measurements(self) -> list[MeasuredReport]:
-        """What was measured under each partition: the first profile of a run and the first after each move."""
+        """What was measured in the first profile of a run, and in the first after each move."""
         return [] if self.dynmo is None else self._parts.reporter.measurements
 
     @where_layers_may_move
     def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport:
         """Move layers now. Collective: every rank calls it between the same two batches.
 
-        What is decided by hand has to be better by ``min_improvement``, but is not weighed against the cost of moving.
+        A decision by hand must improve by ``min_improvement``. The cost of the move does not count.
 
         Args:
-            partition: exactly where to go; None: decide from the latest profile as at an interval. If there is no
-                profile yet, batches are trained first, on the data iterator that the engine has, until there is.
+            partition: the boundaries to go to; None: decide from the latest profile. If there is no profile yet,
+                batches are trained first, on the data iterator that the engine has, until there is one.
 
         Raises:
             PartitionError: ``partition`` is invalid, it cuts what ``keep_together`` keeps together, or no partition
                 meets the memory limit. Nothing has changed.
             MigrationError: see its message; nothing has changed unless it says that layers had begun to move. Harmless,
-                with both numbers, where the move takes a rank above the memory limit.
+                with both numbers, if the move takes a rank above the memory limit.
             ConfigError: the configuration has no "dynmo" block, or one that is switched off.
         """
         if partition is None:
@@ -132,10 +132,10 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         return self.balancer.rebalance_to(self.stage.placement.at(partition), Request(Reason.EXPLICIT))
 
     def model_changed(self, reason: str) -> None:
-        """A dynamic model says that its work just changed: the next batch is profiled and a decision follows.
+        """Tell the engine that the model's work just changed: the next batch is profiled and a decision follows.
 
-        Collective: call it on every rank between the same two batches. It is also how the engine learns that
-        layers were frozen or unfrozen (``requires_grad``).
+        Collective: call it on every rank between the same two batches. Call it also after layers were frozen or
+        unfrozen (``requires_grad``).
         """
         if self.dynmo is None:
             return
@@ -145,9 +145,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @at_work
     def add_rng_tracker(self, name: str, tracker: Any) -> None:
-        """Make the random states of a tracker each layer's own, as Megatron's and DeepSpeed's are without a call.
+        """Give each layer streams of its own of a tracker's random states: :meth:`TrackedStates.add`.
 
-        Every rank makes the same call, between two batches: :meth:`TrackedStates.add`.
+        Every rank makes the same call, between two batches. Megatron's and DeepSpeed's trackers need none.
         """
         self._parts.tracked_states.add(name, tracker)
 
@@ -160,37 +160,32 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @where_layers_may_move
     def repack(self, num_stages: int | None = None, *, partition: Sequence[int] | None = None) -> RepackReport:
-        """Go on with fewer ranks, or take parked ones back: :meth:`Repacker.repack`. Collective, between two batches.
-
-        Args:
-            num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
-            partition: exactly the boundaries to go to.
-        """
+        """Continue with fewer ranks, or take parked ones back; see :meth:`Repacker.repack`. Collective."""
         return self.repacker.repack(num_stages, partition=partition, train=self.train_batch)
 
     @property
     def repacks(self) -> list[RepackReport]:
-        """Every re-packing so far; of those by hand also the ones that found nothing better."""
+        """Every re-packing so far, also those by hand that found nothing better."""
         return [] if self.dynmo is None else self._parts.reporter.repacks
 
     @property
     def micro_batches_taken(self) -> int:
-        """How many micro-batches of this rank's data were trained on: where a script's own data goes on.
+        """How many micro-batches of this rank's data were trained on: a script's own data continues there.
 
         ``global_steps`` times the launch's ``micro_batches``, however many replicas share a batch now.
         """
         return int(self.global_steps * self.micro_batches) if self.dynmo is None else self.repacker.data.taken
 
     def wait_for_recall(self) -> bool:
-        """On a released rank, or one that joined: wait until it is called, True, or until the job has ended, False.
+        """Wait on a released rank, or one that joined: True once it is called back, False once the job has ended.
 
-        True at once on a rank that was not released, False at once where released ranks are not parked.
+        Returns at once True on a rank at work, and False if released ranks are not parked.
         """
         return not self.released or self.repacker.wait_for_recall()
 
     @where_layers_may_move
     def join(self, job: Any) -> None:
-        """Offer the ranks of this launch to a running job, as stages that it can call: :meth:`Repacker.join`.
+        """Offer the ranks of this launch to a running job as stages that it can call: :meth:`Repacker.join`.
 
         ``job``: "HOST:PORT", its MASTER_ADDR and MASTER_PORT, or the ``torch.distributed.Store`` of its launch.
         """
@@ -198,19 +193,20 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @where_layers_may_move
     def most_stages(self) -> int:
-        """How many stages :meth:`repack` can go on with now: at work, parked or joined. Collective."""
+        """Count the stages that :meth:`repack` can continue with: at work, parked or joined. Collective."""
         return self.repacker.most_stages()
 
     def dismiss_parked(self) -> None:
-        """Tell parked ranks that the job has ended: ``wait_for_recall`` gives False. Rank 0 does so at its exit too."""
+        """Tell parked ranks that the job has ended: their ``wait_for_recall`` is False. Rank 0 does so at exit too."""
         if self.dynmo is not None:
             self.repacker.dismiss_parked()
 
     @at_work
     def share_state(self, name: str, holder: Stateful) -> None:
-        """Let re-packings carry on ``holder``, whose ``state_dict()`` is the same on every rank; it may be collective.
+        """Keep the state of ``holder`` through re-packings. Every rank makes the same call.
 
-        After each, all ranks load it, those that came back too, as when a job is resumed. Every rank calls this alike.
+        ``holder.state_dict()`` is the same on every rank, and may be collective. After each re-packing all ranks load
+        it, also those that came back.
         """
         self.repacker.share_state(name, holder)
 
@@ -223,25 +219,25 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @at_work
     def sum_over_stages(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum of a tensor over the stages of this rank's pipeline. Collective."""
+        """Sum a tensor elementwise over the stages of this rank's pipeline. Collective."""
         return self.stage.comm.sum_over_stages(numbers)
 
     @at_work
     def sum_over_replicas(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum of a tensor over the data-parallel replicas of this rank's stage. Collective."""
+        """Sum a tensor elementwise over the data-parallel replicas of this rank's stage. Collective."""
         return self.stage.comm.sum_over_replicas(numbers)
 
     @at_work
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum of a tensor over all ranks, replicas too. Collective."""
+        """Sum a tensor elementwise over all ranks, replicas too. Collective."""
         return self.stage.comm.sum_over_world(numbers)
 
     @at_work
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         """Set elements of a parameter of this stage to 0, with their fp32 master weights and optimizer state.
 
-        Where the gradient is 0 from then on too, an elementwise optimizer keeps them at exactly 0. Between batches;
-        not collective, but every replica has to make the same call. ``where``: bool in the parameter's shape.
+        If their gradients stay 0, an elementwise optimizer keeps them at exactly 0. Call it between batches, on every
+        replica alike; it is not collective. ``where``: bool in the parameter's shape.
         """
         self.stage.state.zero_elements(parameter, where)
 
@@ -252,7 +248,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
     @at_work
     def gradient_magnitudes(self) -> torch.Tensor:
-        """Per layer, this rank's share of its gradients' magnitudes: :func:`gradients.gradient_magnitudes`."""
+        """Sum the magnitudes of this rank's gradients per layer: :func:`gradients.gradient_magnitudes`."""
         return gradients.gradient_magnitudes(self.stage)
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -265,9 +261,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's ``save_checkpoint``, atomically, with what loading at another partition needs. Collective.
+        """Write a checkpoint that loads at any partition. It appears as a whole or not at all. Collective.
 
-        Raises CheckpointError on every rank; the checkpoints that were there are as they were.
+        Raises CheckpointError on every rank; earlier checkpoints are untouched.
         """
         arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         if self.dynmo is None:
@@ -285,15 +281,14 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """DeepSpeed's ``load_checkpoint``, of any partition, number of stages and of replicas. Collective.
+        """Load a checkpoint of any partition and any number of stages and replicas. Collective.
 
-        The tensor-parallel degree has to be the one that was saved: each slice reads its own files.
-        With as many stages as saved, layers go where they were saved; otherwise they stay where they are. No code in
-        a file is run.
+        The tensor-parallel degree must be the one that was saved: each slice reads its own files. With as many stages
+        as saved, layers go where they were saved; otherwise they stay where they are. No code in a file is run.
 
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.
-            MigrationError: harmless; to go where layers were saved takes a rank above the memory limit.
+            MigrationError: harmless; moving layers to where they were saved takes a rank above the memory limit.
             ConfigError: a ``custom_load_fn``, which pipelines do not take.
         """
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)

@@ -1,4 +1,4 @@
-"""What parts of the engine tell each other: one place publishes an event, whoever has to know subscribes."""
+"""Events between the parts of the engine: one place publishes an event, and every part that must know subscribes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayersMoved:
-    """The layers of this stage are others than before, or other modules.
+    """Layers have moved, or were replaced by other modules.
 
     Attributes:
         placement: where layers are from now on.
-        step: after how many batches.
-        stages_changed: a re-packing: there are fewer or more stages than before, or other ranks hold them.
+        step: ``global_steps`` then.
+        stages_changed: by a re-packing: there are fewer or more stages than before, or other ranks hold them.
     """
 
     placement: Placement
@@ -28,7 +28,7 @@ class LayersMoved:
 
 
 class Event(Generic[T]):
-    """Subscribers are called in the order in which they subscribed, on the rank where it is published."""
+    """Calls its subscribers in the order in which they subscribed, on the rank where it is published."""
 
     def __init__(self) -> None:
         self._subscribers: list[tuple[str, Callable[[T], None]]] = []
@@ -37,7 +37,7 @@ class Event(Generic[T]):
         """Call ``call`` whenever the event is published.
 
         Args:
-            why: one line: what would be wrong if nobody did.
+            why: in one line, what would be wrong otherwise.
         """
         self._subscribers.append((why, call))
 
@@ -47,18 +47,18 @@ class Event(Generic[T]):
 
     @property
     def reasons(self) -> list[str]:
-        """Why each subscriber has to know, in order."""
+        """Why each subscriber must know, in order."""
         return [why for why, _ in self._subscribers]
 
 
 class AroundSchedule:
-    """What the schedule of a batch runs inside."""
+    """The context managers that the schedule of a batch runs inside."""
 
     def __init__(self) -> None:
         self._entered: list[Callable[[bool], AbstractContextManager[None]]] = []
 
     def add(self, enter: Callable[[bool], AbstractContextManager[None]]) -> None:
-        """Enter ``enter(training)`` before a schedule is run; ``training`` is False in an evaluation."""
+        """Enter ``enter(training)`` before a schedule runs; ``training`` is False in an evaluation."""
         self._entered.append(enter)
 
     @contextmanager
@@ -70,15 +70,15 @@ class AroundSchedule:
 
 
 class Timeline:
-    """Lets the parts mark what they do, for whoever records a batch at the time; costs nothing if nobody does.
+    """Lets the parts mark what they do while a batch is traced; costs nothing otherwise.
 
     Attributes:
-        record: gives a context manager for a phase of this category and name; None: nobody records.
+        record: makes a context manager for a phase of a category and a name; None: nothing is traced.
     """
 
     def __init__(self) -> None:
         self.record: Callable[[str, str], AbstractContextManager[None]] | None = None
 
     def phase(self, category: str, name: str) -> AbstractContextManager[None]:
-        """A part of a batch, or of what follows it."""
+        """Mark a part of a batch, or of what follows it."""
         return nullcontext() if self.record is None else self.record(category, name)

@@ -1,4 +1,4 @@
-"""Who may call a method of the engine: refused without a "dynmo" block, on a released rank, or where it is off."""
+"""Refuse calls of the engine's methods without a "dynmo" block, on a released rank, or with ``"enabled": false``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def check_at_work(engine: Any, what: str) -> None:
-    """Refuse to go on with ``engine.what``.
+    """Refuse a call of ``engine.<what>``.
 
     Raises:
         ConfigError: the configuration has no "dynmo" block.
@@ -28,7 +28,7 @@ def check_at_work(engine: Any, what: str) -> None:
 
 
 def at_work(method: Method) -> Method:
-    """Let a method of the engine run on a rank at work alone: :func:`check_at_work`."""
+    """Let a method of the engine run on ranks at work only: :func:`check_at_work`."""
 
     @wraps(method)
     def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def at_work(method: Method) -> Method:
 
 
 def where_layers_may_move(method: Method) -> Method:
-    """Let a method of the engine run on a rank at work, with a block that is not switched off."""
+    """Let a method of the engine run on ranks at work only, and only where the block is not switched off."""
 
     @wraps(method)
     def guarded(engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What the parts of the engine work on: one rank's stage of the model, and what DeepSpeed's engine says of it.
+"""The stage of one rank: the only interface between the engine and its parts.
 
-This is the only interface between the engine and its parts (balancer, migrator, repacker, checkpointer, profiler).
-A part is given the stage when it is constructed, and whatever else it needs; none of them reaches into the engine.
+The parts are the balancer, migrator, repacker, checkpointer and profiler. Each is given the stage, and what else it
+needs, when it is constructed. None of them reaches into the engine.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ds_dynmo.placement import Placement
 
 
 class DeepSpeedPipeline(Protocol):
-    """What is DeepSpeed's own in a pipeline engine, under the names that it has there.
+    """DeepSpeed's part of a pipeline engine, under DeepSpeed's names.
 
     Attributes:
         module: the ``PipelineModule``.
         grid: the ``PipelineParallelGrid``.
-        global_steps, global_samples: batches and samples that were trained on.
+        global_steps, global_samples: batches and samples trained on.
         micro_batches: of a batch, on each rank.
-        num_stages, stage_id: of the pipeline, and this rank's.
-        global_rank, world_size: this rank's number in the present world, and its size.
+        num_stages, stage_id: stages of the pipeline, and the number of this rank's.
+        global_rank, world_size: this rank's number in the present world, and the size of that.
         optimizer: the optimizer, or DeepSpeed's wrapper around it.
-        basic_optimizer: the optimizer itself.
-        data_iterator: where this rank reads its data; None: nowhere.
-        training_data: the data set that ``initialize`` was given; None: none was.
+        basic_optimizer: the optimizer inside the wrapper.
+        data_iterator: where this rank reads its data; None: it reads none.
+        training_data: the data set given to ``initialize``; None: it was given none.
     """
 
     module: Any
@@ -78,18 +78,18 @@ class DeepSpeedPipeline(Protocol):
 
 @dataclass(frozen=True)
 class StageContext:
-    """One rank's stage, of an engine with a "dynmo" block. It is there once DeepSpeed has placed the model.
+    """One rank's stage, in an engine with a "dynmo" block. It exists once DeepSpeed has placed the model.
 
     Attributes:
-        engine: what is DeepSpeed's.
+        engine: DeepSpeed's part of the engine.
         config: the "dynmo" block.
-        comm: every collective and point-to-point operation of ours.
+        comm: all our communication.
         layers: of this stage.
-        optimizer: that the engine trains with, and its state.
-        replicas_differ: the model has parameters that are each data-parallel replica's own.
-        replicas_would_differ: or would have some if there were several replicas.
+        optimizer: the engine's, and its state.
+        replicas_differ: each data-parallel replica has parameters of its own.
+        replicas_would_differ: so it would be with several replicas.
         layers_moved: published once layers are in place after a move, a re-packing or a load.
-        around_schedule: what the schedule of every batch runs inside.
+        around_schedule: the context managers that the schedule of every batch runs inside.
         timeline: where parts mark what they do, for a trace.
     """
 
@@ -106,7 +106,7 @@ class StageContext:
 
     @property
     def state(self) -> OptimizerState:
-        """What the optimizer holds for the layers of this stage."""
+        """The optimizer's state of the layers of this stage."""
         return self.optimizer.state
 
     @property
@@ -116,23 +116,23 @@ class StageContext:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """The boundaries in force."""
+        """The boundaries of :attr:`placement`."""
         return self.placement.boundaries
 
     def connect_replicas(self) -> None:
-        """Tell the layers of this stage, where they ask for it, who its data-parallel replicas are."""
+        """Give the layers of this stage that ask for it the process group of their data-parallel replicas."""
         replicas.use_replicas(self.layers.every_module(), self.engine.grid.get_data_parallel_group())
 
     def publish_move(self, *, stages_changed: bool = False) -> None:
-        """Tell whoever has to know that the layers of this stage are others now."""
+        """Publish that layers have moved."""
         self.layers_moved.publish(LayersMoved(self.placement, self.engine.global_steps, stages_changed))
 
 
 def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
-    """The stage of an engine whose constructor is about to place ``model``. Collective.
+    """Make the stage of an engine whose constructor is about to place ``model``. Collective.
 
     Raises:
-        ConfigError: on every rank, where one has another "dynmo" block, or a layer that cannot be moved.
+        ConfigError: on every rank, if one has another "dynmo" block or a layer that cannot be moved.
     """
     comm = Communicator(engine.mpu, engine.device, config.timeout_seconds)
     comm.enter("initialize")
@@ -165,7 +165,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
 
 
 def _unsupported(engine: Any, model: Any) -> str | None:
-    """Connect the layers of this stage to their replicas; what keeps them from being moved, in words."""
+    """Connect the layers of this stage to their replicas, and say why they cannot be moved; None: they can be."""
     try:
         replicas.use_replicas(model.modules(), engine.mpu.get_data_parallel_group())
     except ConfigError as error:

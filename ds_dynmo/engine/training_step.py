@@ -44,7 +44,7 @@ class TrainingStep:
         """Train a batch by ``train``; then re-pack or rebalance, if a decision is due. Collective.
 
         Raises:
-            ConfigError: layers were frozen and the engine was not told; nothing was trained. Or ``train`` ran no
+            ConfigError: layers were frozen without ``engine.model_changed``; nothing was trained. Or ``train`` ran no
                 schedule of the engine's.
         """
         with self._tracer.batch() if self._tracer is not None else nullcontext():
@@ -59,7 +59,7 @@ class TrainingStep:
             return loss
 
     def _train(self, train: Callable[[], Any]) -> Any:
-        """Train a batch, profiled if that is due."""
+        """Train a batch, and profile it if that is due."""
         self._executor.ran = False
         if self._balancer.trigger.profile_batch(self._stage.engine.global_steps + 1):
             engine = self._stage.engine
@@ -72,14 +72,14 @@ class TrainingStep:
                 self._profiler.batch_took(time.perf_counter() - began)
         if not self._executor.ran:
             raise ConfigError(
-                "train_batch or _exec_schedule was replaced on the engine by a function that does not come to the "
+                "train_batch or _exec_schedule was replaced on the engine by a function that does not call the "
                 "engine's own _exec_schedule: instructions ran without what moving layers needs. Call it, or override "
                 "it in a class given as engine_class"
             )
         return loss
 
     def _repack(self, request: Request) -> bool:
-        """Go on with fewer ranks or more, where the planner finds that better; False where it does not."""
+        """Continue with fewer ranks or more if the planner finds that better; return False if it does not."""
         if not (self._stage.config.enabled and self._stage.config.repack.enabled):
             return False
         try:

@@ -1,4 +1,4 @@
-"""What ds_dynmo cannot work with is refused here, by name, before anything is created or touched."""
+"""Refuse by name what ds_dynmo cannot work with, before anything is created or touched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ds_dynmo.plan import check_partition
 
 
 def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
-    """The DeepSpeed configuration as a dict, wherever ``deepspeed.initialize`` would take it from."""
+    """Read the DeepSpeed configuration from where ``deepspeed.initialize`` would, as a dict."""
     source = config if config is not None else config_params
     if source is None:
         source = getattr(args, "deepspeed_config", None)
@@ -38,7 +38,7 @@ def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 
 def check_module(model: Any) -> None:
-    """Refuse what is not a pipeline of DeepSpeed's, or one that cannot be re-partitioned."""
+    """Refuse a model that is not DeepSpeed's ``PipelineModule``, or cannot be re-partitioned."""
     if is_dual_pipe_v(model):
         raise ConfigError("model is a DualPipeVModule, whose stages hold two ranges of layers: use PipelineModule")
     if not isinstance(model, PipelineModule):
@@ -56,13 +56,13 @@ def check_module(model: Any) -> None:
 
 
 _REFUSED = {
-    # Both work in forward passes, which a pipeline has, and end in DeepSpeedEngine.step (runtime/engine.py:3643).
-    "flops_profiler": "a pipeline never comes to where DeepSpeed prints it; engine.profile has seconds per layer",
-    "autotuning": "a pipeline never comes to where DeepSpeed ends its experiments and writes what it measured",
-    "hybrid_engine": "DeepSpeed makes no hybrid engine of a pipeline and would not say so",
+    # The first two end in DeepSpeedEngine.step (runtime/engine.py:3643), which a pipeline does not call.
+    "flops_profiler": "a pipeline never reaches the code that prints it; engine.profile has seconds per layer",
+    "autotuning": "a pipeline never reaches the code that ends an experiment and writes its result",
+    "hybrid_engine": "DeepSpeed builds no hybrid engine for a pipeline, without saying so",
     "expert_parallel": "it replaces layers by others, whose experts differ from rank to rank",
 }
-# Both are switched on by these flags alone, whatever the blocks around them say (runtime/data_pipeline/config.py).
+# These flags alone switch both on, whatever the blocks around them say (runtime/data_pipeline/config.py).
 _REFUSED_DATA_EFFICIENCY = {
     ("data_sampling", "curriculum_learning"): (
         "its sampler broadcasts from rank 0 in groups of one stage, and all but the first stage's fail; "
@@ -75,7 +75,7 @@ _REFUSED_DATA_EFFICIENCY = {
 
 
 def check_features(config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed can do, and neither refuses itself nor does in a pipeline whose layers move."""
+    """Refuse features that DeepSpeed accepts, but that do not work in a pipeline whose layers move."""
     for key in removed_blocks(config):
         raise ConfigError(
             f"{key}: DeepSpeed has removed it, and where it has not, layers cannot be moved with it; remove it"
@@ -101,7 +101,7 @@ def check_features(config: Mapping[str, Any]) -> None:
 
 
 def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModule) -> None:
-    """Refuse what DeepSpeed 0.19.8 fails or hangs at: splitting only one way's messages over the slices."""
+    """Refuse to split only one direction's messages over tensor-parallel slices: DeepSpeed 0.19.8 fails or hangs."""
     block = config.get("pipeline")
     block = block if isinstance(block, Mapping) else {}
     pipe, grad = (bool(block.get(key, True)) for key in ("pipe_partitioned", "grad_partitioned"))
@@ -114,7 +114,7 @@ def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModu
 
 
 def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
-    """What in the layers of this stage keeps the whole model from being moved, in words; None: nothing.
+    """Say why the layers of this stage cannot be moved; None: they can be.
 
     Args:
         flat: gradients are kept in flat buffers (bf16, ZeRO-1).
@@ -151,20 +151,20 @@ def _is_use(spec: Any, key: str) -> bool:
 
 
 def check_layers(found: Iterable[str | None]) -> None:
-    """Refuse what :func:`unsupported_layers` found on any rank; the same error on all."""
+    """Raise what :func:`unsupported_layers` found on any rank, the same error on all."""
     for problem in found:
         if problem is not None:
             raise ConfigError(problem)
 
 
-_OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" block that count there only
+_OF_RANK_0 = ("report", "log", "monitor")  # keys of the "dynmo" block that count on rank 0 only
 
 
 def other_block(own: DynMoConfig, of_rank_0: DynMoConfig) -> str | None:
-    """Where this rank's "dynmo" block differs from rank 0's; None: nowhere. Ranks would draw or decide otherwise."""
+    """Say where this rank's "dynmo" block differs from rank 0's: ranks would decide differently. None: nowhere."""
     for key in DynMoConfig.model_fields:
         here, there = getattr(own, key), getattr(of_rank_0, key)
-        if key == "trace" and here is not None and there is not None:  # the path is rank 0's too
+        if key == "trace" and here is not None and there is not None:  # only rank 0's path counts
             here, there = here.steps, there.steps
         if key not in _OF_RANK_0 and here != there:
             return f"dynmo.{key} = {here!r} on a rank, on rank 0 {there!r}: it has to be the same on every rank"
@@ -217,7 +217,7 @@ def _enabled(block: Any) -> bool:
 
 
 _JSON_OPTIMIZERS = ("adam", "adamw")
-_ELEMENTWISE = (  # treat every element alike, and begin with a state of zeros (Rprop begins with the learning rate)
+_ELEMENTWISE = (  # treat every element alike and begin with a state of zeros (Rprop begins with the learning rate)
     torch.optim.Adadelta,
     torch.optim.Adam,
     torch.optim.Adamax,
@@ -231,7 +231,7 @@ _ELEMENTWISE = (  # treat every element alike, and begin with a state of zeros (
 
 
 def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
-    """Refuse by name, before anything is built, what :func:`check_optimizer` would refuse then."""
+    """Refuse, before anything is built, an optimizer that :func:`check_optimizer` would refuse later."""
     if optimizer is None and isinstance(block, Mapping):
         name = str(block.get("type", ""))
         if name.lower() in _JSON_OPTIMIZERS:
@@ -245,7 +245,10 @@ def _check_optimizer(block: Any, optimizer: Any, *, flat: bool) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, flat: bool) -> None:
-    """Refuse an optimizer whose state cannot be moved. ``flat``: it will lie in flat buffers (bf16, ZeRO-1).
+    """Refuse an optimizer whose state cannot be moved.
+
+    Args:
+        flat: state will lie in flat buffers (bf16, ZeRO-1).
 
     Raises:
         ConfigError: naming its class.
@@ -271,14 +274,14 @@ def _check_kind(kind: type, named: str, flat: bool) -> None:
 
 
 def layer_name(spec: Any) -> str:
-    """The class or function name that ``type:`` patterns are matched against."""
+    """Return the class or function name that ``type:`` patterns are matched against."""
     if isinstance(spec, LayerSpec):
         return str(spec.typename.__name__)
     return type(spec).__name__ if isinstance(spec, nn.Module) else str(getattr(spec, "__name__", ""))
 
 
 def type_costs(specs: list[Any], text: str) -> list[float]:
-    """The weight of each layer under ``"type:<regex>[:weight]|..."``; the first pattern that matches counts.
+    """Weigh each layer under ``"type:<regex>[:weight]|..."``; the first pattern that matches counts.
 
     Raises:
         ConfigError: a pattern that no layer's name matches.
@@ -297,10 +300,10 @@ def type_costs(specs: list[Any], text: str) -> list[float]:
 
 
 def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
-    """The layers of ``model`` that ``dynmo.keep_together`` keeps on one stage.
+    """Group the layers of ``model`` that ``dynmo.keep_together`` keeps on one stage.
 
     Raises:
-        ConfigError: a rule that does not suit the model, or fewer groups than stages.
+        ConfigError: a rule that does not fit the model, or fewer groups than stages.
     """
     groups = LayerGroups.of(dynmo.keep_together, [layer_name(spec) for spec in layer_specs(model)])
     if (problem := groups.shortage(model.num_stages)) is not None:
@@ -309,7 +312,7 @@ def layer_groups(dynmo: DynMoConfig, model: PipelineModule) -> LayerGroups:
 
 
 def check_sharing(layers: StageLayers, comm: Communicator) -> None:
-    """Refuse layers that share a parameter without being tied: it could not be on two stages. Collective."""
+    """Refuse layers that share a parameter without being tied: they could not be on two stages. Collective."""
     here = layers.sharing()
     flags = torch.tensor([float(index in here) for index in range(layers.num_layers)])
     shared = comm.max_over_world(flags).nonzero().flatten().tolist()
@@ -321,7 +324,7 @@ def check_sharing(layers: StageLayers, comm: Communicator) -> None:
 
 
 def check_initial_partition(dynmo: DynMoConfig, model: PipelineModule) -> None:
-    """Refuse an initial partition that does not suit the model or cuts what is to stay together."""
+    """Refuse an initial partition that does not fit the model, or cuts what ``dynmo.keep_together`` keeps together."""
     groups, partition = layer_groups(dynmo, model), dynmo.initial_partition
     if isinstance(partition, str):
         if partition.startswith("type:"):

@@ -1,14 +1,13 @@
-"""Diffusion as a decentralised algorithm: where layers should go is settled pair by pair, between neighbours.
+"""Diffusion as a decentralised algorithm: neighbouring stages settle pair by pair where layers should go.
 
-The state machine is :class:`ds_dynmo.partitioners.DiffusionNode`, the one that the pure ``diffusion`` runs for all
-stages in memory, so both land on the same partition. Here it is fed over point-to-point messages, and a stage uses the
-costs of its own layers only. What the ranks share afterwards is the outcome, the boundaries, which DeepSpeed's module
-needs on every rank: one reduction of a number per stage.
+:class:`ds_dynmo.partitioners.DiffusionNode` is the algorithm of one stage. The pure ``diffusion`` runs it in memory for
+all stages; here it exchanges point-to-point messages. So both find the same partition. A stage uses the costs of its
+own layers only. Afterwards one reduction of a number per stage tells every rank the boundaries, because DeepSpeed's
+module needs them everywhere.
 
-The engine as a whole is not without collectives. The profile, a few kilobytes, is reduced over the world before any
-decision, this one too: costs are averaged over earlier profiles with a noise that is estimated from all layers, stages'
-speeds are fitted to all of them, and what the neighbours propose is judged by the simulated iteration of all stages, as
-every balancer's proposal is. ``engine.profile`` and the reports hold all layers as well.
+The engine as a whole still uses collectives. It reduces the profile, a few kilobytes, over the world before every
+decision, because it estimates noise and fits stage speeds over all layers, and judges every proposal by the simulated
+iteration of all stages. ``engine.profile`` and the reports hold all layers too.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def decide_among_neighbours(
         placement: the present one, a chain; used for this stage's bounds only.
         memory: used for this stage's layers and limit only.
         speed: of this stage.
-        groups: layers that stay together, and are passed on together; None: each by itself.
+        groups: layers that stay together; None: each may be anywhere.
 
     Raises:
-        PartitionError: on every rank, if no partition that meets the memory limit was found.
+        PartitionError: on every rank, if the stages find no partition that meets the memory limit.
     """
     groups = groups or LayerGroups.single(placement.num_layers)
-    own = Placement.chain(groups.fold_partition(placement.boundaries)).run_of(stage)  # as groups are counted
+    own = Placement.chain(groups.fold_partition(placement.boundaries)).run_of(stage)  # numbers of groups
     own_memory = memory.folded(groups).of_stage(stage, own.start, own.stop) if memory is not None else None
     folded = groups.fold(own_costs, placement.run_of(stage).start)
     node = DiffusionNode(stage, placement.num_stages, own.start, folded, memory=own_memory, speed=speed)
@@ -61,7 +60,7 @@ def decide_among_neighbours(
 
 
 def exchange_round(node: DiffusionNode, comm: Communicator) -> None:
-    """One round: this stage's messages to its neighbours, and theirs to it."""
+    """Exchange one round of messages between this stage and its neighbours."""
     left, right = node.stage - 1, node.stage + 1
     to_left, to_right = node.messages()
     expects_left, expects_right = node.expects

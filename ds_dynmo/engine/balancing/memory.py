@@ -1,4 +1,4 @@
-"""The memory limit of a rank: which partitions meet it, and whether a move does while it is carried out."""
+"""The memory limit of a rank: which partitions meet it, and which moves meet it while layers move."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile
 
 
 def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
-    """The memory that each layer needs, measured, against the limit of a rank; None without a limit."""
+    """Make the memory model of a profile's layers under a limit of every rank; None without a limit."""
     if limit_bytes is None:
         return None
     return MemoryModel(
@@ -35,9 +35,9 @@ class HeldMemory:
 
     Attributes:
         limit: of a rank, in bytes.
-        layers: what each holds on a rank that has it.
-        static_bytes: of each, without what a move takes.
-        first_uses: of each, the first layer that uses the same parameters; None: it is a function.
+        layers: per layer, what a rank holds that has it.
+        static_bytes: per layer, what it holds in training without activations.
+        first_uses: per layer, the first layer that uses the same parameters; None: it is a function.
     """
 
     limit: int
@@ -46,10 +46,10 @@ class HeldMemory:
     first_uses: tuple[int | None, ...]
 
     def overflow(self, plan: MigrationPlan, present: MemoryModel | None = None) -> Overflow | None:
-        """Find the stage that ``plan`` takes furthest above the limit; None if it takes none above.
+        """Find the stage that ``plan`` takes furthest above the limit; None: it takes none above.
 
         Args:
-            present: what stages need as they are, activations too; None: what layers hold.
+            present: what stages need now, with activations; None: what their layers hold, without.
         """
         old = plan.old
         if present is None:
@@ -60,10 +60,10 @@ class HeldMemory:
 
 
 class MemoryLimit:
-    """What a rank may hold.
+    """The memory that a rank may use.
 
     Attributes:
-        limit: ``dynmo.memory_limit``: bytes, or a fraction of what the accelerator has; None: no limit.
+        limit: ``dynmo.memory_limit``: bytes, or a fraction of the accelerator's memory; None: no limit.
     """
 
     def __init__(self, stage: StageContext) -> None:
@@ -71,21 +71,21 @@ class MemoryLimit:
         self.limit = stage.config.memory_limit
 
     def bytes(self) -> int | None:
-        """The least of all ranks' limits: what a fraction is a fraction of may differ. None: no limit. Collective."""
+        """The least of all ranks' limits, as accelerators may differ. None: no limit. Collective."""
         if not isinstance(self.limit, float):
             return self.limit
         mine = torch.tensor([-self.limit * get_accelerator().total_memory()], dtype=torch.float64)
         return int(-self._stage.comm.max_over_world(mine).item())
 
     def model(self, profile: Profile, limit_bytes: int | None) -> MemoryModel | None:
-        """What stages need according to ``profile``; None without a limit."""
+        """Make the memory model of ``profile``; None without a limit."""
         return memory_model(profile, limit_bytes, self._stage.engine.module.activation_checkpoint_interval)
 
     def held(self) -> HeldMemory | None:
         """Gather what ranks hold of each layer; None without a limit. Collective.
 
         Raises:
-            MigrationError: harmless, on every rank: one cannot tell.
+            MigrationError: harmless, on every rank; a rank cannot tell what its layers hold.
         """
         limit = self.bytes()
         if limit is None:
@@ -97,13 +97,13 @@ class MemoryLimit:
         return HeldMemory(limit, *layer_sizes.held_from(table), tuple(layers.first_uses()))
 
     def check(self, plan: MigrationPlan, profile: Profile | None = None) -> None:
-        """Before a byte moves: does every rank have the memory that ``plan`` takes while it is carried out? Collective.
+        """Refuse a plan that takes a rank above the limit while layers move. Collective, before a byte moves.
 
         Args:
-            profile: that ``plan`` was decided from, which says what stages need as they are, activations too.
+            profile: that ``plan`` was decided from; None: there is none, and activations do not count.
 
         Raises:
-            MigrationError: harmless, on every rank: the plan takes one above the limit.
+            MigrationError: harmless, on every rank, with both numbers.
         """
         held = self.held()
         if held is None:

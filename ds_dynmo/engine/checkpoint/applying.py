@@ -27,17 +27,25 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Loaded:
-    """All that this rank needs, read and checked."""
+    """All that this rank needs, read and checked.
+
+    Attributes:
+        path: of the file that counters and client state come from.
+        layers: by the number of the layer that owns them here.
+        optimizer: what :meth:`OptimizerFiles.read` gave; None: it is not loaded.
+        common: the content of the file at ``path``.
+        random: states of this rank's random number generators; None: they are not loaded.
+    """
 
     path: str
-    layers: dict[int, LoadedLayer]  # by the number of the layer that owns them here
+    layers: dict[int, LoadedLayer]
     optimizer: Any | None
     common: dict[str, Any]
     random: dict[str, Any] | None
 
 
 def apply(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
-    """Put what was read in place. The partition is the one that it was read for. Collective.
+    """Put what was read in place, once layers are where it was read for. Collective.
 
     Raises:
         CheckpointError: on every rank, if any rank fails.
@@ -48,7 +56,7 @@ def apply(context: CheckpointContext, manifest: Manifest, loaded: Loaded, option
 
 
 def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> None:
-    """The layers, and the optimizer's state for them."""
+    """Put layers and their optimizer state in place."""
     layers = context.stage.layers
     before = named_parameters(layers)
     for index, module in layers.modules().items():
@@ -61,12 +69,12 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
         )
     after = named_parameters(layers)
     optimizer_files(context.stage).restore(before, after, loaded.optimizer)
-    layers.split_uses()  # tied aliases copy what their layer keeps
+    layers.split_uses()  # tied aliases copy their layer's attributes
     context.stage.publish_move()
 
 
 def _put_progress(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
-    """Schedulers, counters and random states."""
+    """Put schedulers, counters and random states in place."""
     engine = context.engine
     common = loaded.common
     if not options.module_only:
@@ -85,7 +93,7 @@ def _put_progress(context: CheckpointContext, manifest: Manifest, loaded: Loaded
 
 
 def _for_all_groups(context: CheckpointContext, state: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state where stock DeepSpeed had dropped a stage's empty groups: their entries stay as they are."""
+    """Fill in the present entries for groups that stock DeepSpeed had dropped, as they were empty on a stage."""
     groups = context.engine.basic_optimizer.param_groups if context.engine.basic_optimizer is not None else []
     present = [number for number, group in enumerate(groups) if group["params"]]
     filled = dict(state)
@@ -99,7 +107,7 @@ def _for_all_groups(context: CheckpointContext, state: dict[str, Any]) -> dict[s
 
 
 def client_state_of(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> dict[str, Any]:
-    """What DeepSpeed returns: everything in its file that it did not use itself."""
+    """Return what DeepSpeed would: everything in its file that it does not use itself."""
     used = {"module"}
     if not options.module_only:
         used |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}

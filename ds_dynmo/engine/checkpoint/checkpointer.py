@@ -1,4 +1,4 @@
-"""The engine's part that writes and reads checkpoints."""
+"""The part of the engine that writes and reads checkpoints."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ds_dynmo.engine.stage import StageContext
 
 
 class Checkpointer:
-    """Writes checkpoints at one partition, and loads them at any other. Construction is collective.
+    """Writes checkpoints, and loads them at any partition. Construction is collective.
 
     Attributes:
         origin: the model as it was when the engine was constructed.
 
     Args:
-        engine: DeepSpeed's, whose files are written beside ours.
-        names: of what layers refer to and do not own.
-        generation: how many worlds there were before the present one.
+        engine: DeepSpeed's, which writes its files beside ours.
+        names: of the objects that layers refer to and do not own.
+        generation: gives the number of worlds before the present one.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Checkpointer:
         save_latest: bool,
         exclude_frozen_parameters: bool,
     ) -> bool:
-        """See :func:`ds_dynmo.engine.checkpoint.writing.save`. Collective."""
+        """Write a checkpoint: :func:`ds_dynmo.engine.checkpoint.writing.save`. Collective."""
         return save(self._context(), save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load(self, load_dir: str, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
-        """See :func:`ds_dynmo.engine.checkpoint.reading.load`. Collective."""
+        """Load a checkpoint: :func:`ds_dynmo.engine.checkpoint.reading.load`. Collective."""
         return load(self._context(), load_dir, tag, options)
 
     def _context(self) -> CheckpointContext:

@@ -1,4 +1,4 @@
-"""What a checkpoint is written from and loaded into, and what all its parts use."""
+"""What a checkpoint is written from and loaded into, and helpers of both."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointContext:
-    """One rank's part of a run.
+    """One rank's part of a run, for its checkpoints.
 
     Attributes:
-        engine: what is DeepSpeed's.
-        names: of what layers refer to and do not own.
+        engine: DeepSpeed's.
+        names: of the objects that layers refer to and do not own.
         origin: the model as it was when the engine was constructed.
-        progress: what the engine counts.
-        generation: how many worlds there were before the present one.
+        progress: what the engine has counted and learnt.
+        generation: the number of worlds before the present one.
     """
 
     engine: Any
@@ -43,7 +43,7 @@ class CheckpointContext:
 
 
 def together(comm: Any, function: Callable[[], T]) -> T:
-    """``function()`` of this rank, once every rank is done with its own. Collective.
+    """Return ``function()`` once it has returned on every rank. Collective.
 
     Raises:
         CheckpointError: on every rank, if any rank's ``function`` raised.
@@ -52,7 +52,7 @@ def together(comm: Any, function: Callable[[], T]) -> T:
     value: Any = None
     try:
         value = function()
-    except Exception as error:  # the others wait, and have to hear of it
+    except Exception as error:  # the others wait, and must hear of it
         failure = error
     failures = comm.gather_objects(None if failure is None else _text(failure))
     for rank, text in enumerate(failures):
@@ -67,7 +67,7 @@ def _text(error: Exception) -> str:
 
 
 def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
-    """A layout of this rank's stage and layers alone; ``stage`` says what is in its optimizer files."""
+    """Make the layout of this rank's stage and layers alone; ``stage``: what is in its optimizer files."""
     layers, slice_index = context.stage.layers, context.engine.grid.get_slice_parallel_rank()
     own = layers.counted_modules()
     stored = {index: layers.stored_use(index) for index in own}
@@ -83,7 +83,7 @@ def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
 
 
 def universal_info(engine: Any, stage: StageContext) -> dict[str, Any]:
-    """What DeepSpeed's conversion to a universal checkpoint asks the client for: a weight may be on several stages."""
+    """Tell DeepSpeed's universal conversion, through the client state, which weights may be on several stages."""
     if not writes_optimizer_shards(engine):
         return {}
     tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in stage.layers.tied_keys()]

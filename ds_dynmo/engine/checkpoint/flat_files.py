@@ -1,7 +1,7 @@
-"""Optimizer state that DeepSpeed's wrappers keep in flat shards, read from any number of stages and replicas.
+"""Write and read optimizer state in flat shards, saved by any number of stages and replicas.
 
-DeepSpeed writes one file per rank with its shard of every group. What it has no place for is in a file of ours
-beside it: shards of frozen parameters, and options and step counts of all groups, of absent ones too.
+DeepSpeed writes one file per rank with its shard of every group. A file of ours beside it has what that lacks: shards
+of frozen parameters, and options and step counts of all groups, also of those that are empty on the rank.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ds_dynmo.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LoadedFlat:
-    """State of some parameters.
+    """Optimizer state of some parameters.
 
     Attributes:
         groups: per parameter the number of its group.
-        pieces: per parameter and kind of state, rows of elements with the place of the first; still in their files.
-        kinds, scalars: per group that has state, all kinds of it and what is counted once for the group.
+        pieces: per parameter and kind of state, runs of elements with the position of the first; still in their files.
+        kinds, scalars: per group that has state, its kinds, and the values that the group has once, such as steps.
         options: per group.
     """
 
@@ -45,7 +45,7 @@ class FlatFiles:
     """The state of ``BF16_Optimizer`` and of ``DeepSpeedZeroOptimizer`` stage 1.
 
     Args:
-        name_parameters: called before state is put back, for parameters that are others now.
+        name_parameters: names the parameters, some of which are new objects, before state is restored.
     """
 
     kind = FLAT
@@ -69,7 +69,7 @@ class FlatFiles:
         return StageLayout(tuple(slots), shards, parked_shards)
 
     def extras(self) -> dict[str, Any]:
-        """The content of this rank's file of ours."""
+        """Return the content of our file of this rank."""
         return self._state.extras()
 
     # -- reading --------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class FlatFiles:
     def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> LoadedFlat:
         loaded = LoadedFlat()
         places = saved.layout.slots(prefer=stage)
-        sources = {stage: None}  # in this order, each once
+        sources = {stage: None}  # stages, each once, in this order
         for key, saved_as in wanted.items():
             if saved_as not in places:
                 continue
@@ -97,7 +97,7 @@ class FlatFiles:
             loaded.pieces[key] = rows
         for number, values, options, kinds in self._groups(saved, sources):
             loaded.options.setdefault(number, options)
-            if kinds:  # a stage may have none of it, where another one has
+            if kinds:  # a stage may lack state that another one has
                 device = self._device
                 scalars = {name: in_memory(name, value, options, device) for name, value in values.items()}
                 loaded.scalars.setdefault(number, scalars)
@@ -114,7 +114,7 @@ class FlatFiles:
         return shard_size(total, int(saved.read(stage_file(saved.layout.numbers[stage]))["dp_world_size"]))
 
     def _tensors(self, saved: Saved, stage: int, shard: int, slot: Slot) -> dict[str, torch.Tensor]:
-        """One rank's shards of the group of ``slot``."""
+        """Read one rank's shards of the group of ``slot``."""
         if slot.parked:
             parked = saved.read(flat_file(stage, shard, saved.slice_index))["parked"]
             tensors: dict[str, torch.Tensor] = parked[slot.group]
@@ -133,7 +133,7 @@ class FlatFiles:
     def _groups(
         self, saved: Saved, sources: Iterable[int]
     ) -> Iterator[tuple[int, dict[str, Any], dict[str, Any], set[str]]]:
-        """Parameter groups of stages: number, what is counted, options, kinds of state beside the fp32 weights."""
+        """Read the parameter groups of stages: number, scalars, options, kinds of state beside the fp32 weights."""
         if not saved.manifest.stock:
             for source in sources:
                 name = flat_file(source, 0, saved.slice_index)
@@ -188,7 +188,7 @@ def _state_dict(saved: Saved, stage: int, shard: int) -> tuple[Any, Any]:
 
 
 def _rank_file(saved: Saved, stage: int, shard: int) -> str:
-    """DeepSpeed's file of a rank: its name begins with bf16_ where weights are."""
+    """Find DeepSpeed's file of a rank; its name begins with "bf16_" if weights are bf16."""
     number = saved.layout.numbers[stage]
     names = [f"{prefix}zero_pp_rank_{shard}_mp_rank_{number:02d}_optim_states.pt" for prefix in ("bf16_", "")]
     return names[0] if os.path.isfile(saved.path(names[0])) else names[1]
@@ -199,7 +199,7 @@ def _is_row(value: Any) -> bool:
 
 
 def optimizer_files(stage: StageContext) -> OptimizerFiles:
-    """The implementation that suits the optimizer of a stage."""
+    """Choose the implementation for the optimizer of a stage."""
     if isinstance(stage.state, FlatState):
         return FlatFiles(stage.state, stage.engine.device, stage.optimizer.name_parameters)
     return PerParameter(stage.engine.basic_optimizer, stage.engine.device)

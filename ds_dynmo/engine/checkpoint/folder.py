@@ -1,4 +1,4 @@
-"""A checkpoint appears as a whole or not at all: a temporary folder, renames, and ``latest`` by rename too."""
+"""Make a checkpoint appear as a whole or not at all: write to a temporary folder, then rename."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import shutil
 from ds_dynmo.engine.checkpoint.layout import FOLDER
 
 LATEST = "latest"
-ABANDONED_SECONDS = 3600.0  # a folder that nobody wrote to for so long is nobody's
+ABANDONED_SECONDS = 3600.0  # a temporary folder without writes for so long is abandoned
 _WRITING = ".writing"
 
 
 class CheckpointFolder:
-    """The folder ``save_dir/tag``, and those beside it while it is written. For one rank alone.
+    """The folder ``save_dir/tag``, and those beside it while it is written. Only one rank uses it.
 
-    A new tag appears with one rename. No folder can be renamed over another, so a tag that exists is replaced in
-    steps. A job can be killed between any two of them; then a tag is found under the first of these names that is
-    there (:func:`find`), which is never less than the old checkpoint, and the next :meth:`begin` finishes the rest:
+    A new tag appears with one rename. A folder cannot be renamed over another, so a tag that exists is replaced in
+    steps. If a job is killed between two of them, :func:`find` takes the first of these names that exists, which holds
+    the old checkpoint or the new one, and the next :meth:`begin` finishes the rest:
 
     ========  ==================  =================  =================  ==============================================
     ``tag``   ``tag.replacing``   ``tag.replaced``   ``latest``         next
@@ -34,7 +34,7 @@ class CheckpointFolder:
     new                                              tag                done
     ========  ==================  =================  =================  ==============================================
 
-    Where ``latest`` names another tag it goes on doing so. A folder is removed under a hidden name.
+    If ``latest`` names another tag, it stays. A folder is renamed to a hidden name before it is removed.
     """
 
     def __init__(self, save_dir: str, tag: str) -> None:
@@ -48,7 +48,7 @@ class CheckpointFolder:
         self._replaced = os.path.join(save_dir, _replaced(tag))
 
     def begin(self) -> None:
-        """An empty temporary folder."""
+        """Make an empty temporary folder, and finish what killed jobs left of this tag."""
         os.makedirs(self._save_dir, exist_ok=True)
         if os.path.isdir(self._replacing):
             self._replace()
@@ -60,7 +60,7 @@ class CheckpointFolder:
         self._remove_abandoned()
 
     def commit(self, save_latest: bool) -> None:
-        """The temporary folder is whole: give it its name."""
+        """Give the temporary folder, which is complete, its name."""
         sync(os.path.join(self.temporary, FOLDER))
         sync(self.temporary)
         if os.path.lexists(self._path):
@@ -73,10 +73,11 @@ class CheckpointFolder:
             write_latest(self._save_dir, self._tag)
 
     def discard(self) -> None:
+        """Remove the temporary folder."""
         _remove(self.temporary)
 
     def _replace(self) -> None:
-        """``tag.replacing`` is whole. Every step can be the first that is left to do."""
+        """Replace ``tag`` by ``tag.replacing``, which is complete. Earlier steps may be done already."""
         if read_latest(self._save_dir) == self._tag:
             write_latest(self._save_dir, _replacing(self._tag))
         if os.path.lexists(self._path) and not os.path.isdir(self._replaced):
@@ -94,14 +95,14 @@ class CheckpointFolder:
     def _drop(self, folder: str) -> None:
         if os.path.isdir(folder):
             _remove(self._junk)
-            os.rename(folder, self._junk)  # what is removed bit by bit must not look like a checkpoint
+            os.rename(folder, self._junk)  # a folder that is half removed must not look like a checkpoint
             _remove(self._junk)
 
     def _remove_abandoned(self) -> None:
-        """Remove what killed jobs left of tags that are not written again: ``global_step7`` after a restart.
+        """Remove what killed jobs left of tags that are never written again, such as ``global_step7`` after a restart.
 
-        Another job may be writing its own tags to ``save_dir`` now; its folder changes all the time. The age is told
-        by the file system's clock alone.
+        Another job may be writing tags of its own to ``save_dir`` now: its folder changes all the time. Ages are by the
+        file system's clock.
         """
         now = os.stat(self.temporary).st_mtime
         for path in glob.glob(os.path.join(glob.escape(self._save_dir), f".*{_WRITING}", FOLDER)):
@@ -111,7 +112,7 @@ class CheckpointFolder:
 
 
 def find(save_dir: str, tag: str) -> str | None:
-    """The folder of a tag: also where a job was killed while it replaced it. None: there is none."""
+    """Find the folder of a tag, also after a job was killed while replacing it. None: there is none."""
     for name in (tag, _replacing(tag), _replaced(tag)):
         if os.path.isdir(os.path.join(save_dir, name)):
             return os.path.join(save_dir, name)
@@ -119,7 +120,7 @@ def find(save_dir: str, tag: str) -> str | None:
 
 
 def read_latest(save_dir: str) -> str | None:
-    """The tag that ``latest`` names; None without such a file."""
+    """Read the tag that ``latest`` names; None: there is no such file."""
     path = os.path.join(save_dir, LATEST)
     if not os.path.isfile(path):
         return None
@@ -128,6 +129,7 @@ def read_latest(save_dir: str) -> str | None:
 
 
 def write_latest(save_dir: str, tag: str) -> None:
+    """Let ``latest`` name ``tag``, in one rename."""
     temporary = os.path.join(save_dir, f".{LATEST}.writing")
     with open(temporary, "w") as file:
         file.write(tag)
@@ -137,7 +139,7 @@ def write_latest(save_dir: str, tag: str) -> None:
 
 
 def sync(path: str) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk."""
+    """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -154,7 +156,7 @@ def _replaced(tag: str) -> str:
 
 
 def _last_change(folder: str) -> float:
-    """When a file in it was last written, in seconds; a file that just vanished was removed now."""
+    """Find when a file in a folder was last written, in seconds; a file that just vanished counts as now."""
     times = []
     for path, _, names in os.walk(folder):
         for name in (".", *names):

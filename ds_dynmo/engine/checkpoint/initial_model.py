@@ -1,7 +1,7 @@
-"""What the model was when the engine was constructed: the same table on every rank.
+"""Describe the model as it was when the engine was constructed, the same on every rank.
 
-A checkpoint brings back what *changed* in a layer since it was built. What did not change belongs to the code:
-whoever raises a dropout rate and resumes, or freezes layers before loading a pre-trained model, means it.
+A checkpoint restores what changed in a layer at run time since it was built. Everything else comes from the user's
+code: a dropout rate that was raised before resuming stays, and so do layers that were frozen before loading.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from ds_dynmo.placement import Placement
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
-
 IsShared = Callable[[Any], bool]
 
 
 def is_its_own(value: Any) -> bool:
-    """A layer that shares nothing with others."""
+    """Say that a value is not shared: the layer shares nothing with others."""
     return False
 
 
@@ -38,11 +37,11 @@ class LayerOrigin:
 
     Attributes:
         shapes: of its parameters, by name.
-        aliases: per further name of a parameter, the first.
+        aliases: the first name of a parameter, by each further name.
         trainable: ``requires_grad`` of its parameters, by name.
         state: shapes of the tensors in its ``state_dict``, by name; None for extra state.
         dtypes: of its parameters and buffers, by name.
-        precision: what the engine trains in, and a parameter that the layer is given later has to have.
+        precision: dtype that the engine trains in, and of parameters that the layer gets later.
         attributes: per submodule path, a digest of each plain attribute.
     """
 
@@ -74,7 +73,7 @@ class LayerOrigin:
         )
 
     def dtype(self, name: str) -> torch.dtype:
-        """What a parameter or buffer has in this engine unless someone changes it."""
+        """Return the dtype of a parameter or buffer in this engine, unless it is changed at run time."""
         return self.dtypes.get(name, self.precision)
 
 
@@ -83,8 +82,8 @@ class InitialModelSpec:
     """The whole model as it was built.
 
     Attributes:
-        placement: that its PipelineModule was constructed with.
-        layers: every layer with a module, one that is tied whole under its first use: this rank's slice of it.
+        placement: at construction.
+        layers: every layer with a module; a tied one under its first use. Of this rank's tensor-parallel slice.
         layout: what DeepSpeed would write of this rank's stage at that placement.
     """
 
@@ -94,11 +93,11 @@ class InitialModelSpec:
 
     @classmethod
     def of(cls, stage: StageContext, precision: torch.dtype, is_shared: IsShared) -> InitialModelSpec:
-        """Collective: every rank describes its layers.
+        """Gather the descriptions of all layers. Collective.
 
         Args:
-            precision: what the engine trains in.
-            is_shared: says which values are not a layer's own.
+            precision: dtype that the engine trains in.
+            is_shared: says which values do not belong to a layer alone.
         """
         mine = stage.engine.grid.get_slice_parallel_rank()
         stage.comm.enter("initialize")
@@ -112,7 +111,7 @@ class InitialModelSpec:
         return cls(stage.placement, dict(sorted(whole.items())), _layout(stage))
 
     def with_optimizer(self, stage: StageContext) -> InitialModelSpec:
-        """The same with the optimizer that was given since; layers that moved before stay as described."""
+        """Describe an optimizer that was configured later, unless layers have moved since construction."""
         return replace(self, layout=_layout(stage)) if stage.placement == self.placement else self
 
 
@@ -121,16 +120,17 @@ def _layout(stage: StageContext) -> StageLayout:
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
-    """Per further name that a parameter of a layer has, its first."""
+    """Find the first name of each parameter that has several, by its further names."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
 
 
 def plain_attributes(module: nn.Module, is_shared: IsShared) -> Iterator[tuple[str, Any]]:
-    """A module's own attributes that are numbers, strings, tensors or plain containers of them.
+    """Find a module's own attributes that are numbers, strings, tensors or plain containers of them.
 
-    ``is_shared`` says which containers and tensors are not the layer's own: those are the code's.
+    Args:
+        is_shared: says which containers and tensors do not belong to the layer alone. They come from the user's code.
     """
     for name, value in vars(module).items():
         if name not in MODULE_MACHINERY and _is_plain(value) and not (_can_change(value) and is_shared(value)):
@@ -153,7 +153,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def digest(value: Any) -> str:
-    """A short hash of a plain value."""
+    """Hash a plain value to 16 hexadecimal digits."""
     whole = hashlib.sha256()
     _feed(whole, value)
     return whole.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a layer is now beyond its weights: how it was changed since it was built. Taken out, and put back."""
+"""Save and restore what a layer is beyond its weights: how it was changed since it was built."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "retyped", "att
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """A layer as its files say it was.
+    """A layer as it was saved.
 
     Attributes:
         state: its ``state_dict``.
-        extras: what :func:`extras_of` took out of it; None in a checkpoint of stock DeepSpeed's.
+        extras: what :func:`extras_of` found; None in a checkpoint of stock DeepSpeed.
     """
 
     state: dict[str, Any]
@@ -43,11 +43,11 @@ class LoadedLayer:
 
 
 def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_shared: IsShared = is_its_own) -> Extras:
-    """What DeepSpeed's file of a layer lacks.
+    """Find what DeepSpeed's file of a layer lacks.
 
     Args:
-        weights: DeepSpeed writes no file of this layer, so all of it.
-        is_shared: of a value, whether the layer shares it with others, so that it is no part of the layer.
+        weights: include the weights: DeepSpeed writes no file of this layer.
+        is_shared: says which values do not belong to the layer alone. They are not saved.
     """
     named = dict(module.named_parameters())
     found: Extras = {
@@ -56,7 +56,7 @@ def extras_of(module: nn.Module, origin: LayerOrigin, *, weights: bool, is_share
                 "shape": list(parameter.shape),
                 "requires_grad": parameter.requires_grad,
                 "changed": origin.trainable.get(name) != parameter.requires_grad,
-                "split": is_split(parameter),  # over slices: clipping counts them all
+                "split": is_split(parameter),  # over tensor-parallel slices: clipping counts all of them
             }
             for name, parameter in named.items()
         },
@@ -82,22 +82,22 @@ def _buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def changed_attributes(module: nn.Module, built: dict[str, str], is_shared: IsShared = is_its_own) -> list[str]:
-    """Plain attributes that are not what they were when the layer was built."""
+    """Find the plain attributes that differ from when the layer was built."""
     return [name for name, value in plain_attributes(module, is_shared) if digest(value) != built.get(name)]
 
 
 def present_shapes(module: nn.Module) -> Shapes:
-    """The shapes of a layer's parameters and buffers as it is now."""
+    """List the present shapes of a layer's parameters and buffers."""
     return {name: list(tensor.shape) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
 
 
 def check_state(
     loaded: LoadedLayer, origin: LayerOrigin, present: Shapes, *, strict: bool, frozen_excluded: bool, path: str
 ) -> None:
-    """Refuse a layer's files where they do not fit the layer.
+    """Refuse files that do not fit the layer.
 
     Args:
-        present: the layer's :func:`present_shapes`, on whatever rank it is.
+        present: the layer's :func:`present_shapes`, from the rank that has it.
 
     Raises:
         CheckpointError: with what was found and what was expected.
@@ -141,12 +141,12 @@ def check_state(
 def install(
     module: nn.Module, loaded: LoadedLayer, origin: LayerOrigin, *, strict: bool, is_shared: IsShared = is_its_own
 ) -> None:
-    """Make ``module`` what its files say. Parameters keep their identity where shape and dtype allow it."""
+    """Make ``module`` what was saved. Parameters stay the same objects where shape and dtype allow it."""
     extras = loaded.extras or _as_built(module, origin)
     subs = dict(module.named_modules())
 
     def dtype(name: str, saved: torch.dtype) -> torch.dtype:
-        """Whoever loads into an engine of another precision means that one, but for what was changed on purpose."""
+        """Take the precision of this engine, unless the saved dtype was set at run time or is no float."""
         own = origin.dtype(name)
         follows = name not in extras["retyped"] and saved.is_floating_point and own.is_floating_point
         return own if follows else saved
@@ -180,7 +180,7 @@ def install(
 
 
 def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
-    """A checkpoint of DeepSpeed's says nothing but weights: shapes are as built, the rest stays as it is."""
+    """Stand in for the extras that a checkpoint of stock DeepSpeed lacks: shapes are as built, the rest stays."""
     return {
         "parameters": {name: {"shape": shape} for name, shape in origin.shapes.items()},
         "aliases": {
@@ -193,7 +193,7 @@ def _as_built(module: nn.Module, origin: LayerOrigin) -> Extras:
 
 
 def _make_room(subs: dict[str, nn.Module], name: str, about: dict[str, Any], dtype: torch.dtype) -> None:
-    """A parameter of the saved shape: the present one if it is."""
+    """Give the layer a parameter of the saved shape and ``dtype``; keep the present one if it has them."""
     path, _, leaf = name.rpartition(".")
     present = subs[path]._parameters.get(leaf)
     if present is not None and list(present.shape) == about["shape"] and present.dtype == dtype:
@@ -231,10 +231,10 @@ def _join(path: str, name: str) -> str:
 
 
 def compact(value: Any) -> Any:
-    """``value`` with copies of all tensors in it that are parts of something larger.
+    """Copy all tensors in ``value`` that are parts of larger storages.
 
-    ``torch.save`` writes the whole memory that a tensor lies in: of a weight, or of a view of one, that is the flat
-    buffer of a stage. What is one tensor in two places stays one.
+    ``torch.save`` writes the whole storage of a tensor: of a weight, or of a view of one, that is the flat buffer of a
+    stage. A tensor that occurs twice stays one tensor.
     """
     return _compact(value, {})
 
@@ -251,27 +251,31 @@ def _compact(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-# -- parameters of which every replica has others ----------------------------------------------------
+# -- parameters that each replica has of its own ------------------------------------------------------
 
 
 _OWN = "replica_own"
 
 
 def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
-    """``extras`` of a layer with weights and optimizer state of the parameters that are this replica's own."""
+    """Add weights and optimizer state of this replica's own parameters to the ``extras`` of a layer."""
     own = {name: parameter for name, parameter in module.named_parameters() if is_own(parameter)}
     content = {name: {"weight": p.detach(), "state": state.state_of(p)} for name, p in own.items()}
     return {**extras, _OWN: compact(content)} if own else extras
 
 
 def own_weights(layer: LoadedLayer) -> LoadedLayer:
-    """``layer`` with this replica's weights where DeepSpeed's file has another's."""
+    """Replace weights of another replica, as DeepSpeed's file has them, by this replica's own."""
     weights = {name: content["weight"] for name, content in _own(layer)}
     return LoadedLayer({**layer.state, **weights}, layer.extras) if weights else layer
 
 
 def own_optimizer_state(layer: int, loaded: LoadedLayer, optimizer: LoadedState) -> None:
-    """Put this replica's state into ``optimizer``, where DeepSpeed's file has another's. ``layer``: its number."""
+    """Replace state of another replica in ``optimizer`` by this replica's own.
+
+    Args:
+        layer: the number of the layer that was ``loaded``.
+    """
     for name, content in _own(loaded):
         key: Key = (layer, name)
         optimizer.state.pop(key, None)

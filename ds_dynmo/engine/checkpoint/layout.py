@@ -1,7 +1,7 @@
-"""Which saved stage holds what of which layer: plain values, written as JSON beside DeepSpeed's files.
+"""Describe which saved stage holds what of which layer, in plain values, written as JSON beside DeepSpeed's files.
 
-DeepSpeed's layer files are by layer and load anywhere. Its optimizer files are by stage, with parameters known by
-their position only: a :class:`Slot` says which position that is, and a :class:`Manifest` keeps all slots of all stages.
+DeepSpeed's layer files are by layer and load anywhere. Its optimizer files are by stage, and identify parameters by
+position only. A :class:`Slot` records that position, and a :class:`Manifest` all slots of all stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
 FLAT = "flat"
 
-Key = tuple[int, str]  # (layer, parameter name); what is tied whole is known by its first use in the model
+Key = tuple[int, str]  # (layer, parameter name); a layer that is tied whole counts as its first use in the model
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Slot:
     """Where the optimizer state of one parameter lies in the files of one saved stage.
 
     Attributes:
-        layer: the layer's number, of one that is tied whole that of its first use in the model.
+        layer: the layer's number; of a layer that is tied whole, that of its first use in the model.
         name: the parameter's name inside the layer.
         group: number of its parameter group.
         index: its position in the optimizer's ``state_dict``, counted over the groups.
-        offset: of its first element in its group's flat vector, all shards one after the other.
-        numel: its elements.
-        parked: it was frozen, and lies in the parked buffer of its group; ``index`` says nothing.
+        offset: of its first element in the flat vector of its group, which is all shards in order.
+        numel: number of its elements.
+        parked: it was frozen and lies in the parked buffer of its group; ``index`` has no meaning.
     """
 
     layer: int
@@ -54,9 +54,9 @@ class StageLayout:
     """What the optimizer files of one saved stage hold.
 
     Attributes:
-        slots: of the stage's parameters, by ``index``.
+        slots: of the stage's parameters.
         shard_numels: per group, the elements of one data-parallel rank's shard; empty where state is not sharded.
-        parked_numels: the same of the parked buffers.
+        parked_numels: the same for the parked buffers.
     """
 
     slots: tuple[Slot, ...]
@@ -66,7 +66,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements ``[start, stop)`` of one saved shard, and where in the destination the first of them goes."""
+    """Elements ``[start, stop)`` of one saved shard, and where in the destination they begin."""
 
     shard: int
     start: int
@@ -75,7 +75,7 @@ class Fragment:
 
 
 def fragments(slot: Slot, shard_numel: int, wanted: tuple[int, int] | None = None) -> Iterator[Fragment]:
-    """The pieces of saved shards that together are elements ``wanted`` of a parameter (default: all of it).
+    """Find the pieces of saved shards that make up elements ``wanted`` of a parameter (None: all of it).
 
     Shard ``r`` holds elements ``[r * shard_numel, (r + 1) * shard_numel)`` of the group's flat vector.
 
@@ -100,7 +100,7 @@ class SliceLayout:
     Attributes:
         stages: per saved stage, what its optimizer files hold.
         numbers: per saved stage, DeepSpeed's number of this slice of it in file names ("mp_rank").
-        shapes: per layer with a module, the shapes of its parameters at construction, by name.
+        shapes: per layer with a module, the shapes of its parameters when the engine was constructed, by name.
         weights: per layer with a module, the file that holds its weights.
     """
 
@@ -110,7 +110,7 @@ class SliceLayout:
     weights: dict[int, str]
 
     def slots(self, *, prefer: int) -> dict[Key, tuple[int, Slot]]:
-        """Per parameter a stage that holds it, and where: stage ``prefer`` if it does, else the first."""
+        """Find for each parameter a stage that holds it and where: stage ``prefer`` if it does, else the first."""
         found: dict[Key, tuple[int, Slot]] = {}
         for stage in sorted(range(len(self.stages)), key=lambda stage: (stage != prefer, stage)):
             for slot in self.stages[stage].slots:
@@ -119,7 +119,7 @@ class SliceLayout:
 
     @classmethod
     def from_parsed(cls, read: dict[str, Any]) -> SliceLayout:
-        """The layout that JSON was made of."""
+        """Make the layout from parsed JSON."""
         stages = tuple(
             StageLayout(
                 tuple(Slot(**slot) for slot in stage["slots"]),
@@ -137,7 +137,7 @@ class SliceLayout:
 
 
 def join(every: Iterable[tuple[int, int, SliceLayout]]) -> tuple[SliceLayout, ...]:
-    """All slices, from every rank's slice, stage and layout of that stage and its layers alone."""
+    """Join every rank's slice, stage and layout of that stage alone into the layouts of all slices."""
     table: dict[int, dict[int, SliceLayout]] = {}
     for slice_index, stage, layout in every:
         table.setdefault(slice_index, {})[stage] = layout
@@ -165,7 +165,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Attributes:
         placement: where layers were when it was written.
@@ -173,11 +173,11 @@ class Manifest:
         optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or :data:`FLAT`.
         optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
         slices: per tensor-parallel slice, what its files hold.
-        frozen_excluded: weights of frozen parameters were left out on request.
+        frozen_excluded: weights of frozen parameters were left out, as the user asked.
         files: every file but this one, by its path in the checkpoint's folder.
-        state: counters and what the engine itself keeps: plain JSON.
-        replicas_differ: each holds parameters of its own.
-        ties: by key, the uses of tied layers that were modules of their own, any of whose files will do for all.
+        state: counters and what the engine has learnt, as plain JSON.
+        replicas_differ: each replica has parameters of its own.
+        ties: by key, uses of tied layers that were modules of their own, whose files are interchangeable.
     """
 
     placement: Placement
@@ -202,20 +202,21 @@ class Manifest:
 
     @property
     def stock(self) -> bool:
-        """Written by DeepSpeed alone: there was no manifest, this one says what is expected."""
+        """Did stock DeepSpeed write the checkpoint? Then this manifest was made up from what the engine expects."""
         return not self.files
 
     def to_json(self) -> str:
+        """Write the manifest as JSON."""
         values = asdict(self)
         del values["placement"]
         return json.dumps({"format": FORMAT, **self.placement.as_record("partition"), **values}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that :meth:`to_json` wrote.
+        """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: the text is none.
+            ValueError: the text is not a manifest of this format.
         """
         try:
             read = json.loads(text)
@@ -236,20 +237,20 @@ class Manifest:
 
 
 def layer_file(layer: int, replica: int, slice_index: int) -> str:
-    """What DeepSpeed's file of a layer lacks, one per data-parallel replica and tensor-parallel slice."""
+    """Name our file of a layer, one per data-parallel replica and tensor-parallel slice: what DeepSpeed's lacks."""
     return f"{FOLDER}/layer_{layer:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
 def rank_file(stage: int, replica: int, slice_index: int) -> str:
-    """What belongs to a rank: the states of its random number generators."""
+    """Name our file of a rank: the states of its random number generators."""
     return f"{FOLDER}/rank-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
 def flat_file(stage: int, replica: int, slice_index: int) -> str:
-    """What DeepSpeed's file of a rank lacks where optimizer state is in flat shards."""
+    """Name our file of a rank's optimizer state in flat shards: what DeepSpeed's lacks."""
     return f"{FOLDER}/flat-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
 def stage_file(number: int) -> str:
-    """DeepSpeed's file of one slice of a stage: optimizer, scheduler, counters, client state."""
+    """Name DeepSpeed's file of one slice of a stage: optimizer, scheduler, counters, client state."""
     return f"mp_rank_{number:02d}_model_states.pt"

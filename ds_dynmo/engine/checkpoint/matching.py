@@ -19,7 +19,11 @@ from ds_dynmo.errors import CheckpointError
 
 
 def check_model(context: CheckpointContext, manifest: Manifest, path: str, options: LoadOptions) -> None:
-    """Was it written by an engine like this one?"""
+    """Refuse a checkpoint of another model, or of another optimizer if that is loaded.
+
+    Raises:
+        CheckpointError: with what was found and what was expected.
+    """
     _check_slices(context, len(manifest.slices), path)
     _check_replicas(manifest, context.engine.grid.get_data_parallel_world_size(), context.stage.replicas_differ, path)
     num_layers = context.stage.layers.num_layers
@@ -57,9 +61,9 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
 
 
 def _check_no_more_layers(context: CheckpointContext, manifest: Manifest, path: str) -> None:
-    """No layer has parameters there that here are another one's, as those of a tied layer are, or nobody's.
+    """Refuse a checkpoint in which a layer has parameters that here belong to another layer, or to none.
 
-    But for a later use of a key that was a module of its own there and is the first use's module here.
+    An exception is a later use of a tied layer that was a module of its own there, and here is the first use's module.
     """
     shapes = manifest.slices[context.engine.grid.get_slice_parallel_rank()].shapes
     first_there = {use: uses[0] for uses in manifest.ties.values() for use in uses}
@@ -82,7 +86,11 @@ def _check_slices(context: CheckpointContext, found: int, path: str) -> None:
 def stock_manifest(
     context: CheckpointContext, folder: str, slices: tuple[SliceLayout, ...], options: LoadOptions
 ) -> Manifest:
-    """What the manifest of a checkpoint would be that stock DeepSpeed wrote of this engine's pipeline."""
+    """Make up the manifest of a checkpoint that stock DeepSpeed wrote of this engine's pipeline.
+
+    Raises:
+        CheckpointError: it has other files.
+    """
     names = glob.glob(os.path.join(glob.escape(folder), "layer_*-model_states.pt"))
     cut = {found.group() for name in names if (found := re.search(r"-model_\d+-", os.path.basename(name)))}
     _check_slices(context, len(cut) or 1, folder)
@@ -109,7 +117,7 @@ def stock_manifest(
 
 
 def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) -> None:
-    """Refuse another number of replicas where they differ, as saved or here (``differ``).
+    """Refuse another number of replicas if replicas differ, there or here (``differ``).
 
     Raises:
         CheckpointError: naming both.
@@ -121,14 +129,14 @@ def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) 
         )
 
 
-# -- which files are loaded into layers that share weights by a key -----------------------------------
+# -- files of layers that share weights by a key ------------------------------------------------------
 
 
 def saved_as(layers: StageLayers, layout: SliceLayout, index: int) -> int:
-    """The number by which a checkpoint has what belongs to layer ``index``.
+    """Find the layer number under which a checkpoint has layer ``index``.
 
-    Where the checkpoint has one module for all uses of a key, as when two of them were on one stage when that pipeline
-    was built, and uses are alike, that is the first use.
+    That is the first use of a key if all its uses were one module there and are alike, as when two of them were on one
+    stage when that pipeline was built.
     """
     tie = layers.tie_of(index)
     if tie is None:
@@ -139,10 +147,13 @@ def saved_as(layers: StageLayers, layout: SliceLayout, index: int) -> int:
 def stock_state_of_use(
     saved: Saved, layers: StageLayers, index: int, origins: Mapping[int, LayerOrigin]
 ) -> tuple[str, dict[str, Any], bool]:
-    """The file for layer ``index`` among those of stock DeepSpeed, its state of that layer, and whether that is all.
+    """Find the state of the tied layer ``index`` in the files of stock DeepSpeed.
 
-    As in DeepSpeed, all uses take the tied weights of the first that has a file. A use that has none itself takes
-    all of that one's if they are alike, else its own weights stay what they are.
+    As in DeepSpeed, all uses take the tied weights of the first use that has a file. A use without a file takes all
+    weights of that one if they are alike; otherwise its own weights stay.
+
+    Returns:
+        The file, the state, and whether that is all of the layer's state.
     """
     tie, files = layers.tie_of(index), saved.layout.weights
     assert tie is not None

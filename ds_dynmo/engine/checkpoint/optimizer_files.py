@@ -1,6 +1,6 @@
-"""The optimizer's state in a checkpoint, by parameter, whatever stage and file it was written in.
+"""Read the optimizer's state from a checkpoint by parameter, whatever stage and file it was written in.
 
-Implementations of :class:`OptimizerFiles` differ in how DeepSpeed keeps and writes it. :class:`PerParameter` is for
+Implementations of :class:`OptimizerFiles` differ in how DeepSpeed keeps and writes state. :class:`PerParameter` is for
 an optimizer that DeepSpeed does not wrap: torch's dict per parameter.
 """
 
@@ -30,49 +30,52 @@ Named = Mapping[Key, nn.Parameter]
 
 
 class Saved(Protocol):
-    """What an implementation may read of a checkpoint. Every file is checked first, and read once."""
+    """The files of a checkpoint. Each is checked first, and read once."""
 
     manifest: Manifest
     slice_index: int
 
     @property
     def layout(self) -> SliceLayout:
-        """What the files of this rank's tensor-parallel slice hold."""
+        """The layout of this rank's tensor-parallel slice."""
 
     def read(self, name: str) -> Any:
-        """What a file holds, by its path in the folder; tensors are on the CPU, still in the file."""
+        """Read a file by its path in the folder; tensors are on the CPU, mapped from the file."""
 
     def path(self, name: str) -> str:
-        """Where that is, for messages."""
+        """Name the file in messages."""
 
 
 class OptimizerFiles(Protocol):
-    """How one kind of optimizer is described, read and put back. None of it communicates."""
+    """Describes, reads and restores the state of one kind of optimizer, without communication."""
 
     kind: str
 
     def layout(self, named: Named) -> StageLayout:
-        """What DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
+        """Describe what DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
 
     def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> Any:
-        """State of some parameters; options of groups from the files of ``stage``. Changes nothing.
+        """Read the state of some parameters. Changes nothing.
 
         Args:
-            wanted: per parameter, what it was saved as.
+            wanted: per parameter, the key under which it was saved.
+            stage: the saved stage whose files have the options of groups.
 
         Raises:
-            CheckpointError: a file does not hold what its layout says.
+            CheckpointError: a file does not match its layout.
         """
 
     def restore(self, before: Named, after: Named, loaded: Any | None) -> None:
-        """Update ``after`` instead of ``before``, with what :meth:`read` gave; None: with the state there is.
+        """Let the optimizer update the parameters ``after`` instead of ``before``. The weights are loaded already.
 
-        The weights are loaded already. A parameter of ``before`` can be another object in ``after``, or missing.
+        Args:
+            before, after: a parameter may be another object in ``after``, or missing.
+            loaded: what :meth:`read` returned; None: keep the present state.
         """
 
 
 def named_parameters(layers: StageLayers) -> dict[Key, nn.Parameter]:
-    """The parameters of a stage, in the order that DeepSpeed's module has them in."""
+    """List the parameters of a stage, in the order of DeepSpeed's module."""
     key_of = {
         id(parameter): (layers.first_use(index), name)
         for index, module in layers.modules().items()
@@ -173,7 +176,7 @@ class PerParameter:
         for number, group in enumerate(self._groups):
             others = [parameter for parameter in group["params"] if id(parameter) not in key_of]
             group["params"] = others + [after[key] for key in after if numbers.get(key) == number]
-            group.pop("param_names", None)  # optional labels of torch's, by position
+            group.pop("param_names", None)  # torch's optional labels, by position
             if loaded is not None:
                 group.update(loaded.options.get(number, {}))
         if loaded is not None:
@@ -183,9 +186,9 @@ class PerParameter:
 
 
 def in_memory(name: str, value: Any, options: Mapping[str, Any], device: torch.device) -> Any:
-    """A value of a file in memory of its own, where torch's optimizers keep it.
+    """Copy a value of a file to where torch's optimizers keep it.
 
-    That is with the weights, but for a count of steps: on the CPU, unless a kernel reads it.
+    That is the device of the weights, but the CPU for a step count, unless a kernel reads it.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -208,7 +211,7 @@ def _file(saved: Saved, stage: int) -> dict[str, Any]:
 
 
 def _check_shapes(state: Any, shape: list[int] | None, saved: Saved, stage: int, slot: Slot) -> None:
-    """In a file that does not say which parameter is where, state has to fit the parameter that is expected there."""
+    """Refuse state of another shape than the parameter expected there; only our manifests say which parameter it is."""
     if not saved.manifest.stock or shape is None:
         return
     for what, value in state.items():

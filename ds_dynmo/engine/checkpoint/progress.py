@@ -1,4 +1,4 @@
-"""What an engine counts, and its random number generators."""
+"""Save and restore what an engine has counted and learnt, and its random number generators."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ds_dynmo.engine.pipeline.trainable import TrainableLayers
 
 
 class Progress:
-    """What an engine counts and has learnt, the same on every rank."""
+    """What an engine has counted and learnt, the same on every rank."""
 
     def __init__(self, engine: Any, balancer: Balancer, trainable: TrainableLayers) -> None:
         self._engine, self._balancer, self._trainable = engine, balancer, trainable
 
     def counters(self) -> dict[str, Any]:
-        """What DeepSpeed's checkpoints lack, as plain JSON."""
+        """Return the counters that DeepSpeed's checkpoints lack, as plain JSON."""
         balancer = self._balancer
         return {
             **micro_batch_counters(self._engine),
@@ -37,7 +37,7 @@ class Progress:
         }
 
     def restore_counters(self, saved: dict[str, Any], *, same_placement: bool) -> None:
-        """Put back :meth:`counters`; when to decide, and what was learnt for it, at the saved placement alone."""
+        """Restore :meth:`counters`; those of decisions, and what was learnt for them, only at the saved placement."""
         balancer = self._balancer
         set_micro_batch_counters(self._engine, saved)
         if same_placement:
@@ -49,7 +49,7 @@ class Progress:
             balancer.cost_model.first_seconds = saved["experience"].get("first_seconds")
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for a rank that was away."""
+        """Return all of it, for a rank that was away."""
         return {
             "shared": shared_counters(self._engine),
             "counters": self.counters(),
@@ -58,7 +58,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where :meth:`state_dict` was taken."""
+        """Restore :meth:`state_dict`."""
         set_shared_counters(self._engine, state["shared"])
         self.restore_counters(state["counters"], same_placement=True)
         self._balancer.profile = state["profile"]
@@ -66,7 +66,7 @@ class Progress:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of this rank's generators, in classes that can be loaded safely."""
+    """Return the states of this rank's generators, in classes that :func:`safe_load` allows."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     accelerator = get_accelerator()
     return {
@@ -79,7 +79,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(saved: dict[str, Any]) -> None:
-    """Put back :func:`random_states`."""
+    """Restore :func:`random_states`."""
     torch.set_rng_state(saved["torch"])
     if saved["accelerator"] is not None and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(saved["accelerator"])

@@ -1,4 +1,4 @@
-"""``load_checkpoint``: every rank reads and checks what it needs, the ranks agree, and only then anything changes."""
+"""Load a checkpoint: every rank reads and checks what it needs, the ranks agree, and only then anything changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ds_dynmo.placement import Placement
 
 
 class SavedCheckpoint:
-    """The files of a checkpoint, seen from one tensor-parallel slice. Each is checked before it is read."""
+    """The files of a checkpoint, for one tensor-parallel slice. Each is checked before it is read."""
 
     def __init__(self, folder: str, manifest: Manifest, slice_index: int) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class SavedCheckpoint:
         return self._read[name]
 
     def read_to(self, device: Any, name: str) -> Any:
-        """Like :meth:`read`, with tensors in memory, on ``device`` if they were on one."""
+        """Read a file like :meth:`read`, with tensors in memory; on ``device``, if they were on one when saved."""
         return safe_load(self._checked(name), device=device)
 
     def _checked(self, name: str) -> str:
@@ -76,8 +76,8 @@ def load(
     """Make the engine what it was when the checkpoint was written. Collective.
 
     Returns:
-        The file that counters and client state came from, and the client state; ``None, None`` where ``tag`` is None
-        and there is no ``latest``.
+        The file that counters and client state came from, and the client state; ``None, None`` if ``tag`` is None and
+        there is no ``latest``.
 
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
@@ -103,7 +103,7 @@ def load(
         apply(context, saved.manifest, loaded, options)
     except Exception as error:
         raise CheckpointError(
-            f"{saved.path('')}: rank {context.engine.global_rank} failed while it was put to use, so the "
+            f"{saved.path('')}: rank {context.engine.global_rank} failed while putting it in place, so the "
             f"engine is neither what it was nor what was saved: {error}"
         ) from error
     allowed = context.balancer.nearest_allowed(context.stage.placement)  # another dynmo.keep_together may have saved it
@@ -116,7 +116,11 @@ def load(
 
 
 def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOptions) -> SavedCheckpoint:
-    """The checkpoint and its manifest, which every rank has to see alike."""
+    """Open the checkpoint, whose manifest every rank must see alike. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
 
     def manifest() -> tuple[str, str | None]:
         folder = folders.find(load_dir, tag)
@@ -156,7 +160,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
 
 
 def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> Placement:
-    """Where the ranks go before they load: to the saved placement if it is one for them."""
+    """Choose where layers go before they are loaded: to the saved placement, if that is of as many stages."""
     adopts = manifest.num_stages == context.engine.num_stages and (
         context.stage.config.enabled or _was_placed(context, manifest, options)
     )
@@ -166,13 +170,13 @@ def _target(context: CheckpointContext, manifest: Manifest, options: LoadOptions
 
 
 def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOptions) -> bool:
-    """Is this a run whose profile at its start put layers where they were saved, and that goes on?"""
+    """Does this run continue one in which a profile at the start placed the layers for good?"""
     goes_on = context.stage.config.initial_partition == "profile" and not manifest.stock and not options.module_only
     return goes_on and bool(manifest.state["controller"].get("_placed"))
 
 
 def _gather_shapes(context: CheckpointContext) -> dict[int, Shapes]:
-    """What every layer of this rank's slice of the model is now, wherever it is: it may be this rank's soon."""
+    """Gather the present shapes of every layer of this rank's slice, as any layer may move here. Collective."""
     mine = {index: present_shapes(module) for index, module in context.stage.layers.counted_modules().items()}
     slice_index = context.engine.grid.get_slice_parallel_rank()
     every = context.stage.comm.gather_objects((slice_index, mine))
@@ -186,7 +190,7 @@ def _read(
     present: dict[int, Shapes],
     options: LoadOptions,
 ) -> Loaded:
-    """Everything that this rank needs under ``target``. Nothing changes."""
+    """Read everything that this rank needs under ``target``. Nothing changes."""
     manifest, stage = saved.manifest, context.engine.stage_id
     layers, origins = context.stage.layers, context.origin.layers
     replica, slice_index = context.engine.grid.get_data_parallel_id(), saved.slice_index

@@ -1,4 +1,4 @@
-"""Read a file without running code from it, and tell a whole one from a truncated or another one."""
+"""Read a file without running code from it, and detect one that is truncated or replaced."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ds_dynmo.engine.checkpoint.layout import SavedFile
 from ds_dynmo.engine.deepspeed_adapter.files import PICKLED, ZeroStageEnum
 from ds_dynmo.errors import CheckpointError
 
-# Beyond what torch allows by itself (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values,
-# which DeepSpeed or its users put into checkpoints. None of them does anything when it is built.
+# Beyond what torch allows (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values that
+# DeepSpeed or its users put into checkpoints. Constructing them runs no other code.
 _CLASSES = (*PICKLED, argparse.Namespace, frozenset)
 
 
 def _member(enum: Any, name: str) -> Any:
-    """Stands in for ``getattr`` in a file, by which some Pythons (3.11.2) pickle a member of an enum."""
+    """Replace ``getattr`` in a file, by which some Pythons (3.11.2) pickle a member of an enum."""
     if enum is not ZeroStageEnum:
         raise CheckpointError(f"an attribute of {enum!r} is asked for")
     return ZeroStageEnum[name]
@@ -32,14 +32,14 @@ _ALLOWED = (*_CLASSES, (_member, "builtins.getattr"))
 
 
 def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = False) -> Any:
-    """What ``torch.save`` wrote to ``path``, of allowed classes only.
+    """Load what ``torch.save`` wrote to ``path``, of allowed classes only.
 
     Args:
-        device: where tensors go that were not on the CPU when they were saved; None: all on the CPU.
+        device: for tensors that were not on the CPU when they were saved; None: the CPU.
         mapped: leave tensors in the file until they are copied.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or holds a class that is not allowed.
+        CheckpointError: the file is missing or damaged, or holds a class that is not allowed.
     """
 
     def place(storage: Any, location: str) -> Any:
@@ -56,14 +56,14 @@ def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = F
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if "unsupported" in text.lower():  # torch refuses a class; of its long message only that
+    if "unsupported" in text.lower():  # torch refuses a class: keep only that part of its long message
         refused = text.rpartition("trusted source.")[2].rpartition("error:")[2].partition(" Please")[0].strip()
         text = f"it holds what could run code: {refused} (torch.serialization.add_safe_globals allows a class of yours)"
     return f"{type(error).__name__}: {text[:400]}"
 
 
 def describe(path: str) -> SavedFile:
-    """Size and fingerprint, from the checksums that torch keeps in the file's directory: no tensor is read."""
+    """Compute size and fingerprint, from the checksums in the file's zip directory: no tensor is read."""
     num_bytes = os.path.getsize(path)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -77,10 +77,13 @@ def describe(path: str) -> SavedFile:
 
 
 def check_file(path: str, saved: SavedFile | None) -> str:
-    """``path``, if it is the file that was saved; ``saved`` is None where the checkpoint does not say.
+    """Return ``path`` if it is the file that was saved.
+
+    Args:
+        saved: None: the checkpoint does not say.
 
     Raises:
-        CheckpointError: it is missing, truncated, or another one.
+        CheckpointError: it is missing, truncated or replaced.
     """
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}: there is no such file")

@@ -1,4 +1,4 @@
-"""``save_checkpoint``: DeepSpeed writes its files, we write ours beside them, and all appear at once."""
+"""Save a checkpoint: DeepSpeed writes its files, we write ours beside them, and all appear at once."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def save(
     """Write a checkpoint. Collective.
 
     Raises:
-        ConfigError: a tag that is no folder's name, or a way of writing that is not supported. Nothing was written.
+        ConfigError: a tag that cannot name a folder, or a way of writing that is not supported. Nothing was written.
         CheckpointError: on every rank, if a rank could not write, or wrote what could not be loaded again (a class
-            in ``client_state``). The checkpoints that were there are as they were.
+            in ``client_state``). Earlier checkpoints are untouched.
     """
     if not save_dir:
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
@@ -83,7 +83,7 @@ def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
 
 
 def _write_files(context: CheckpointContext, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
-    """DeepSpeed's files of this rank, and ours."""
+    """Write DeepSpeed's files of this rank, and ours."""
     layers = context.stage.layers
     layers.refresh_tied_aliases(training=context.engine.module.training)
     parent, name = os.path.split(folder)
@@ -103,7 +103,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
 
 
 def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile]:
-    """This rank's share of all files: on the disk, and such that they can be loaded."""
+    """Check that this rank's share of all files is on the disk and can be loaded; describe each."""
     names = sorted(
         os.path.relpath(os.path.join(path, name), folder) for path, _, names in os.walk(folder) for name in names
     )
@@ -123,7 +123,7 @@ def _layout(context: CheckpointContext) -> SliceLayout:
 def _manifest(
     context: CheckpointContext, every: list[tuple[int, int, SliceLayout, dict[str, SavedFile]]], exclude_frozen: bool
 ) -> Manifest:
-    """``every``: per rank its slice, its stage, what it wrote of that, and the files that it checked."""
+    """Make the manifest; ``every``: per rank its slice, stage, layout of that, and the files that it checked."""
     optimizer = context.engine.basic_optimizer
     return Manifest(
         placement=context.stage.layers.placement,

@@ -1,4 +1,4 @@
-"""What the schedule of a batch runs inside: the functions for its instructions, and streams of random numbers."""
+"""Surround the schedule of a batch: choose the functions for its instructions, and seed each layer's random numbers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ds_dynmo.engine.stage import StageContext
 
 
 class Executor:
-    """What the schedule of a batch, training or evaluation, runs inside.
+    """Surrounds the schedule of every batch, training or evaluation.
 
     Attributes:
-        ran: has a schedule run in this batch? Whoever begins one sets it to False.
+        ran: has a schedule run in this batch? Whoever begins a batch sets it to False.
 
     Args:
         tracer: None: batches are not traced.
-        streams: of random numbers per layer; None: layers draw from the rank's.
-        first_micro_batch: the number of this rank's first micro-batch in a batch.
+        streams: each layer's random numbers; None: layers use the rank's generators.
+        first_micro_batch: gives the number of this rank's first micro-batch in a batch.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Executor:
         return found
 
     def _composed(self) -> instructions.Instructions:
-        """The instructions of a batch as they are at present, made anew only where something has changed."""
+        """Compose the instructions of a batch, anew only if something has changed."""
         present, prefix = dict(present_instructions(self._stage.engine)), self._trainable.prefix
         if present != self._composed_of or prefix != self._composed_prefix:
             self._composition = instructions.compose(

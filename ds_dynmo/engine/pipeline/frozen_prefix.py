@@ -1,9 +1,9 @@
-"""A frozen prefix of the model does no backward work and is sent no gradients.
+"""Skip backward work and gradient messages in a frozen prefix of the model.
 
 The prefix is the leading layers without a trainable parameter. A stage inside it skips its backward passes, its
 successor sends nothing back, and the stage where the prefix ends receives activations that need no gradient
-(DeepSpeed 0.19.8 makes every received activation require one: runtime/pipe/engine.py:1129, 1152). These
-functions stand in for pipeline instructions or go around them; they take the engine as DeepSpeed's own do.
+(DeepSpeed 0.19.8 makes every received activation require one: runtime/pipe/engine.py:1129, 1152). These functions
+replace pipeline instructions or wrap them, and take the engine as DeepSpeed's do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ def trains(module: nn.Module) -> bool:
 
 
 def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
-    """Refuse a tie of which some uses are frozen and others not.
+    """Refuse a tie of which only some uses are frozen.
+
+    Args:
+        trainable: per layer of the model, has it anything to train? The same on every rank.
 
     Raises:
-        ConfigError: on every rank, as all know ``trainable``, a flag per layer of the model.
+        ConfigError: on every rank.
     """
     for key in layers.tied_keys():
         uses = layers.uses(key)
@@ -43,7 +46,7 @@ def check_ties(layers: StageLayers, trainable: Sequence[bool]) -> None:
 
 
 def check_tied_weights(layers: StageLayers, trainable: Sequence[Sequence[float]]) -> None:
-    """Refuse a tied weight that is frozen in some of the modules that have it, and in others not.
+    """Refuse a tied weight that is frozen in only some of the modules that have it.
 
     Args:
         trainable: per layer, the maximum of all ranks' :func:`tied_weights_that_train`.
@@ -67,7 +70,7 @@ def _named(weights: Mapping[int, str]) -> str:
 
 
 def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
-    """Which of the weights train that a layer shares with other modules.
+    """Find which of the weights train that a layer shares with other modules.
 
     Returns:
         float32 ``[num_layers, most weights of a key]``: 1 or 0, zeros for layers elsewhere.
@@ -80,11 +83,11 @@ def tied_weights_that_train(layers: StageLayers) -> torch.Tensor:
 
 
 def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequence[Sequence[float]]) -> None:
-    """Refuse to train where layers were frozen or unfrozen and the engine was not told.
+    """Refuse to train after layers were frozen or unfrozen without ``engine.model_changed``.
 
     Args:
-        trainable: per layer of the model, whether it had something to train when the engine was told.
-        tied: per layer, the :func:`tied_weights_that_train` of then.
+        trainable: per layer of the model, had it anything to train at the last ``engine.model_changed``?
+        tied: per layer, the :func:`tied_weights_that_train` of that time.
     """
     for index in layers.indices:
         for weight, trained in zip(layers.tied_weights(index), tied[index], strict=False):
@@ -103,7 +106,7 @@ def check_unchanged(layers: StageLayers, trainable: Sequence[bool], tied: Sequen
 
 
 def frozen_prefix(trainable: Sequence[bool]) -> int:
-    """How many leading layers have nothing to train.
+    """Count the leading layers that have nothing to train.
 
     >>> frozen_prefix([False, False, True, False])
     2
@@ -138,7 +141,7 @@ def changes(chunk: range, prefix: int, *, own_backward: bool) -> dict[type, Call
 
 
 def _nothing(engine: Any, buffer_id: int) -> None:
-    """The successor sends no gradient."""
+    """Receive nothing: the successor sends no gradient."""
 
 
 def _skip_backward(engine: Any, buffer_id: int) -> None:
@@ -146,7 +149,7 @@ def _skip_backward(engine: Any, buffer_id: int) -> None:
 
 
 def _through_nothing(backward: Instruction) -> Instruction:
-    """Call ``backward`` where there is nothing to go back through, with something of no elements."""
+    """Call the user's ``backward`` with an output of no elements, as there is nothing to go back through."""
 
     def backward_pass(engine: Any, buffer_id: int) -> None:
         nothing = torch.empty(0, device=engine.device, requires_grad=True)

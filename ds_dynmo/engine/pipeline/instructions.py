@@ -1,10 +1,10 @@
-"""Which function carries out each pipeline instruction on this stage.
+"""Compose the function that carries out each pipeline instruction on this stage.
 
-That of the engine's present ``_INSTRUCTION_MAP`` does, DeepSpeed's own or the user's: an entry of ``PipelineEngine``'s
-map or of a subclass's, before or after ``initialize``, or a map on the engine itself. What several outputs, a frozen
-prefix, tied aliases, callbacks, random streams or a profile need is put around it. So an instruction of the user's is
-called as often as DeepSpeed's engine calls it, or is refused by name (:func:`check`).
-These functions take the engine as DeepSpeed's do.
+Its core is the function in the engine's present ``_INSTRUCTION_MAP``, DeepSpeed's or the user's: an entry in the map of
+``PipelineEngine`` or of a subclass, set before or after ``initialize``, or a map on the engine itself. It is wrapped in
+what several outputs, a frozen prefix, tied aliases, callbacks, random streams or a profile need. So an instruction of
+the user's is called as often as DeepSpeed calls it, or is refused by name (:func:`check`). The functions here take the
+engine as DeepSpeed's do.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Around = Callable[[Instruction], Instruction]
 
 
 def is_own_kind(kind: type) -> bool:
-    """Is it a kind of instruction that DeepSpeed's schedules do not have?"""
+    """Is it an instruction class of the user's, which DeepSpeed's schedules do not have?"""
     return kind.__module__ != schedule.__name__
 
 
 def check(present: Instructions, prefix: int, *, partitioned: bool) -> None:
-    """Refuse instructions of the user's that cannot do what a frozen prefix needs.
+    """Refuse instructions of the user's that do not work with a frozen prefix.
 
     Args:
         prefix: how many leading layers of the model are frozen.
         partitioned: messages are split over tensor-parallel slices.
 
     Raises:
-        ConfigError: names the first.
+        ConfigError: naming the first.
     """
     if prefix == 0:
         return
@@ -67,13 +67,13 @@ def compose(
     callbacks: Sequence[Callable[[], None]],
     streams: LayerStreams | None,
 ) -> Instructions:
-    """The instructions of a stage, around those of ``present``.
+    """Compose the instructions of a stage around those of ``present``.
 
     Args:
         prefix: how many leading layers of the model are frozen.
         accumulates: the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
-        callbacks: of the user's, before a step.
-        streams: of random numbers per layer; None: layers draw from the rank's.
+        callbacks: the user's, called before the optimizer's step.
+        streams: each layer's random numbers; None: layers use the rank's generators.
     """
     composed = dict(present)
 
@@ -98,7 +98,7 @@ def compose(
 
 
 def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
-    """``bare`` with the passes of every micro-batch marked for the profiler; ``backward``: there are such passes."""
+    """Wrap ``bare`` so that the profiler sees where each pass begins and ends; ``backward``: there are such passes."""
     around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_own_kind(kind)}
     around[schedule.ForwardPass] = partial(_one_pass, profiler, False)
     if backward:
@@ -127,7 +127,7 @@ def _another_pass(profiler: Profiler, instruction: Instruction) -> Instruction:
 
 
 class _Join(torch.autograd.Function):
-    """Something of no elements whose gradient is that of several tensors."""
+    """A tensor without elements whose backward pass goes through several tensors at once, each with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, gradients: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Output(torch.Tensor):
-    """One of several outputs of a stage: its backward pass waits for the others', which then go as one."""
+    """One of several outputs of a stage. Its backward pass waits for those of the others, then all run as one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     output: torch.Tensor
@@ -150,7 +150,7 @@ class _Output(torch.Tensor):
     def backward(
         self, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
     ) -> None:
-        """``torch.Tensor``'s; without ``retain_graph`` it is the last one."""
+        """Wait for the other outputs; the call without ``retain_graph`` is the last one, and runs the pass."""
         if gradient is None or create_graph or inputs is not None:
             super().backward(gradient, retain_graph, create_graph, inputs)
             return
@@ -178,11 +178,11 @@ def _waiting_for_each_other(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _from_all_outputs(backward: Instruction) -> Instruction:
-    """One pass for all outputs of a stage that sends a tuple.
+    """Run one backward pass per stage, not one per output tensor.
 
-    DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs a pass for each: all layers that several outputs depend on
-    do their backward work again, one that is checkpointed fails, as it recomputes once only, and gradients are summed
-    in another order than on the last stage, so that numbers would depend on where a stage ends.
+    DeepSpeed (0.19.8, runtime/pipe/engine.py:853) runs one per output. Layers that several outputs depend on then do
+    their backward work again; a checkpointed one fails, as it recomputes only once; and gradients are summed in another
+    order than on the last stage, so that numbers would depend on where a stage ends.
     """
 
     def backward_pass(engine: Any, buffer_id: int) -> None:

@@ -1,12 +1,14 @@
-"""Random numbers belong to a layer, not to a rank.
+"""Give each layer random numbers of its own, which do not depend on its rank.
 
 Whenever a layer runs, the global generators (torch's, the accelerator's, Python's ``random``, numpy's legacy one) are
-seeded from the run's seed, the step, the micro-batch, the layer's number and the data-parallel index: it draws the same
-on any stage, when it is recomputed for backward, and after a resume. So are states that trackers hold by name
-(:mod:`ds_dynmo.engine.pipeline.rng_trackers`). A layer may have another number for this, its ``draws_as_layer``, so
-that a model cut into layers in another way draws the same. After a pass (a micro-batch's forward or backward through
-the stage) they are what they were before its first layer, so the rank's own random numbers are not disturbed. The loss
-draws on from the last layer's stream. A backward function that draws (dropout's keeps its mask) has no stream.
+seeded from the run's seed, the step, the micro-batch, the layer's number and the data-parallel index. So the layer gets
+the same numbers on any stage, when it is recomputed for backward, and after a resume. The named states of trackers are
+seeded likewise (:mod:`ds_dynmo.engine.pipeline.rng_trackers`). A layer's ``draws_as_layer`` replaces its number here: a
+model that is cut into layers in another way then gets the same numbers.
+
+After a pass (a micro-batch's forward or backward through the stage) the generators are as before its first layer, so
+the rank's own random numbers are not disturbed. The loss continues the last layer's stream. A backward function that
+uses random numbers has no stream; dropout's keeps its mask and needs none.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ _KEY = struct.Struct("<Q4q?")
 
 
 def stream_seed(seed: int, *, step: int, micro_batch: int, layer: int, replica: int, training: bool) -> int:
-    """64 bits that tell one stream from another, the same in every process (Python's ``hash`` is not)."""
+    """Hash what distinguishes a stream to 64 bits, the same in every process (Python's ``hash`` is not)."""
     key = _KEY.pack(seed % 2**64, step, micro_batch, layer, replica, training)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 class Draws(NamedTuple):
-    """What tells the draws of a micro-batch in a batch from those of others."""
+    """What distinguishes the random numbers of a micro-batch from those of others in the batch."""
 
     seed: int
     micro_batch: int
@@ -52,8 +54,9 @@ class Pass:
     """A pipeline instruction that may run layers.
 
     Attributes:
-        draws: of layers that run for the first time.
-        recomputes: do layers repeat what is in ``buffer_id``? None: those do that run in autograd's backward pass.
+        buffer_id: DeepSpeed's pipeline buffer that it is about; None: none.
+        draws: for layers that run for the first time.
+        recomputes: do layers repeat what is in ``buffer_id``? None: only those that run in autograd's backward pass.
     """
 
     buffer_id: int | None
@@ -87,11 +90,11 @@ class PythonGenerators:
 
     def seed(self, seed: int) -> None:
         random.seed(seed)
-        numpy.random.seed(seed >> 32)  # torch's on the CPU, the same algorithm, takes the low half
+        numpy.random.seed(seed >> 32)  # torch on the CPU has the same algorithm, and takes the low half
 
     def state(self) -> tuple[Any, Any]:
         of_numpy = numpy.random.get_state(legacy=False)
-        of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()  # put back 20 times as fast as numpy's own array
+        of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()  # restored 20 times as fast as numpy's own array
         return random.getstate(), of_numpy
 
     def restore(self, state: tuple[Any, Any]) -> None:
@@ -100,14 +103,16 @@ class PythonGenerators:
 
 
 class LayerStreams:
-    """Runs the layers of one stage under streams of their own.
+    """Runs each layer of one stage under its own random stream.
 
-    States are saved once in a pass, when its first layer runs: each layer seeds the generators anyway. But
-    checkpointing swaps torch's and the trackers' around what it recomputes, so there they are put back after every
-    layer.
+    States are saved once in a pass, when its first layer runs, because each layer seeds the generators anyway. But
+    activation checkpointing swaps the states of torch and of the trackers around what it recomputes, so there they are
+    restored after every layer.
 
     Args:
-        trackers: of random states by name, which layers fork.
+        seed: of the run.
+        replica: the data-parallel index.
+        trackers: the named random states that layers fork.
     """
 
     def __init__(self, seed: int, replica: int, trackers: TrackedStates | None = None) -> None:
@@ -116,9 +121,9 @@ class LayerStreams:
         self._torch = TorchGenerators()
         self._trackers = trackers or TrackedStates(lambda mine: [mine])
         self._python = PythonGenerators()
-        self._begun: Counter[str] = Counter()  # passes of this batch: they come in the order of the micro-batches
-        self._in_buffer: dict[int | None, Draws] = {}  # of what is in each of DeepSpeed's pipeline buffers
-        self._now: dict[str, Any] = {}  # step and training: with the draws what tells the streams of a layer apart
+        self._begun: Counter[str] = Counter()  # passes in this batch, which come in the order of the micro-batches
+        self._in_buffer: dict[int | None, Draws] = {}  # by DeepSpeed's pipeline buffer
+        self._now: dict[str, Any] = {}  # step and training; with the draws they distinguish a layer's streams
         self._pass: Pass | None = None
         self._outer: tuple[Any, Any] | None = None
         self._outer_of_python: Any = None
@@ -127,10 +132,12 @@ class LayerStreams:
     def batch(
         self, module: Any, numbers: Sequence[int], *, step: int, training: bool, first_micro_batch: int = 0
     ) -> Iterator[None]:
-        """While a batch runs, the PipelineModule's ``forward_funcs`` draw from their streams; afterwards they are bare.
+        """Let the PipelineModule's ``forward_funcs`` seed their streams while a batch runs.
 
-        ``numbers`` are those of the stage's layers; an evaluation (not ``training``) has streams of its own.
-        ``first_micro_batch`` is this rank's in the batch, where others train on those before.
+        Args:
+            numbers: per layer of the stage, the number that its stream is seeded by.
+            training: an evaluation has streams of its own.
+            first_micro_batch: this rank's first in the batch; other ranks may train on those before it.
         """
         self._trackers.find()
         bare = module.forward_funcs
@@ -144,10 +151,11 @@ class LayerStreams:
     def instructions(
         self, present: Mapping[type, Instruction], own_kinds: Iterable[type] = ()
     ) -> dict[type, Instruction]:
-        """Those of a stage's ``present`` instructions that may run layers, each telling which micro-batch it is.
+        """Wrap those of a stage's ``present`` instructions that may run layers: each then says which micro-batch it is.
 
-        ``own_kinds`` are not DeepSpeed's: layers draw from streams of that kind, or again what they drew before, where
-        they are recomputed.
+        Args:
+            own_kinds: instructions that are not DeepSpeed's. Layers have streams of that kind there, or repeat those of
+                their forward pass where they are recomputed.
         """
         around: dict[type, Callable[[Instruction], Instruction]] = {
             kind: partial(self._own_pass, f"{kind.__module__}.{kind.__qualname__}") for kind in own_kinds
@@ -202,7 +210,7 @@ class LayerStreams:
 
     def _drawing(self, number: int, layer: Layer) -> Layer:
         def drawing(inputs: Any) -> Any:
-            if self._pass is None:  # the user's engine runs it by itself
+            if self._pass is None:  # the user's engine runs it outside instructions
                 return layer(inputs)
             recomputes = self._pass.recomputes
             if recomputes is None:
@@ -235,7 +243,7 @@ class LayerStreams:
 
 
 def _buffer_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """DeepSpeed's pipeline buffer that an instruction is about; None: of no one."""
+    """Find DeepSpeed's pipeline buffer that an instruction is about; None: it is about none."""
     found: int | None = kwargs.get("buffer_id", args[0] if args else None)
     return found
 

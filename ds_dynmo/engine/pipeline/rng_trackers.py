@@ -1,10 +1,10 @@
-"""Random states by name, which layers fork: Megatron's and DeepSpeed's trackers, and the user's.
+"""Seed the named random states that layers fork: Megatron's and DeepSpeed's trackers, and the user's.
 
-A tracker (``get_cuda_rng_tracker()``) keeps states of its own beside the default generators, one for draws that differ
-between tensor-parallel slices, say. Its states are the rank's, and Megatron seeds them by the stage too. So while a
-layer runs each of them is set to one that follows from the layer's seed, the tracker, the state's name and the slice
-that has it: the first slice of the stage whose state was equal when it was first seen. Slices whose states are equal
-thus draw alike, others do not, and it is the same on every stage.
+A tracker (``get_cuda_rng_tracker()``) keeps states of its own beside the default generators, for example one for random
+numbers that differ between tensor-parallel slices. The states belong to the rank, and Megatron seeds them by the stage
+too. So while a layer runs, each state is set to one derived from the layer's seed, the tracker, the state's name and a
+slice: the first slice of the stage whose state was equal when it was first seen. So slices with equal states get equal
+numbers, others do not, and neither depends on the stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_dynmo.errors import ConfigError
 State = torch.Tensor | torch.Generator
 Saved = list[tuple[Any, dict[str, torch.Tensor]]]
 
-_MODULES = (  # where Megatron, Megatron-DeepSpeed, GPT-NeoX and fairscale keep theirs
+_MODULES = (  # of Megatron, Megatron-DeepSpeed, GPT-NeoX and fairscale
     "megatron.core.tensor_parallel.random",
     "megatron.core.tensor_parallel",
     "megatron.mpu.random",
@@ -37,7 +37,7 @@ _KEY = struct.Struct("<Qq")
 
 
 def find_trackers() -> dict[str, Any]:
-    """The trackers of this process by name, each once; a library that is not loaded has none."""
+    """Find the trackers of this process by name, each once, in the libraries that are loaded."""
     found = {"deepspeed.checkpointing": deepspeeds_tracker()}
     for name in _MODULES:
         found[name] = _tracker_of(sys.modules.get(name))
@@ -49,10 +49,9 @@ def find_trackers() -> dict[str, Any]:
 
 
 def _tracker_of(holder: Any) -> Any:
-    """The tracker of a module or an ``mpu``; None: it has none, or none yet.
+    """Find the tracker of a module or an ``mpu``; None: it has none, or none yet.
 
-    One that is not made yet is not asked for: Megatron's function, also where a package hands it on, would make one
-    and so choose its kind.
+    Megatron's ``get_cuda_rng_tracker`` makes a missing tracker and so chooses its kind. So it is not called before.
     """
     if hasattr(holder, TRACKER):
         return getattr(holder, TRACKER)
@@ -64,7 +63,7 @@ def _tracker_of(holder: Any) -> Any:
 
 
 def states_of(name: str, tracker: Any) -> dict[str, State]:
-    """The states of a tracker.
+    """Return the states of a tracker.
 
     Raises:
         ConfigError: they cannot be enumerated.
@@ -83,32 +82,36 @@ def states_of(name: str, tracker: Any) -> dict[str, State]:
 
 
 def check_trackers() -> None:
-    """Refuse trackers of this process whose states cannot be enumerated."""
+    """Refuse trackers in this process whose states cannot be enumerated.
+
+    Raises:
+        ConfigError: naming the tracker.
+    """
     for name, tracker in find_trackers().items():
         states_of(name, tracker)
 
 
 class TrackedStates:
-    """The states of all trackers, set and put back together.
+    """Seeds and restores the states of all trackers together.
 
     Args:
-        gather: a value of every tensor-parallel slice of this stage and replica, by slice index. Collective.
+        gather: gathers a value of every tensor-parallel slice of this stage and replica, by slice index. Collective.
     """
 
     def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
         self._gather = gather
         self._own: dict[str, Any] = {}
         self._trackers: dict[str, Any] = {}  # those that have states
-        self._slices: dict[tuple[str, str], int] = {}  # by tracker and state: the first slice that has it
+        self._slices: dict[tuple[str, str], int] = {}  # by tracker and state name, the first slice with an equal state
         self._generators = [torch.Generator()]
         if get_accelerator().device_name() != "cpu":
             self._generators.append(torch.Generator(get_accelerator().current_device_name()))
 
     def add(self, name: str, tracker: Any) -> None:
-        """Cover a tracker of the user's own.
+        """Add a tracker of the user's.
 
         Args:
-            name: what tells it from other trackers, the same in every run.
+            name: unlike other trackers', and the same in every run.
             tracker: has ``get_states()``, a dict from a name to a state (the tensor that a generator's ``get_state``
                 gives, or a ``torch.Generator``), and ``set_states(states)``.
 
@@ -121,7 +124,7 @@ class TrackedStates:
         self._own[name] = tracker
 
     def find(self) -> None:
-        """Look for trackers and states that are new. Collective over the slices of a stage, where there are any.
+        """Find new trackers and states. Collective over the tensor-parallel slices of a stage, if there are new states.
 
         Raises:
             ConfigError: a tracker's states cannot be enumerated.
@@ -138,23 +141,23 @@ class TrackedStates:
                 self._slices[key] = next(index for index, theirs in enumerate(every) if theirs.get(key) == digest)
 
     def seed(self, seed: int) -> None:
-        """Set each state to one that follows from ``seed``."""
+        """Set each state to one derived from ``seed``."""
         for name, tracker in self._trackers.items():
             states = dict(tracker.get_states())
             for key, state in states.items():
-                if (name, key) in self._slices:  # one that a layer added in this batch is covered from the next
+                if (name, key) in self._slices:  # a state that a layer added in this batch is seeded from the next on
                     states[key] = self._seeded(state, _derived(seed, name, key, self._slices[name, key]))
             tracker.set_states(states)
 
     def state(self) -> Saved:
-        """What :meth:`restore` puts back."""
+        """Return what :meth:`restore` takes."""
         return [
             (tracker, {key: _bytes_of(state) for key, state in tracker.get_states().items()})
             for tracker in self._trackers.values()
         ]
 
     def restore(self, saved: Saved) -> None:
-        """Put states back; those added since stay."""
+        """Restore states; those added since stay."""
         for tracker, states in saved:
             present = dict(tracker.get_states())
             for key in present.keys() & states.keys():

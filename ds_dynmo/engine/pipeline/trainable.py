@@ -1,4 +1,4 @@
-"""Which layers of the model have something to train: every rank knows, and nobody may change it unheard."""
+"""Agree on which layers of the model have something to train, and refuse changes that the engine was not told of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_dynmo.errors import ConfigError
 
 
 class TrainableLayers:
-    """What the ranks have agreed on.
+    """Knows what the ranks have agreed on.
 
     Attributes:
         prefix: how many leading layers of the model have nothing to train.
@@ -25,14 +25,14 @@ class TrainableLayers:
         self.prefix = 0
 
     def agree(self, what: str) -> None:
-        """Every rank learns which layers have something to train, and its optimizer trains just them. Collective.
+        """Agree on which layers have something to train, and let the optimizer train just those. Collective.
 
         Args:
-            what: the user called, for messages.
+            what: the engine's method that the user called, for messages.
 
         Raises:
-            ConfigError: on every rank; a tie is frozen in part, or an instruction of the user's cannot do what frozen
-                layers need.
+            ConfigError: on every rank; a tie is frozen in part, or an instruction of the user's does not work with
+                frozen layers.
         """
         stage, layers = self._stage, self._stage.layers
         stage.comm.enter(what)
@@ -51,10 +51,10 @@ class TrainableLayers:
         self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
 
     def check(self) -> None:
-        """Before a batch: nothing was frozen or unfrozen since.
+        """Refuse a batch if anything was frozen or unfrozen since :meth:`agree`.
 
         Raises:
-            ConfigError: something was, on this rank; nothing was trained.
+            ConfigError: on this rank; nothing was trained.
         """
         if not self._stage.optimizer.is_current():
             raise ConfigError(
@@ -69,9 +69,9 @@ class TrainableLayers:
         instructions.check(present_instructions(engine), prefix, partitioned=engine.is_pipe_partitioned)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a rank that was away while the others agreed."""
+        """Return plain values for a rank that was away while the others agreed."""
         return {"layers": self._layers, "tied_weights": self._tied_weights, "prefix": self.prefix}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Know what the others have agreed on."""
+        """Take over what the others agreed on."""
         self._layers, self._tied_weights, self.prefix = state["layers"], state["tied_weights"], state["prefix"]

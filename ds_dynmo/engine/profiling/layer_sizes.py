@@ -24,14 +24,14 @@ _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
 
 def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float) -> tuple[Profile, float]:
-    """The profile of what every rank measured, and the seconds that moves took on the slowest rank. Collective.
+    """Reduce what every rank measured to one profile, and move seconds to those of the slowest rank. Collective.
 
     Args:
-        move_seconds: that moves since the last profile took here.
+        move_seconds: of the moves since the last profile, on this rank.
 
     Raises:
-        PartitionError: a layer was not measured on any rank; on every rank.
-        MigrationError: a rank cannot tell what its layers cost; on every rank, harmless.
+        PartitionError: on every rank; a layer was not measured on any.
+        MigrationError: on every rank, harmless; a rank cannot tell what its layers cost.
     """
     table = stage_costs(stage.layers, profiler, stage.state, move_seconds)
     stage.comm.max_over_world(table)
@@ -43,12 +43,14 @@ def gather_profile(stage: StageContext, profiler: Profiler, move_seconds: float)
 
 
 def stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState, move_seconds: float) -> torch.Tensor:
-    """What this rank knows: ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere.
-
-    Where it cannot tell, the table says that, and :func:`failed` finds it in the maximum of all ranks' tables.
+    """Make a table of what this rank measured of its layers.
 
     Args:
-        move_seconds: that moves since the last table took here.
+        move_seconds: of the moves since the last table, on this rank.
+
+    Returns:
+        ``[num_layers + 1, columns]``, float64 on the CPU, zeros for layers elsewhere. If this rank fails, a table that
+        says so: :func:`failed` finds that in the maximum of all ranks' tables.
     """
     try:
         return _stage_costs(layers, profiler, state, move_seconds)
@@ -93,10 +95,10 @@ def profile_from(
     micro_batches: int,
     first_uses: Sequence[int | None] = (),
 ) -> Profile:
-    """The profile, from the elementwise maximum of all ranks' tables (the slowest replica counts).
+    """Make the profile from the elementwise maximum of all ranks' tables: the slowest replica counts.
 
     Args:
-        first_uses: per layer, see :class:`LayerCost`; empty: not known.
+        first_uses: per layer, as in :class:`LayerCost`; empty: not known.
 
     Raises:
         PartitionError: a layer was not measured on any rank.
@@ -123,7 +125,7 @@ def profile_from(
 
 
 def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torch.Tensor:
-    """``number`` of every local layer's module: ``[num_layers]``, float64, zeros for functions and layers elsewhere."""
+    """Call ``number`` on this stage's modules: ``[num_layers]``, float64, zeros for functions and layers elsewhere."""
     numbers = torch.zeros(layers.num_layers, dtype=torch.float64)
     for index in layers.indices:
         module = layers.local_module(index)
@@ -133,7 +135,7 @@ def per_layer(layers: StageLayers, number: Callable[[nn.Module], float]) -> torc
 
 
 def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
-    """What this rank's layers hold now, and what they hold while they train: as :func:`stage_costs` gives costs."""
+    """Make a table like :func:`stage_costs` of what this rank's layers hold now, and while they train."""
     table = torch.zeros(layers.num_layers + 1, len(fields(HeldBytes)) + 1, dtype=torch.float64)
     try:
         for index in layers.indices:
@@ -147,22 +149,22 @@ def held_table(layers: StageLayers, state: OptimizerState) -> torch.Tensor:
 
 
 def held_from(table: torch.Tensor) -> tuple[tuple[HeldBytes, ...], tuple[int, ...]]:
-    """What each layer holds, and its static bytes, from the elementwise maximum of all ranks' :func:`held_table`."""
+    """Read what each layer holds, and its static bytes, from the maximum of all ranks' :func:`held_table`."""
     rows = [list(map(int, row)) for row in table[:-1].tolist()]
     return tuple(HeldBytes(*row[:-1]) for row in rows), tuple(row[-1] for row in rows)
 
 
 def held_bytes(module: nn.Module, state: OptimizerState) -> HeldBytes:
-    """What a layer holds on this rank between two batches."""
+    """Count the bytes that a layer holds on this rank between two batches."""
     return sum((state.held_bytes(parameter) for parameter in module.parameters()), start=held_alone(module.buffers()))
 
 
 def trainable_parameters(module: nn.Module) -> int:
-    """Elements that require a gradient."""
+    """Count the elements that require a gradient."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def static_bytes(module: nn.Module, state: OptimizerState) -> int:
-    """Weights, buffers, gradients and optimizer state of a layer."""
+    """Count the bytes of a layer's weights, buffers, gradients and optimizer state."""
     total = sum(num_bytes(buffer) for buffer in module.buffers())
     return total + sum(num_bytes(p) + state.static_bytes(p) for p in module.parameters())

@@ -1,11 +1,10 @@
-"""Forward and backward seconds of every layer, taken inside the running pipeline on the user's own batches.
+"""Measure the forward and backward seconds of every layer, inside the running pipeline, on the user's own batches.
 
-Each pass (one micro-batch forward or backward) is a list of *marks*: a time, and the layer that owns the time
-from there on. Marks are set before and after each layer's function, and in backward when the gradient of a
-layer's output, or of what came into the stage or the checkpointed segment, is complete (a tensor hook at the
-boundary). The clock is never reset; so recomputation under activation checkpointing, reentrant or not, lands in its
-layer's backward seconds. Time between layers, checkpointing's bookkeeping for one, is nobody's, but for the loss, which
-counts as the last layer's.
+A pass (one micro-batch forward or backward) is a list of *marks*: a time, and the layer that owns the time from there
+on. Marks are set before and after each layer's function, and in backward once the gradient of a layer's output, or of
+the input of the stage or of a checkpointed segment, is complete (a tensor hook at the boundary). So recomputation under
+activation checkpointing, reentrant or not, counts as its layer's backward seconds. Time between layers, such as the
+bookkeeping of checkpointing, is no layer's; the loss counts as the last layer's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 Mark = tuple[Any, int | None]
-_RECENT = 7  # batches, profiled or not, whose median is what a batch takes
+_RECENT = 7  # batches, profiled or not, whose median counts as the seconds of a batch
 Layer = Callable[[Any], Any]
 
 
@@ -35,12 +34,12 @@ class CpuClock:
         return time.perf_counter()
 
     def seconds_between(self, times: Sequence[Any]) -> list[float]:
-        """Seconds from each time to the next."""
+        """Return the seconds from each time to the next."""
         return [after - before for before, after in zip(times, times[1:])]
 
 
 class EventClock:
-    """Events on the accelerator's current stream, read at the end: no synchronisation per layer."""
+    """Events on the accelerator's current stream, read at the end, so that nothing synchronises per layer."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -51,7 +50,7 @@ class EventClock:
         return event
 
     def seconds_between(self, times: Sequence[Any]) -> list[float]:
-        """Seconds from each time to the next. Waits for the last."""
+        """Return the seconds from each time to the next, once the last has passed."""
         if times:
             times[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in zip(times, times[1:])]
@@ -64,7 +63,7 @@ def device_clock() -> CpuClock | EventClock:
 
 @dataclass
 class Samples:
-    """What was measured of the layers of one stage; lists have one entry per micro-batch."""
+    """The measurements of one stage by layer number; lists have one entry per micro-batch."""
 
     forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -73,19 +72,19 @@ class Samples:
     batches: int = 0
 
     def forward_seconds(self, index: int) -> float:
-        """Per micro-batch: :func:`typical`."""
+        """Return the :func:`typical` seconds per micro-batch."""
         return typical(self.forward[index])
 
     def backward_seconds(self, index: int) -> float:
-        """Per micro-batch: :func:`typical`; 0 for a layer that does no backward work."""
+        """Return the :func:`typical` seconds per micro-batch; 0 for a layer that does no backward work."""
         return typical(self.backward[index])
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean without the largest eighth and the smallest eighth.
+    """Average without the largest and the smallest eighth.
 
-    A stage takes the sum over its micro-batches, so that a layer with work in half of them costs half of that, which a
-    median would miss; a hiccup of the machine counts for nothing.
+    A mean, because a stage takes the sum over its micro-batches: a layer with work in half of them costs half as much,
+    which a median would miss. The outer eighths are where a stall of the machine shows.
 
     >>> typical([1.0] * 7 + [50.0]), typical([0.0, 4.0, 0.0, 4.0]), typical([])
     (1.0, 2.0, 0.0)
@@ -99,11 +98,13 @@ class Profiler:
     """Measures the layers of one stage during one batch at a time.
 
     Args:
-        size_every_pass: count what is saved for backward in every micro-batch, the most is kept, rather than in the
-            first one of a profile. It takes about a twentieth of a batch, and matters where memory is limited and
-            layers have more to do in some micro-batches than in others.
+        clock: a :class:`CpuClock` or :class:`EventClock`.
+        size_every_pass: count what is saved for backward in every micro-batch and keep the most, instead of in the
+            first one of a profile. That takes about a twentieth of a batch. It matters if memory is limited and layers
+            do more work in some micro-batches than in others.
 
     Attributes:
+        samples: the measurements of the present profile.
         measures: is a batch being measured?
     """
 
@@ -112,29 +113,29 @@ class Profiler:
         self._size_every_pass = size_every_pass
         self.samples = Samples()
         self._recent_seconds: deque[float] = deque(maxlen=_RECENT)
-        self._last = -1  # layer of the stage
+        self._last = -1  # the last layer of the stage
         self._has_loss = False
         self.measures = False
         self._in_pass = False
         self._backward = False
         self._owner: int | None = None
         self._marks: list[Mark] = []
-        self._passes: list[tuple[bool | None, list[Mark]]] = []  # backward? None: of an instruction of the user's own
-        self._entered: dict[int, torch.Tensor] = {}  # what came into the stage or a segment in this pass
+        self._passes: list[tuple[bool | None, list[Mark]]] = []  # backward? None: of an instruction of the user's
+        self._entered: dict[int, torch.Tensor] = {}  # inputs of the stage or a segment in this pass
 
     def forget(self, *, batches_too: bool = False) -> None:
-        """Start a new profile; ``batches_too``: earlier batches do not say any more what one takes."""
+        """Start a new profile; ``batches_too``: discard the batch-time history as well."""
         self.samples = Samples()
         if batches_too:
             self._recent_seconds.clear()
 
     def batch_took(self, seconds: float) -> None:
-        """A batch that was not profiled took so long."""
+        """Note how long a batch took that was not profiled."""
         self._recent_seconds.append(seconds)
 
     @property
     def batch_seconds(self) -> float:
-        """The median of the latest batches, so that a stall in the profiled one counts for nothing."""
+        """The median over the latest batches, so that a stall in one does not count."""
         return statistics.median(self._recent_seconds)
 
     @property
@@ -144,7 +145,7 @@ class Profiler:
 
     @contextmanager
     def batch(self, module: Any, layers: Sequence[int], has_loss: bool) -> Iterator[None]:
-        """Measure while a batch runs: ``module.forward_funcs`` are marked inside, and bare again afterwards.
+        """Measure a batch that runs inside, with ``module.forward_funcs`` wrapped meanwhile.
 
         Args:
             module: the PipelineModule.
@@ -169,13 +170,13 @@ class Profiler:
 
     @contextmanager
     def one_pass(self, backward: bool) -> Iterator[None]:
-        """One micro-batch's forward or backward pass through the stage."""
+        """Measure one micro-batch's forward or backward pass through the stage, which runs inside."""
         with self._one_pass(backward, self._last if backward else None):
             yield
 
     @contextmanager
     def another_pass(self) -> Iterator[None]:
-        """An instruction of the user's own, which may run layers or go back through them: counts with the next pass."""
+        """Measure an instruction of the user's, which may run layers; it counts with the next pass."""
         with self._one_pass(None, None):
             yield
 
@@ -200,7 +201,7 @@ class Profiler:
 
     def _marked(self, index: int, layer: Layer) -> Layer:
         def marked(inputs: Any) -> Any:
-            if not self._in_pass:  # the user's engine samples, say
+            if not self._in_pass:  # the user's engine runs it outside instructions
                 return layer(inputs)
             before = self._owner
             versions = {id(tensor): tensor._version for tensor in _tensors(inputs)}
@@ -213,7 +214,7 @@ class Profiler:
             if torch.is_grad_enabled():
                 self._watch_entering(inputs)
                 for tensor in _tensors(outputs):
-                    # A tensor passed through untouched is marked already, by the layer that made it.
+                    # A tensor that passes through untouched is watched already, for the layer that made it.
                     if tensor.requires_grad and versions.get(id(tensor)) != tensor._version:
                         tensor.register_hook(partial(self._gradient_complete, index))
             return outputs
@@ -225,7 +226,7 @@ class Profiler:
             self._mark(index)
 
     def _watch_entering(self, inputs: Any) -> None:
-        """Where the gradients of all that came into the stage or segment are complete, its first layer's work ends."""
+        """End the first layer's backward work once the gradients of all inputs of the stage or segment are complete."""
         fresh = [t for t in _tensors(inputs) if t.requires_grad and t.is_leaf and id(t) not in self._entered]
         self._entered.update({id(tensor): tensor for tensor in fresh})
         incomplete = len(fresh)
@@ -242,7 +243,7 @@ class Profiler:
     # -- bytes ----------------------------------------------------------------------------------------
 
     def _sized(self, index: int, layer: Layer, inputs: Any) -> Any:
-        """Run the layer; where it builds a graph, count what it saves for backward."""
+        """Run the layer; if it builds a graph, count the bytes that it saves for backward."""
         if index not in self.samples.input_bytes:
             self.samples.input_bytes[index] = sum(tensor.nbytes for tensor in _tensors(inputs))
         known = index in self.samples.activation_bytes and not self._size_every_pass
@@ -278,7 +279,7 @@ class Profiler:
             for index, seconds in spent.items():
                 last[index].append(seconds)
             spent.clear()
-        for index, seconds in spent.items():  # of instructions after the last pass
+        for index, seconds in spent.items():  # of the user's instructions after the last pass
             last[index][-1:] = [sum(last[index][-1:], seconds)]
         self._passes = []
 
@@ -298,9 +299,9 @@ def _state(layer: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _saved_tensors(count: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``count`` with every tensor saved for backward, inside hooks that are set already (checkpointing's).
+    """Call ``count`` with every tensor saved for backward, and keep the hooks that are set already (checkpointing's).
 
-    The hooks in force can only be asked for by a private function, read in torch 2.13.0.
+    Only a private function of torch gives those hooks (read in torch 2.13.0).
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 

@@ -1,11 +1,12 @@
-"""The measured timeline of a batch: when each rank carried out each pipeline instruction.
+"""Trace a batch: record when each rank carried out each pipeline instruction.
 
-While a batch is traced, the functions for pipeline instructions, DeepSpeed's or the user's, and what the parts of the
-engine do after them note when they begin and end. At all other times they are bare: a batch that is not traced costs
-nothing. On the CPU the times are those of a monotonic clock. On an accelerator they are events on the current
-stream, which waits for each receive, so that they tell when the device did the work, not when the CPU asked for it, and
-nothing is synchronised but once before the batch. After the batch each rank estimates how far its clock is ahead of
-rank 0's (:meth:`Communicator.clock_offset`), and rank 0 writes what all recorded.
+While a batch is traced, every pipeline instruction, DeepSpeed's or the user's, records when it begins and ends; so does
+what the parts of the engine do after them. Other batches run unwrapped functions, which costs nothing.
+
+On the CPU times are those of a monotonic clock. On an accelerator they are events on the current stream, which waits
+for each receive: they show when the device did the work, and need one synchronisation only, before the batch. After the
+batch each rank estimates how far its clock is ahead of rank 0's (:meth:`Communicator.clock_offset`), and rank 0 writes
+the file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.reporting.files import check_writable
 from ds_dynmo.engine.stage import StageContext
 
-INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
+INSTRUCTIONS: dict[type, tuple[str, str]] = {  # the category, and the name that is shown
     schedule.ForwardPass: ("forward", "forward"),
     schedule.BackwardPass: ("backward", "backward"),
     schedule.LoadMicroBatch: ("load", "load"),
@@ -41,23 +42,23 @@ INSTRUCTIONS: dict[type, tuple[str, str]] = {  # category and what is shown
     schedule.ReduceGrads: ("reduce", "reduce gradients"),
     schedule.OptimizerStep: ("optimizer step", "optimizer step"),
 }
-_BEGINNINGS = 3
+_BEGINNINGS = 3  # tries to read both clocks at the same time
 
 
 class Tracer:
-    """Records batches as the configuration says. Construction is collective.
+    """Records batches as ``dynmo.trace`` says. Construction is collective.
 
     Attributes:
         records: is a batch being recorded?
 
     Args:
-        clock: as the profiler's.
+        clock: the profiler's.
         reporter: warns, and its rank that speaks writes the file.
         world: gives another value after every re-packing, and on a rank that was released: the ranks that recorded a
             batch are then no longer together.
 
     Raises:
-        ConfigError: on every rank, where rank 0 cannot write the file.
+        ConfigError: on every rank, if rank 0 cannot write the file.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class Tracer:
         self._origin: float | None = None
         self._base_error_seconds = 0.0
         self._file: TraceFile | None = None
-        # The file is begun at the first batch: a launch that joins has the same path.
+        # The first traced batch creates the file: a launch that joins has the same path and must not overwrite it.
         check_writable(config.path, "dynmo.trace.path", self._comm, writes=reporter.speaks)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Record the batch that runs inside, and what follows it, if it is to be traced; then write it. Collective."""
+        """Record and write the batch that runs inside, with what follows it, if its step is traced. Collective."""
         engine, (first, last) = self._stage.engine, self._config.steps
         step = engine.global_steps + 1
         if not first <= step <= last:
@@ -121,7 +122,7 @@ class Tracer:
             self._times += begin, self._clock.now()
 
     def recorded(self, bare: Instructions) -> Instructions:
-        """The instructions of a batch, which note when they begin and end."""
+        """Wrap the instructions of a batch so that they record when they begin and end."""
         shown = {kind: ("instruction", kind.__name__) for kind in bare if is_own_kind(kind)} | INSTRUCTIONS
         return MappingProxyType(
             {
@@ -164,9 +165,12 @@ class Tracer:
 
 
 def begin(clock: Any) -> tuple[Any, float, float]:
-    """A time of the clock, that of the host then, and the most that the latter can be wrong by, in seconds.
+    """Read ``clock`` and the host's monotonic clock at the same time.
 
-    The process may be put aside between the two: the quickest of a few tries counts.
+    The process may be suspended between the two, so the quickest of a few tries counts.
+
+    Returns:
+        The time of ``clock``, the host's seconds, and by how many seconds those may be off.
     """
     tries = []
     for _ in range(_BEGINNINGS):

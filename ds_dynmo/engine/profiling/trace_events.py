@@ -1,7 +1,7 @@
-"""What each rank recorded of a batch, as events of Chrome's trace format that Perfetto and chrome://tracing open.
+"""Write what ranks recorded of a batch in Chrome's trace format, which Perfetto and chrome://tracing open.
 
-A pipeline (one data-parallel replica) is a process, a stage in it a thread, and each event has ``ph`` "X", microseconds
-and a category, one of :data:`CATEGORIES`. Format: "Trace Event Format", Google, 2016.
+A pipeline (one data-parallel replica) is a process, and a rank in it a thread. Each event has ``ph`` "X", microseconds
+and a category out of :data:`CATEGORIES`. Format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CATEGORIES = (
-    *("forward", "backward", "load", "send", "receive", "wait", "instruction"),  # the last of a kind of the user's own
+    *("forward", "backward", "load", "send", "receive", "wait", "instruction"),  # the last: of the user's
     *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),
 )
 _END = "\n]}\n"
 
 
 class Event(NamedTuple):
-    """Something that a rank did; seconds on a clock that all ranks share."""
+    """Something that a rank did, in seconds of a clock that all ranks share."""
 
     category: str
     what: str
@@ -34,7 +34,7 @@ class Track:
     """What one rank recorded of one batch.
 
     Attributes:
-        clock_error_seconds: the most that its times can be off from rank 0's.
+        clock_error_seconds: how far its times may be off from rank 0's.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Track:
 
 
 def with_waits(tracks: Sequence[Track]) -> list[Track]:
-    """``tracks`` with each receive cut in two where its neighbour began to send: before that, it waits."""
+    """Cut each receive in two where its neighbour began to send: before that it is a wait."""
     sends = {
         (track.replica, track.slice, track.stage, event.what, event.micro_batch): event.begin_seconds
         for track in tracks
@@ -70,7 +70,7 @@ def with_waits(tracks: Sequence[Track]) -> list[Track]:
 
 
 def batch_events(step: int, partition: Sequence[int], tracks: Sequence[Track], origin: float) -> list[dict[str, Any]]:
-    """One batch: a marker where it begins, with its partition, and what every stage did.
+    """Make the events of one batch: a marker at its start, with its partition, and what every rank did.
 
     Args:
         origin: the seconds that are 0 in the file.
@@ -116,7 +116,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def track_names(tracks: Iterable[Track]) -> list[dict[str, Any]]:
-    """What Perfetto calls the tracks and in which order it shows them."""
+    """Make the events that name and order the tracks."""
     tracks = list(tracks)
     sliced = len({track.slice for track in tracks}) > 1
     named: list[dict[str, Any]] = []
@@ -132,10 +132,10 @@ def track_names(tracks: Iterable[Track]) -> list[dict[str, Any]]:
 
 
 class TraceFile:
-    """A trace that grows batch by batch and is whole JSON after each.
+    """A trace file that grows batch by batch and is complete JSON after each.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,7 +145,7 @@ class TraceFile:
         path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
 
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Write ``events`` behind those that are there."""
+        """Append ``events``."""
         lines = ",\n".join(json.dumps(event) for event in events)
         with self._path.open("r+") as file:
             file.seek(self._path.stat().st_size - len(_END))
