@@ -100,7 +100,9 @@ def write_trace(folder: Path, replicas: int = 1) -> Path:
             for replica in range(replicas)
             for stage in range(2)
         ]
-        file.append([*(track_names(tracks) if step == 3 else []), *batch_events(step, [0, 2, 4], tracks, 30.0)])
+        file.append(
+            [*(track_names(tracks) if step == 3 else []), *batch_events(step, Placement.chain([0, 2, 4]), tracks, 30.0)]
+        )
     return path
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ds_dynmo.engine.profiling import trace
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names, with_waits
+from ds_dynmo.placement import Placement
 
 
 def track(stage: int, *events: Event, replica: int = 0, part: int = 0) -> Track:
@@ -44,9 +45,9 @@ def test_only_the_send_that_was_received_counts() -> None:
 
 def test_events_are_microseconds_since_the_origin() -> None:
     tracks = [track(0, Event("forward", "forward", 2, 10.0, 10.5)), track(1, Event("reduce", "reduce", None, 11.0, 12))]
-    marker, forward, reduce = batch_events(7, [0, 1, 2], tracks, origin=10.0)
+    marker, forward, reduce = batch_events(7, Placement.chain([0, 1, 2]), tracks, origin=10.0)
     assert (marker["name"], marker["ts"]) == ("step 7", 0.0)
-    assert marker["args"] == {"step": 7, "partition": [0, 1, 2], "clock_error_microseconds": 10.0}
+    assert marker["args"] == {"step": 7, "partition": (0, 1, 2), "clock_error_microseconds": 10.0}
     assert (forward["name"], forward["ts"], forward["dur"]) == ("forward 2", 0.0, 5e5)
     assert forward["args"] == {"step": 7, "stage": 0, "micro_batch": 2}
     assert (reduce["name"], reduce["ts"], reduce["dur"], reduce["tid"]) == ("reduce", 1e6, 1e6, 1)

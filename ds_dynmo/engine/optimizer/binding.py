@@ -148,10 +148,10 @@ class OptimizerBinding:
         """Does it update exactly what is trainable? Frozen parameters have to leave flat buffers: :meth:`refit`."""
         return not isinstance(self._state, FlatState) or self._state.is_current()
 
-    def refit(self, partition: list[int]) -> None:
+    def refit(self) -> None:
         """Frozen parameters leave the flat buffers that the optimizer updates, unfrozen ones come back. Collective."""
         if isinstance(self._state, FlatState):
-            self._state.refit(partition)
+            self._state.refit()
         elif isinstance(self._state, PerParameterState):
             self._state.count_steps_per_parameter(self._comm.gather_objects)
 

@@ -269,7 +269,13 @@ class FlatState:
         """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
         known = [inventory for inventory in every if inventory.replica < num_replicas]
-        return plan_resharding(MigrationPlan.between(partition, partition), known, self._layers, self._grid, shards)
+        return plan_resharding(
+            MigrationPlan.between(self._layers.placement, self._layers.placement),
+            known,
+            self._layers,
+            self._grid,
+            shards,
+        )
 
     def rebuild_buffers(self) -> None:
         self._wrap(*self._rebuild_buffers(self._layers.parameters(), self._frozen()))
@@ -295,12 +301,12 @@ class FlatState:
         if not self._linked:
             self._linked = self._wrapper.link_state()
 
-    def refit(self, partition: Sequence[int]) -> None:
+    def refit(self) -> None:
         """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
         assert self._next is None, "layers are on their way"
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
         if any(m.parked != m.park for inventory in every for members in inventory.members.values() for m in members):
-            stays = MigrationPlan.between(partition, partition)
+            stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))
             self.settle(self._layers.parameters(), {})
         if self._weights_lead:

@@ -47,7 +47,7 @@ class TrainableLayers:
             frozen_prefix.check_tied_weights(layers, tied.tolist())
         prefix = frozen_prefix.frozen_prefix(trainable)
         self._check_instructions(prefix)
-        stage.optimizer.refit(list(stage.partition))
+        stage.optimizer.refit()
         self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
 
     def check(self) -> None:

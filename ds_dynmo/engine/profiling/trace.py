@@ -29,6 +29,7 @@ from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batc
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.reporting.files import check_writable
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.placement import Placement
 
 INSTRUCTIONS: dict[type, tuple[str, str]] = {  # the category, and the name that is shown
     schedule.ForwardPass: ("forward", "forward"),
@@ -91,7 +92,7 @@ class Tracer:
         if not first <= step <= last:
             yield
             return
-        partition, world = list(self._stage.partition), self._world()
+        placement, world = self._stage.placement, self._world()
         self._place = {
             "rank": engine.global_rank,
             "stage": engine.stage_id,
@@ -110,7 +111,7 @@ class Tracer:
             self._reporter.warn(f"DynMo step {step}: was re-packed, its trace is not written")
             return
         elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
-        self._write(step, partition, [base_seconds + seconds for seconds in elapsed[1:]])
+        self._write(step, placement, [base_seconds + seconds for seconds in elapsed[1:]])
 
     @contextmanager
     def _phase(self, category: str, what: str, micro_batch: int | None = None) -> Iterator[None]:
@@ -142,7 +143,7 @@ class Tracer:
 
         return recorded
 
-    def _write(self, step: int, partition: list[int], seconds: list[float]) -> None:
+    def _write(self, step: int, placement: Placement, seconds: list[float]) -> None:
         self._comm.enter("trace")
         offset_seconds, error_seconds = self._comm.clock_offset(time.perf_counter)
         shared = [time - offset_seconds for time in seconds]
@@ -159,7 +160,7 @@ class Tracer:
             names = track_names(tracks)
         try:
             self._file = self._file or TraceFile(Path(self._config.path))
-            self._file.append([*names, *batch_events(step, partition, tracks, self._origin)])
+            self._file.append([*names, *batch_events(step, placement, tracks, self._origin)])
         except OSError as error:
             self._reporter.warn(f"DynMo step {step}: the trace was not written: {error}")
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_dynmo.placement import Placement
+
 CATEGORIES = (
     *("forward", "backward", "load", "send", "receive", "wait", "instruction"),  # the last: of the user's
     *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),
@@ -69,7 +71,7 @@ def with_waits(tracks: Sequence[Track]) -> list[Track]:
     return cut
 
 
-def batch_events(step: int, partition: Sequence[int], tracks: Sequence[Track], origin: float) -> list[dict[str, Any]]:
+def batch_events(step: int, placement: Placement, tracks: Sequence[Track], origin: float) -> list[dict[str, Any]]:
     """Make the events of one batch: a marker at its start, with its partition, and what every rank did.
 
     Args:
@@ -81,7 +83,7 @@ def batch_events(step: int, partition: Sequence[int], tracks: Sequence[Track], o
         **{"pid": min(track.replica for track in tracks), "tid": min(track.rank for track in tracks)},
         "args": {
             "step": step,
-            "partition": list(partition),
+            **placement.as_record("partition"),
             "clock_error_microseconds": _microseconds(max(track.clock_error_seconds for track in tracks)),
         },
     }
