@@ -78,7 +78,7 @@ def check_features(config: Mapping[str, Any]) -> None:
     """Refuse features that DeepSpeed accepts, but that do not work in a pipeline whose layers move."""
     for key in removed_blocks(config):
         raise ConfigError(
-            f"{key}: DeepSpeed has removed it, and where it has not, layers cannot be moved with it; remove it"
+            f"{key}: DeepSpeed has removed it, and layers cannot be moved with it in older versions; remove it"
         )
     for key, why in _REFUSED.items():
         if _enabled(config.get(key)):
@@ -196,8 +196,8 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
             raise ConfigError(f"zero_optimization.{key}: offloaded state cannot be moved; remove it")
     if zero.get("elastic_checkpoint"):
         raise ConfigError(
-            "zero_optimization.elastic_checkpoint = true: its files hold other shards than those that are read for any "
-            "partition here, which load with any number of replicas as well; remove it"
+            "zero_optimization.elastic_checkpoint = true: its files have another layout, which cannot be read here; "
+            "remove it: checkpoints load with any number of replicas without it"
         )
     for key in ("round_robin_gradients", "parameter_alignment", "zenflow"):
         if zero.get(key):

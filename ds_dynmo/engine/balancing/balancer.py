@@ -277,7 +277,7 @@ class Balancer:
             try:
                 self.groups.check(placement.boundaries)
             except PartitionError as error:
-                self._reporter.inform(f"DynMo: goes to {nearest}, since {error}")
+                self._reporter.inform(f"DynMo: the nearest allowed partition is {nearest}: {error}")
         return nearest
 
     def rebalance_to(self, new: Placement, request: Request, *, what: str = "rebalance") -> RebalanceReport:

@@ -53,7 +53,7 @@ def decide_among_neighbours(
     while not node.done:
         exchange_round(node, comm)
     if not node.fits:
-        raise PartitionError("neighbours passing layers on found no partition that meets the memory limit")
+        raise PartitionError("decentralized diffusion found no partition that meets the memory limit")
     stops = torch.zeros(placement.num_stages, dtype=torch.float64)
     _, stops[stage] = node.bounds
     return placement.at(groups.unfold_partition([0, *map(int, comm.max_over_world(stops).tolist())]))

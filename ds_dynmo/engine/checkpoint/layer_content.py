@@ -123,7 +123,7 @@ def check_state(
     ]
     unexpected = [name for name in state if name not in expected] if extras is None else []
     if strict and (missing or unexpected):
-        raise CheckpointError(f"{path}: lacks {missing} and has {unexpected}, which the layer does not")
+        raise CheckpointError(f"{path}: lacks {missing}, and has {unexpected}, which the layer lacks")
     for name, shape in expected.items():
         value = state.get(name)
         if name in parameters and value is not None and not isinstance(value, torch.Tensor):

@@ -79,7 +79,7 @@ def _check_slices(context: CheckpointContext, found: int, path: str) -> None:
     if found != expected:
         raise CheckpointError(
             f"{path}: written with {found} tensor-parallel slices, expected {expected}, the ranks on the topology's "
-            "'model' axis: layers are not cut into slices anew"
+            "'model' axis: layers cannot be cut into other slices"
         )
 
 
@@ -125,7 +125,7 @@ def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) 
     if (manifest.replicas_differ or differ) and manifest.replicas != replicas:
         raise CheckpointError(
             f"{path}: written with {manifest.replicas} data-parallel replicas, expected {replicas}: each holds "
-            "parameters of its own (such as its share of experts), which are not shared out anew"
+            "parameters of its own (such as its share of experts), which cannot be distributed over others"
         )
 
 

@@ -138,7 +138,7 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
     folder, text = together(comm, manifest)
     digests = comm.gather_objects(hashlib.sha256((text or "").encode()).hexdigest())
     if len(set(digests)) > 1:
-        raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks see different ones")
+        raise CheckpointError(f"{os.path.join(folder, MANIFEST)}: the ranks read different files")
     slice_index = context.engine.grid.get_slice_parallel_rank()
     slices = join(
         comm.gather_objects((slice_index, context.engine.stage_id, own_layout(context, context.origin.layout)))

@@ -24,7 +24,7 @@ _CLASSES = (*PICKLED, argparse.Namespace, frozenset)
 def _member(enum: Any, name: str) -> Any:
     """Replace ``getattr`` in a file, by which some Pythons (3.11.2) pickle a member of an enum."""
     if enum is not ZeroStageEnum:
-        raise CheckpointError(f"an attribute of {enum!r} is asked for")
+        raise CheckpointError(f"it reads an attribute of {enum!r}")
     return ZeroStageEnum[name]
 
 

@@ -53,7 +53,7 @@ def check(present: Instructions, prefix: int, *, partitioned: bool) -> None:
             name = f"{instruction.__module__}.{getattr(instruction, '__qualname__', repr(instruction))}"
             raise ConfigError(
                 f"_INSTRUCTION_MAP[{kind.__name__}] = {name}: the first {prefix} layers have nothing to train, so a "
-                "stage that holds no others is sent no gradients, which an instruction of your own cannot know; leave "
+                "stage that holds no others is sent no gradients, and an instruction of yours cannot know that; leave "
                 f"{kind.__name__} to DeepSpeed, or train a parameter of layer 0"
             )
 

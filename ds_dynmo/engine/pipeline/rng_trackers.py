@@ -76,7 +76,7 @@ def states_of(name: str, tracker: Any) -> dict[str, State]:
         )
         raise ConfigError(
             f"random states of {name} ({type(tracker).__name__}) cannot be enumerated: {why}. Layers that fork them "
-            "would draw otherwise after a move; give it both, or set dynmo.randomness.per_layer = false"
+            "would get other numbers after a move; give it both, or set dynmo.randomness.per_layer = false"
         )
     return dict(states)
 

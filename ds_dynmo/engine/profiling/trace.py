@@ -108,7 +108,9 @@ class Tracer:
         finally:
             self.records, self._stage.timeline.record = False, None
         if self._world() != world:
-            self._reporter.warn(f"DynMo step {step}: was re-packed, its trace is not written")
+            self._reporter.warn(
+                f"DynMo step {step}: the job was re-packed during this batch, so its trace is not written"
+            )
             return
         elapsed = [0.0, *accumulate(self._clock.seconds_between(self._times))]
         self._write(step, placement, [base_seconds + seconds for seconds in elapsed[1:]])
