@@ -61,12 +61,12 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     """Compose ``engine``, whose stage is there. Collective.
 
     Raises:
-        ConfigError: on every rank; layers share parameters, a file cannot be written, or what is frozen cannot be.
+        ConfigError: on every rank; layers share parameters, a file cannot be written, or a tie is frozen in part.
     """
     stage = engine.stage
     groups = layer_groups(config, engine.module)
     reporter = Reporter(config, stage.comm, is_first_rank=engine.global_rank == 0, monitor=engine.monitor)
-    names = _name_shared_objects(engine, config)
+    names = _prepare_layers(engine, config)
     ranks, data, clock = JobRanks(stage), DataPosition(engine), device_clock()
     profiler = Profiler(clock, size_every_pass=config.memory_limit is not None)
     migrator = Migrator(partial(MigrationContext.of, stage, names))
@@ -101,8 +101,8 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
     return Parts(reporter, profiler, migrator, balancer, trainable, executor, checkpointer, repacker, step, states)
 
 
-def _name_shared_objects(engine: Any, config: DynMoConfig) -> References:
-    """Name what layers refer to and do not own, in layers that share no parameter. Collective.
+def _prepare_layers(engine: Any, config: DynMoConfig) -> References:
+    """Make the layers of this stage ready to move, and name the objects that they refer to and do not own. Collective.
 
     Raises:
         ConfigError: on every rank; layers share parameters and are not tied.
@@ -116,7 +116,7 @@ def _name_shared_objects(engine: Any, config: DynMoConfig) -> References:
 
 
 def _tracer(stage: StageContext, clock: Any, reporter: Reporter, ranks: JobRanks) -> Tracer | None:
-    """Make what records batches, where ``dynmo.trace`` asks for it. Collective."""
+    """Make the tracer; None: ``dynmo.trace`` asks for none. Collective."""
     if stage.config.trace is None:
         return None
     return Tracer(
@@ -125,7 +125,7 @@ def _tracer(stage: StageContext, clock: Any, reporter: Reporter, ranks: JobRanks
 
 
 def _random_streams(engine: Any, config: DynMoConfig, states: TrackedStates) -> LayerStreams | None:
-    """Make each layer's own random streams; None where layers draw from the rank's."""
+    """Make each layer's random streams; None: layers use the rank's generators."""
     if not config.randomness.per_layer:
         return None
     seed = engine.module.base_seed if config.randomness.seed is None else config.randomness.seed
