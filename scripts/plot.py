@@ -29,7 +29,7 @@ from plotting.data import (
 
 
 def expected(report: Report) -> list[Rows]:
-    """Simulated batches: around the last move, or under the last profile where nothing moved."""
+    """Simulate batches: around the last move, or under the last profile where nothing moved."""
     if not report.profiles:
         return []
     if not report.moves:
@@ -46,10 +46,10 @@ def expected(report: Report) -> list[Rows]:
 
 
 def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Rows]:
-    """Batches of a trace: those of ``steps``, or the first and the last.
+    """Make the timelines of the batches ``steps`` of a trace, or of the first and the last.
 
     Raises:
-        ConfigError: a step that is not in it.
+        ConfigError: a step is not in the trace.
     """
     there = traced_steps(events)
     for step in steps or []:

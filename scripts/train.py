@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT in a pipeline that re-balances itself, as one JSON says.
+"""Train a byte-level GPT in a pipeline that re-balances itself, configured by one JSON.
 
     deepspeed --num_gpus 2 scripts/train.py --deepspeed_config ds_configs/freezing.json
 
@@ -55,10 +55,10 @@ FIRST_RANK_SECONDS = 10.0
 
 
 def refuse(error: Exception) -> int:
-    """Says once what is wrong; 2, the exit code.
+    """Print what is wrong and give the exit code, 2.
 
-    The launcher ends all ranks when it sees one of them gone. So that rank 0 has the word, the others wait for
-    that; one that is still there then has a trouble of its own.
+    The launcher ends all ranks when one has exited. So other ranks wait, and rank 0 alone prints an error that all
+    have. A rank that still runs after that has an error of its own.
     """
     rank = int(os.environ.get("RANK", 0))
     where = ""
@@ -70,7 +70,7 @@ def refuse(error: Exception) -> int:
 
 
 def build_engine(run: Run) -> Any:
-    """The model in uniform stages, and the engine around it."""
+    """Build the model in uniform stages, and the engine around it; load the checkpoint of a resumed run."""
     module = LanguageModelPipeline(model_layers(run.model), num_stages=run.stages, partition_method="uniform")
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
@@ -89,7 +89,7 @@ def build_engine(run: Run) -> Any:
 
 
 def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
-    """What changes the model's work while it trains."""
+    """Build the dynamic cases, which change the model's work while it trains, in the state of a resumed run."""
     cases = dynamic_cases(run.model, engine, total_steps=run.steps)
     if run.resumed is not None:
         for case in cases:
@@ -104,9 +104,9 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
 
 
 def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
-    """Trains up to ``run.stop``, on every rank alike; ranks that joined a run take part once it calls them.
+    """Train up to ``run.stop``, on every rank alike; ranks that join a run take part once it calls them.
 
-    ``record`` is given each step by rank 0.
+    Rank 0 passes each step to ``record``.
     """
     history = History()
     training = batches(run, engine, "train")
@@ -125,7 +125,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
             engine.train_batch(training.iterate(engine.micro_batches_taken))
         if engine.released and not engine.wait_for_recall():
             break
-        step = engine.global_steps - 1  # a rank that was away goes on where the others are
+        step = engine.global_steps - 1  # a rank that was released continues where the others are
         losses = engine.get_additional_losses()
         history.losses.append(float(losses[LANGUAGE_MODEL_LOSS]))
         history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
@@ -143,7 +143,6 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
         if run.save is not None and (last or (run.save_interval and (step + 1) % run.save_interval == 0)):
             save(run, engine, cases)
             progress.say(f"step {step + 1}: checkpoint in {run.save}")
-    progress.close()
     if not engine.released:
         history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
     return history
@@ -167,17 +166,17 @@ def batches(run: Run, engine: Any, split: Any) -> Batches:
 
 
 def validate(engine: Any, validation: Batches) -> float:
-    """The loss on the same micro-batches every time."""
+    """Measure the loss, on the same micro-batches every time."""
     return float(engine.eval_batch(validation.iterate()))
 
 
 def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
-    """A checkpoint, and then beside it what a run that is resumed begins with, which names it.
+    """Save a checkpoint, then the file that names it, from which a run is resumed.
 
-    A run that is killed in between goes on from the checkpoint before.
+    A run that is killed in between is resumed from the checkpoint before.
 
     Raises:
-        CheckpointError: on every rank, where rank 0 cannot write either.
+        CheckpointError: on every rank, if rank 0 cannot write the file.
     """
     assert run.save is not None
     tag = f"global_step{engine.global_steps}"

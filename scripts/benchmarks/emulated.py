@@ -40,7 +40,7 @@ def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, o
     benchmark.measure()
     if torch.distributed.get_rank():
         return []
-    measured = {arm.name: Measured.of(arm.rounds, arguments.micro_batches) for arm in benchmark.arms}
+    measured = {arm.name: Measured(arm.rounds, arguments.micro_batches) for arm in benchmark.arms}
     return rows(case.name, measured, arguments.micro_batches * Setting.micro_batch_tokens, benchmark.statics)
 
 

@@ -61,7 +61,7 @@ def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, objec
     for arm, one in trained.items():
         seen = [dense.arm.engine.profile] * arguments.rounds if one is dense else [each or first for each in profiles]
         rounds = [[replace(done[0], passes=passes_of(profile))] for done, profile in zip(one.arm.rounds, seen)]
-        measured[arm] = Measured.of(rounds, reference.arm.engine.micro_batches)
+        measured[arm] = Measured(rounds, reference.arm.engine.micro_batches)
     return rows(case.name, measured, reference.tokens, known)
 
 

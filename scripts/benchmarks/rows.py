@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
+from statistics import fmean, median
 from typing import Any
-
-import numpy as np
 
 from command_line import print_table
 from ds_dynmo.partitioners import PipelineModel, imbalance, loads, makespan, uniform
@@ -30,7 +28,7 @@ def passes_of(profile: Profile) -> Passes:
 
 @dataclass(frozen=True)
 class Slice:
-    """One turn of one balancer's engine.
+    """One turn of one balancer's engine, or the part of a turn in one of a run's phases.
 
     Attributes:
         iterations, seconds: how many, and what they took in all, rebalances included.
@@ -45,77 +43,75 @@ class Slice:
     partition: tuple[int, ...]
     costs: Costs = (0.0, 0.0, 0.0)
 
-
-@dataclass(frozen=True)
-class Round:
-    """One turn, or one turn in each of a run's phases. Seconds are per iteration.
-
-    Attributes:
-        seconds: wall-clock, rebalances included.
-        bound_seconds: of the shortest simulated 1F1B iteration.
-        busy_seconds: of a stage on average, in layers.
-    """
-
-    seconds: float
-    bound_seconds: float
-    busy_seconds: float
+    @property
+    def layer_seconds(self) -> list[float]:
+        return [forward + backward for forward, backward in zip(*self.passes, strict=True)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One balancer's run.
+    """One balancer's run: its turns, of which all balancers have as many."""
 
-    Attributes:
-        rounds: all balancers have as many, taking turns.
-        partitions: every one that it ran under, in order, without repetitions in a row.
-        imbalance: the paper's equation 2, mean over iterations.
-        overheads: seconds of each of :data:`OVERHEADS`, per iteration.
-    """
+    rounds: Sequence[Sequence[Slice]]
+    micro_batches: int
 
-    rounds: tuple[Round, ...]
-    partitions: tuple[tuple[int, ...], ...]
-    imbalance: float
-    overheads: Costs
+    def means(self, number: Callable[[Slice], float]) -> list[float]:
+        """Average a number of each slice over the iterations of each round."""
+        return [
+            sum(one.iterations * number(one) for one in slices) / sum(one.iterations for one in slices)
+            for slices in self.rounds
+        ]
 
-    @classmethod
-    def of(cls, rounds: Sequence[Sequence[Slice]], micro_batches: int) -> Measured:
-        slices = [one for of_round in rounds for one in of_round]
-        weights = [one.iterations for one in slices]
-        imbalances = [imbalance(_costs(one.passes), one.partition) for one in slices]
-        profile, decide, migrate = (sum(one.costs[part] for one in slices) / sum(weights) for part in range(3))
-        return cls(
-            tuple(_round(of_round, micro_batches) for of_round in rounds),
-            tuple(partition for partition, _ in groupby(one.partition for one in slices)),
-            float(np.average(imbalances, weights=weights)),
-            (profile, decide, migrate),
-        )
+    def seconds(self) -> list[float]:
+        """Give the wall-clock seconds of an iteration in each round, rebalances included."""
+        return self.means(lambda one: one.seconds / one.iterations)
 
+    def speedup_over(self, base: Measured) -> float:
+        """Give how many times as fast as ``base`` the run was: the median of the rounds, so that drift cancels."""
+        return median(other / own for other, own in zip(base.seconds(), self.seconds(), strict=True))
 
-def _round(slices: Sequence[Slice], micro_batches: int) -> Round:
-    iterations = sum(one.iterations for one in slices)
-    bound = sum(one.iterations * bound_seconds(one.passes, len(one.partition) - 1, micro_batches) for one in slices)
-    busy = sum(
-        one.iterations * micro_batches * statistics.fmean(loads(_costs(one.passes), one.partition)) for one in slices
-    )
-    return Round(sum(one.seconds for one in slices) / iterations, bound / iterations, busy / iterations)
+    def share(self, number: Callable[[Slice], float]) -> float:
+        """Give which share of an iteration's wall-clock seconds a number of seconds is."""
+        return median(part / own for part, own in zip(self.means(number), self.seconds()))
 
+    def bound_seconds(self, one: Slice) -> float:
+        return shortest_seconds(one.passes, len(one.partition) - 1, self.micro_batches)
 
-def _costs(passes: Passes) -> list[float]:
-    return [forward + backward for forward, backward in zip(*passes, strict=True)]
+    def busy_seconds(self, one: Slice) -> float:
+        """Give the seconds of an iteration that a stage is in layers, on average."""
+        return self.micro_batches * fmean(loads(one.layer_seconds, one.partition))
+
+    def overheads(self) -> dict[str, float]:
+        """Give what rebalances took, as shares of the run."""
+        slices, seconds = list(chain(*self.rounds)), median(self.seconds())
+        iterations = sum(one.iterations for one in slices)
+        costs = [sum(parts) / iterations for parts in zip(*(one.costs for one in slices))]
+        return {f"overhead_{name}": part / seconds for name, part in zip(OVERHEADS, costs)}
+
+    def row(self) -> dict[str, Any]:
+        slices = list(chain(*self.rounds))
+        return {
+            "share_of_bound": self.share(self.bound_seconds),
+            "bubble_ratio": max(0.0, 1 - self.share(self.busy_seconds)),
+            "imbalance": sum(one.iterations * imbalance(one.layer_seconds, one.partition) for one in slices)
+            / sum(one.iterations for one in slices),
+            "partitions": [list(partition) for partition, _ in groupby(one.partition for one in slices)],
+            **self.overheads(),
+        }
 
 
 @lru_cache(maxsize=256)
-def bound_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
+def shortest_seconds(passes: Passes, stages: int, micro_batches: int) -> float:
     """Give the seconds of the shortest 1F1B iteration that is found, with messages that take no time."""
     pipeline = PipelineModel(*passes, micro_batches, (1.0,) * stages)
-    start = uniform(len(passes[0]), stages)
-    return pipeline.iteration_seconds(makespan(_costs(passes), stages, start=start, pipeline=pipeline))
+    costs = [forward + backward for forward, backward in zip(*passes)]
+    return pipeline.iteration_seconds(makespan(costs, stages, start=uniform(len(costs), stages), pipeline=pipeline))
 
 
 def rows(
     case: str, measured: Mapping[str, Measured], tokens: int, known: Statics | None = None
 ) -> list[dict[str, Any]]:
-    """Make one row per balancer; ratios are medians of those of the rounds, so that drift of the machine cancels.
+    """Make one row per balancer.
 
     "over static" is over the static partition that came out fastest, which one could not even know before.
 
@@ -125,44 +121,24 @@ def rows(
     """
     alike = {} if known is None else {arm: other for arm, other in known.alike.items() if other in measured}
     measured = {**measured, **{arm: measured[other] for arm, other in alike.items()}}
-    throughput = {arm: tokens / statistics.median(one.seconds for one in run.rounds) for arm, run in measured.items()}
-    static = max((arm for arm in STATICS if arm in throughput), key=lambda arm: throughput[arm])
+    seconds = {arm: run.seconds() for arm, run in measured.items()}
+    static = min((arm for arm in STATICS if arm in measured), key=lambda arm: median(seconds[arm]))
     return [
         {
             "case": case,
             "balancer": arm,
-            "tokens_per_second": throughput[arm],
-            "tokens_per_second_spread": [
-                tokens / end(one.seconds for one in measured[arm].rounds) for end in (max, min)
-            ],
-            "speedup_over_static": _ratio(measured[static], measured[arm]),
-            "speedup_over_dense": _ratio(measured["dense"], measured[arm]),
-            "share_of_ideal": _ratio(measured["oracle"], measured[arm]) if "oracle" in measured else None,
-            "share_of_bound": _share(measured[arm], lambda one: one.bound_seconds),
-            "bubble_ratio": max(0.0, 1 - _share(measured[arm], lambda one: one.busy_seconds)),
-            "imbalance": measured[arm].imbalance,
+            "tokens_per_second": tokens / median(seconds[arm]),
+            "tokens_per_second_spread": [tokens / max(seconds[arm]), tokens / min(seconds[arm])],
+            "speedup_over_static": measured[arm].speedup_over(measured[static]),
+            "speedup_over_dense": measured[arm].speedup_over(measured["dense"]),
+            "share_of_ideal": measured[arm].speedup_over(measured["oracle"]) if "oracle" in measured else None,
             "start": None if known is None else list(known.start(arm)),
-            "partitions": [list(partition) for partition in measured[arm].partitions],
             "measured_as": alike.get(arm, arm),
-            **_overheads(measured[arm]),
+            **measured[arm].row(),
         }
         for arm in ARMS
         if arm in measured
     ]
-
-
-def _ratio(base: Measured, own: Measured) -> float:
-    """Give how many times as fast as ``base`` a run was."""
-    return statistics.median(other.seconds / one.seconds for other, one in zip(base.rounds, own.rounds, strict=True))
-
-
-def _share(run: Measured, number: Callable[[Round], float]) -> float:
-    return statistics.median(number(one) / one.seconds for one in run.rounds)
-
-
-def _overheads(run: Measured) -> dict[str, float]:
-    seconds = statistics.median(one.seconds for one in run.rounds)
-    return {f"overhead_{name}": part / seconds for name, part in zip(OVERHEADS, run.overheads, strict=True)}
 
 
 FIGURES = {  # columns of the table

@@ -1,4 +1,4 @@
-"""What a run wrote, as scripts/plot.py takes it: the JSON lines of a report, the events of a trace."""
+"""Read what a run wrote for scripts/plot.py: the JSON lines of a report, the events of a trace."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Loads(NamedTuple):
 
 
 def read_report(path: Path) -> Report:
-    """The JSON lines that ``dynmo.report`` or scripts/train.py wrote.
+    """Read the JSON lines that ``dynmo.report`` or scripts/train.py wrote.
 
     Raises:
         ConfigError: no such file, a line that is no record, or nothing in it.
@@ -87,7 +87,7 @@ def read_report(path: Path) -> Report:
 
 
 def read_rows(path: Path) -> list[Record]:
-    """The rows that scripts/benchmark.py or scripts/simulate.py wrote, one per case and balancer.
+    """Read the rows that scripts/benchmark.py or scripts/simulate.py wrote, one per case and balancer.
 
     Raises:
         ConfigError: no such file, or no rows in it.
@@ -104,12 +104,12 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def costs(profile: Record) -> list[float]:
-    """Seconds of each layer per micro-batch, forward and backward."""
+    """Add up forward and backward seconds of each layer, per micro-batch."""
     return [forward + backward for forward, backward in zip(profile["forward_seconds"], profile["backward_seconds"])]
 
 
 def loads_around(report: Report) -> list[Loads]:
-    """For each move that a profile came before: what the stages had to do by it, would have, and then had."""
+    """Give the stage loads before and after each move that has a profile before it."""
     found = []
     ends = [move["step"] for move in report.moves[1:]] + [float("inf")]
     for move, end in zip(report.moves, ends):
@@ -124,14 +124,14 @@ def loads_around(report: Report) -> list[Loads]:
 
 
 def quality(profile: Record) -> tuple[float, float]:
-    """Imbalance (the paper's equation 2) and bubble ratio, measured."""
+    """Give the measured imbalance (the paper's equation 2) and bubble ratio."""
     seconds, stages = costs(profile), len(profile["partition"]) - 1
     busy = profile["micro_batches"] * sum(seconds) / stages
     return imbalance(seconds, profile["partition"]), max(0.0, 1 - busy / profile["batch_seconds"])
 
 
 def simulated(profile: Record, partition: Sequence[int], title: str) -> Rows:
-    """The 1F1B timeline that a profile makes expect of a partition, without time for sending."""
+    """Simulate the 1F1B timeline of a partition from a profile, without time for sending."""
     forward, backward = (loads(profile[f"{kind}_seconds"], partition) for kind in ("forward", "backward"))
     timeline = simulate(forward, backward, profile["micro_batches"])
     rows: dict[str, list[Bar]] = {f"stage {stage}": [] for stage in range(len(forward))}
@@ -142,7 +142,7 @@ def simulated(profile: Record, partition: Sequence[int], title: str) -> Rows:
 
 
 def read_trace(path: Path) -> list[Record]:
-    """The events of the trace that ``dynmo.trace`` wrote.
+    """Read the events of the trace that ``dynmo.trace`` wrote.
 
     Raises:
         ConfigError: no such file, or no trace with a batch in it.
@@ -154,12 +154,12 @@ def read_trace(path: Path) -> list[Record]:
 
 
 def traced_steps(events: Iterable[Record]) -> list[int]:
-    """Which batches are in a trace."""
+    """List the steps of the batches in a trace."""
     return [event["args"]["step"] for event in events if event["ph"] == "i"]
 
 
 def traced(events: Sequence[Record], step: int) -> Rows:
-    """One batch of a trace."""
+    """Make the timeline of one batch of a trace."""
     (marker,) = (event for event in events if event["ph"] == "i" and event["args"]["step"] == step)
     pipelines = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     stages = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}

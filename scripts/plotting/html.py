@@ -20,7 +20,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def page(report: Report, pictures: Mapping[str, bytes]) -> str:
-    """The HTML; ``pictures``: PNGs by title."""
+    """Make the HTML; ``pictures``: PNGs by title."""
     parts = [f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title(report))}</title>']
     parts += [f"<style>{STYLE}</style></head><body><h1>{escape(title(report))}</h1>"]
     if report.end is not None:
@@ -36,7 +36,7 @@ def page(report: Report, pictures: Mapping[str, bytes]) -> str:
 
 
 def title(report: Report) -> str:
-    """What was run, in a line."""
+    """Say what was run, in a line."""
     if report.start is None:
         return "A run"
     return f"{report.start['stop_at'] - report.start['first_step']} steps in {report.start['stages']} stages"

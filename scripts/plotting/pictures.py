@@ -47,13 +47,13 @@ ARM_COLORS = {
 
 
 def save_svg(figure: Figure, path: Path) -> None:
-    """The same bytes for the same figure; text stays text, so that the file is small."""
+    """Write a figure; the same figure gives the same bytes, and text stays text, so that the file is small."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_dynmo"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def stage_loads(report: Report) -> Figure | None:
-    """Stage loads before and after each move; of many moves, those that lowered the bottleneck most."""
+    """Draw stage loads before and after each move; of many moves, those that lowered the bottleneck most."""
     every = loads_around(report)
     if not every:
         return None
@@ -98,24 +98,17 @@ def _short(partition: Sequence[int]) -> str:
 
 
 def speed(report: Report) -> Figure:
-    """Tokens per second of each step (or seconds of the profiled batches), imbalance and bubble ratio."""
+    """Draw tokens per second of each step (or seconds of the profiled batches), imbalance and bubble ratio."""
     panels = 2 if report.profiles else 1
     figure = Figure(figsize=(9, 2.8 * panels), layout="constrained")
     upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
     if report.steps:
-        numbers = [record["step"] for record in report.steps]
-        tokens = [record["tokens_per_second"] for record in report.steps]
-        upper.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
-        half = WINDOW // 2
-        smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
-        upper.plot(numbers, smooth, color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
-        upper.set_ylabel("tokens/s")
-        upper.yaxis.set_major_formatter("{x:,.0f}")
+        _tokens(upper, report)
     else:
         points = [(profile["step"], profile["batch_seconds"]) for profile in report.profiles]
         upper.plot(*zip(*points), "o-", color=MEASURED, markersize=4, label="profiled batches")
         upper.set_ylabel("batch (s)")
-    upper.set_ylim(bottom=0)
+        upper.set_ylim(bottom=0)
     for axes in lower:
         steps = [profile["step"] for profile in report.profiles]
         imbalances, bubbles = zip(*(quality(profile) for profile in report.profiles))
@@ -128,7 +121,7 @@ def speed(report: Report) -> Figure:
 
 
 def ranks(report: Report) -> Figure | None:
-    """Ranks at work over the run, and tokens/s; None where it did not re-pack."""
+    """Draw ranks at work over the run, and tokens/s; None where it did not re-pack."""
     changes = [record for record in report.repacks if record["old_partition"] != record["new_partition"]]
     if not changes or not report.steps:
         return None
@@ -145,14 +138,7 @@ def ranks(report: Report) -> Figure | None:
     upper.set_ylim(0, max(stages) + 0.5)
     upper.yaxis.set_major_locator(MaxNLocator(integer=True))
     upper.set_ylabel("stages at work")
-    tokens = [record["tokens_per_second"] for record in report.steps]
-    half = WINDOW // 2
-    smooth = [statistics.median(tokens[max(0, one - half) : one + half + 1]) for one in range(len(tokens))]
-    lower.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
-    lower.plot(numbers, smooth, color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
-    lower.set_ylim(bottom=0)
-    lower.set_ylabel("tokens/s")
-    lower.yaxis.set_major_formatter("{x:,.0f}")
+    _tokens(lower, report)
     lower.set_xlabel("step")
     lower.legend(loc="lower left", frameon=False, fontsize=9, ncols=2)
     for axes in (upper, lower):
@@ -160,8 +146,21 @@ def ranks(report: Report) -> Figure | None:
     return figure
 
 
+def _tokens(axes: Any, report: Report) -> None:
+    """Draw tokens per second of each step, and their running median."""
+    numbers = [record["step"] for record in report.steps]
+    tokens = [record["tokens_per_second"] for record in report.steps]
+    half = WINDOW // 2
+    smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
+    axes.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
+    axes.plot(numbers, smooth, color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("tokens/s")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
 def cases(rows: Sequence[Record]) -> Figure:
-    """Throughput of each case under each balancer, over its fastest static partition, with the spread of the rounds."""
+    """Draw the throughput of each case under each balancer over its fastest static partition, and its spread."""
     names = list(dict.fromkeys(row["case"] for row in rows))
     arms = [arm for arm in ARM_COLORS if any(_arm(row) == arm for row in rows)]
     figure = Figure(figsize=(1.6 + 1.5 * len(names), 3.6), layout="constrained")
@@ -189,13 +188,13 @@ def cases(rows: Sequence[Record]) -> Figure:
 
 
 def _arm(row: Record) -> str:
-    """A balancer that balances by time, by its name alone; others are not drawn."""
+    """Shorten the names of arms; those by parameters keep theirs and are not drawn."""
     name = str(row["balancer"])
     return "uniform" if name == "static_uniform" else name.removesuffix("_time")
 
 
 def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:
-    """How far the least and the most of the rounds are below and above each bar; None where there was one round."""
+    """Give how far the least and the most of the rounds are below and above each bar; None where rows lack them."""
     if not all("tokens_per_second_spread" in row for row in rows):
         return None
     of_bars = []
@@ -207,7 +206,7 @@ def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:
 
 
 def losses(report: Report) -> Figure | None:
-    """Training loss of each step, auxiliary loss where there is one, validation losses."""
+    """Draw the training loss of each step, auxiliary loss where there is one, and validation losses."""
     if not report.steps:
         return None
     figure = Figure(figsize=(9, 3.8), layout="constrained")
@@ -226,7 +225,7 @@ def losses(report: Report) -> Figure | None:
 
 
 def _over_steps(*panels: Any, report: Report) -> None:
-    """What all pictures over the run have: where layers moved, a legend outside, an axis of steps."""
+    """Mark where layers moved, and put a legend outside and an axis of steps."""
     for axes in panels:
         for number, move in enumerate(report.moves):
             label = "layers moved" if number == 0 and axes is panels[0] else None
@@ -238,7 +237,7 @@ def _over_steps(*panels: Any, report: Report) -> None:
 
 
 def timelines(every: Sequence[Rows]) -> Figure:
-    """Batches below each other on one scale of time; a row for each stage."""
+    """Draw batches below each other on one scale of time; a row for each stage."""
     rows = [len(one.rows) for one in every]
     inches = 0.42 if max(rows) <= MOST_TALL_ROWS else 0.22
     figure = Figure(figsize=(10, sum(inches * count + 0.8 for count in rows) + 0.9), layout="constrained")

@@ -1,4 +1,4 @@
-"""What scripts/train.py is asked to do: its flags and its JSON, checked before a process group exists."""
+"""The flags and the JSON of scripts/train.py, checked before a process group exists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from command_line import check_at_least_1, num_processes
 from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, load_text, model_layers, read_model_config
@@ -26,10 +27,10 @@ class Run:
 
     Attributes:
         steps: batches of the whole run, of which schedules are fractions.
-        stop: after so many of them this part of the run ends.
+        stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: there is one when this part ends.
-        resumed: what :data:`RESUME_FILE` says of the run that goes on; None for one that begins.
-        join: where the run is, HOST:PORT, that these processes join; None: they are a run of their own.
+        resumed: what :data:`RESUME_FILE` says of the run that is resumed; None for a new one.
+        join: HOST:PORT of the run that these processes join; None: they are a run of their own.
     """
 
     settings: dict[str, Any]
@@ -52,7 +53,7 @@ class Run:
 
 
 class RunFacts:
-    """What a job that stops to be launched anew leaves to that launch, beside its cases' states."""
+    """What a job that stops leaves to its next launch, beside its cases' states."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -61,7 +62,7 @@ class RunFacts:
         return {"steps": self._run.steps, "model": self._run.model.model_dump(mode="json")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ranks of one job have the same."""
+        """Do nothing: ranks of one job have the same."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,7 +84,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="write one after every N batches, too")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint in it")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue from the latest checkpoint in it")
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="give these processes to the run there, begun with the same arguments"
     )
@@ -92,7 +93,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run:
-    """Everything that can be checked without the other processes.
+    """Read and check everything that can be checked without the other processes.
 
     Args:
         settings: the configuration; None: read from the file that ``--deepspeed_config`` names.
@@ -101,36 +102,27 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         ConfigError: naming the option, key or path, its value and what is allowed.
     """
     args = parse_arguments(arguments)
-    if "WORLD_SIZE" not in os.environ:
-        raise ConfigError("start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/train.py ...")
+    world_size = num_processes("2 scripts/train.py")
     if settings is None:
         settings = load_json(args.deepspeed_config)
     dynmo = read_dynmo_config(settings)
     model = read_model_config(settings)
-    if model.freezing is not None and dynmo is None:
-        raise ConfigError('model.freezing: needs a "dynmo" block, stock DeepSpeed cannot train a frozen front')
-    if model.moe is not None and model.moe.routing == "bias" and dynmo is None:
-        raise ConfigError('model.moe.routing = "bias": needs a "dynmo" block, its counts are summed over replicas')
-    if model.moe is not None and model.moe.expert_parallel and dynmo is None:
-        raise ConfigError('model.moe.expert_parallel: needs a "dynmo" block, stock DeepSpeed would average the experts')
-    if model.pruning is not None and dynmo is None:
-        raise ConfigError('model.pruning: needs a "dynmo" block, stock DeepSpeed cannot sum over its stages')
-    check_counts(args)
+    if dynmo is None:
+        check_without_block(args, model)
+    check_at_least_1(args, "steps", "save_interval")
+    if args.save_interval is not None and args.save is None:
+        raise ConfigError(f"--save-interval {args.save_interval}: needs --save DIR, where to write to")
     if args.seed is not None:
         if not 0 <= args.seed < 2**32:
             raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
         model = model.model_copy(update={"seed": args.seed})
-    stages = check_stages(args.stages, int(os.environ["WORLD_SIZE"]), len(model_layers(model)))
+    stages = check_stages(args.stages, world_size, len(model_layers(model)))
     text = load_text(args.data)
     text.check_length(model.sequence_length)
     settings = dict(settings)
     if dynmo is not None:
         settings["dynmo"] = dict(settings["dynmo"])
-    elif args.join is not None:
-        raise ConfigError(f'--join {args.join}: needs a "dynmo" block, stock DeepSpeed has no run that can be joined')
     if args.trace is not None:
-        if dynmo is None:
-            raise ConfigError(f'--trace {args.trace[0]}: needs a "dynmo" block, stock DeepSpeed records none')
         path, *numbers = args.trace
         trace = {"path": path, "steps": [int(number) if number.isdecimal() else number for number in numbers]}
         parse_block(TraceConfig, trace, "--trace")
@@ -174,17 +166,27 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     )
 
 
-def check_counts(args: argparse.Namespace) -> None:
-    for option in ("steps", "save_interval"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: should be at least 1")
-    if args.save_interval is not None and args.save is None:
-        raise ConfigError(f"--save-interval {args.save_interval}: needs --save DIR, where to write to")
+def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
+    """Refuse what stock DeepSpeed cannot do.
+
+    Raises:
+        ConfigError: naming the option or key.
+    """
+    moe = model.moe
+    for asked, name, why in (
+        (model.freezing, "model.freezing", "stock DeepSpeed cannot train a frozen front"),
+        (moe and moe.routing == "bias", 'model.moe.routing = "bias"', "its counts are summed over replicas"),
+        (moe and moe.expert_parallel, "model.moe.expert_parallel", "stock DeepSpeed would average the experts"),
+        (model.pruning, "model.pruning", "stock DeepSpeed cannot sum over its stages"),
+        (args.join, f"--join {args.join}", "stock DeepSpeed has no run that can be joined"),
+        (args.trace, f"--trace {args.trace and args.trace[0]}", "stock DeepSpeed records none"),
+    ):
+        if asked:
+            raise ConfigError(f'{name}: needs a "dynmo" block, {why}')
 
 
 def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
-    """The number of pipeline stages: what was asked for, or one per process."""
+    """Give the number of pipeline stages: what was asked for, or one per process."""
     if stages is None:
         stages = world_size
     if stages < 1 or world_size % stages:
@@ -195,7 +197,7 @@ def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
 
 
 def total_steps(args: argparse.Namespace, model: ModelConfig, resumed: dict[str, Any] | None) -> int:
-    """Of the whole run. One that is resumed keeps its own where the model changes at fractions of them."""
+    """Give the batches of the whole run; a resumed run keeps its own where the model changes at fractions of them."""
     if resumed is None:
         return STEPS if args.steps is None else int(args.steps)
     steps: int = resumed["steps"] if args.steps is None else args.steps
@@ -211,7 +213,7 @@ def total_steps(args: argparse.Namespace, model: ModelConfig, resumed: dict[str,
 
 
 def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """What the run that is resumed was, if this one can go on from it."""
+    """Read what the resumed run was, and check that this one can continue it."""
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder")
     resumed = {"in_step": False, **latest_part(folder)}
@@ -220,7 +222,7 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
     saved_model = read_model_config(resumed)
     for key in ModelConfig.model_fields:
-        if key == "tokens":  # allows what was trained on, and changes nothing of it
+        if key == "tokens":  # only allows the data that was trained on
             continue
         if getattr(model, key) != getattr(saved_model, key):
             raise ConfigError(
@@ -231,7 +233,7 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def latest_part(folder: Path) -> dict[str, Any]:
-    """What the run saved last: by itself, or where it stopped to be launched anew at another size."""
+    """Read what the run saved last: by itself, or where it stopped to be launched anew at another size."""
     path = folder / LAUNCH_FILE
     if not path.is_file():
         return load_json(folder / RESUME_FILE)
@@ -244,7 +246,7 @@ def latest_part(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def refusing(option: str, path: Path) -> Iterator[None]:
-    """An OSError as a ConfigError that names the option."""
+    """Turn an OSError into a ConfigError that names the option."""
     try:
         yield
     except OSError as error:

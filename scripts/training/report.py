@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
 from ds_dynmo.engine.reporting.files import record_writer
 from ds_dynmo.plan import Profile, RebalanceReport
 from training.options import Run
@@ -24,13 +22,13 @@ LAST_STEPS = 10  # the training loss that is reported at the end is their mean
 
 @dataclass
 class History:
-    """What the closing table is made from.
+    """Numbers of each step, for the closing table and the report.
 
     Attributes:
         losses: the language model's in training, to be compared with other models'.
         auxiliary_losses: what was added to them to be trained; 0 where there is nothing.
-        ranks: how many were at work in each step.
-        cases: what each dynamic case has to say at the end.
+        ranks: at work in each step.
+        cases: numbers of each dynamic case, known at the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -41,12 +39,8 @@ class History:
     cases: dict[str, dict[str, float]] = field(default_factory=dict)
     profiles: list[Profile | None] = field(default_factory=list)  # for each report, what it was decided on
 
-    @property
-    def latest_losses(self) -> str:
-        return _losses(self.losses[-1], self.auxiliary_losses[-1])
-
     def decisions_seen(self, engine: Any) -> None:
-        """Keeps the profile behind every new report."""
+        """Keep the profile behind every new report."""
         for report in engine.reports[len(self.profiles) :]:
             profile = engine.profile
             known = profile is not None and profile.partition == report.old_partition
@@ -54,35 +48,24 @@ class History:
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere; nothing on other ranks."""
+    """A line now and then, on rank 0 of the run."""
 
     def __init__(self, run: Run, engine: Any) -> None:
         self._first_rank = engine.global_rank == 0 and run.join is None
         self._steps, self._stop = run.steps, run.stop
         self._every = max(1, run.steps // PROGRESS_LINES)
         self._tokens = tokens_per_step(run, engine)
-        self._bar: tqdm | None = None
-        if self._first_rank and sys.stderr.isatty():
-            self._bar = tqdm(total=run.steps, initial=run.first_step, unit="step", dynamic_ncols=True)
 
     def step(self, steps_done: int, history: History) -> None:
-        seconds = history.step_seconds[-self._every :]
-        speed = self._tokens * len(seconds) / sum(seconds)
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {history.latest_losses}, {speed:,.0f} tokens/s", refresh=False)
-            self._bar.update()
-        elif steps_done % self._every == 0 or steps_done == self._stop or len(history.losses) == 1:
-            self.say(f"step {steps_done}/{self._steps}: loss {history.latest_losses}, {speed:,.0f} tokens/s")
+        if steps_done % self._every == 0 or steps_done == self._stop or len(history.losses) == 1:
+            seconds = history.step_seconds[-self._every :]
+            speed = self._tokens * len(seconds) / sum(seconds)
+            losses = _losses(history.losses[-1], history.auxiliary_losses[-1])
+            self.say(f"step {steps_done}/{self._steps}: loss {losses}, {speed:,.0f} tokens/s")
 
     def say(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.write(line)
-        elif self._first_rank:
+        if self._first_rank:
             print(line, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def tokens_per_step(run: Run, engine: Any) -> int:
@@ -90,7 +73,7 @@ def tokens_per_step(run: Run, engine: Any) -> int:
 
 
 def closing_table(run: Run, engine: Any, history: History) -> list[str]:
-    """One line per decision: what it changed, and what was measured before and after."""
+    """Make one line per decision: what it changed, and what was measured before and after."""
     if not engine.reports:
         return []
     tokens = tokens_per_step(run, engine)
@@ -113,7 +96,7 @@ def closing_table(run: Run, engine: Any, history: History) -> list[str]:
 
 
 def repack_lines(engine: Any) -> list[str]:
-    """One line per re-packing that changed something."""
+    """Make one line per re-packing that changed the number of stages."""
     return [
         f"step {report.step} ({report.reason}): {report.old_stages} -> {report.new_stages} stages, "
         f"{list(report.new_partition)}, in {report.migrate_seconds + report.world_seconds:.2f} s"
@@ -123,7 +106,7 @@ def repack_lines(engine: Any) -> list[str]:
 
 
 def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int) -> tuple[str, str, str]:
-    """Tokens per second, bubble ratio and imbalance when ``report`` was decided."""
+    """Give tokens per second, bubble ratio and imbalance when ``report`` was decided."""
     if profile is None or report.imbalance_before is None:
         return ("-", "-", "-")
     busy_seconds = profile.micro_batches * sum(profile.costs("time")) / (len(profile.partition) - 1)
@@ -132,7 +115,7 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
 
 
 def case_lines(history: History) -> list[str]:
-    """One line per case that has numbers."""
+    """Make one line per case that has numbers."""
     return [
         f"{name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,.0f}" for key, value in numbers.items())
         for name, numbers in history.cases.items()
@@ -140,7 +123,7 @@ def case_lines(history: History) -> list[str]:
 
 
 def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
-    """The batch that was trained last; its time holds the rebalance that followed it."""
+    """Make the record of the batch that was trained last; its seconds include the rebalance that followed it."""
     seconds = history.step_seconds[-1]
     return {
         "kind": "step",
@@ -153,7 +136,7 @@ def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
 
 
 def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
-    """The numbers of the whole run; validation is not in its time."""
+    """Make the record of the whole run; its seconds do not include validation."""
     seconds = sum(history.step_seconds)
     return {
         "kind": "end",
@@ -173,7 +156,7 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
 
 
 def closing_line(history: History, numbers: dict[str, Any]) -> str:
-    """The end of what is shown; ``numbers``: what :func:`summary` gave."""
+    """Make the last line; ``numbers`` is what :func:`summary` gave."""
     losses = _losses(numbers["train_loss"], numbers["auxiliary_loss"])
     fewer = len(set(history.ranks)) > 1
     ranks = f" on {numbers['average_ranks']:.1f} of {max(history.ranks)} ranks on average" if fewer else ""
@@ -188,7 +171,7 @@ def _losses(loss: float, auxiliary: float) -> str:
 
 
 def record_nothing(record: dict[str, Any]) -> None:
-    """No report is asked for, or another rank writes it."""
+    """Drop the record: no report is asked for, or another rank writes it."""
 
 
 def begin_report(path: Path | None) -> Record:

@@ -13,7 +13,7 @@ HALF = ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 2.0, 2.0))
 
 def run(seconds: list[float], partition: tuple[int, ...] = (0, 2, 4), passes: object = HALF, **cost: float) -> Measured:
     costs = (cost.get("profile", 0.0), cost.get("decide", 0.0), cost.get("migrate", 0.0))
-    return Measured.of([[Slice(10, 10 * one, passes, partition, costs)] for one in seconds], micro_batches=8)  # type: ignore[arg-type]
+    return Measured([[Slice(10, 10 * one, passes, partition, costs)] for one in seconds], micro_batches=8)  # type: ignore[arg-type]
 
 
 MEASURED = {
@@ -54,10 +54,10 @@ def test_overheads_are_shares_of_an_iteration() -> None:
 
 def test_a_run_of_phases_counts_each_by_its_iterations() -> None:
     phases = [Slice(30, 30 * 2.0, DENSE, (0, 2, 4)), Slice(10, 10 * 6.0, HALF, (0, 2, 4))]
-    measured = Measured.of([phases], micro_batches=8)
-    assert measured.rounds[0].seconds == 3
-    assert measured.rounds[0].busy_seconds == pytest.approx((30 * 48 + 10 * 24) / 40)
-    assert measured.imbalance == pytest.approx(0.5)
+    measured = Measured([phases], micro_batches=8)
+    assert measured.seconds() == [3]
+    assert measured.means(measured.busy_seconds) == pytest.approx([(30 * 48 + 10 * 24) / 40])
+    assert measured.row()["imbalance"] == pytest.approx(0.5)
 
 
 def test_partitions_that_are_alike_are_run_once() -> None:
