@@ -1,4 +1,4 @@
-"""Draw a run, from what it wrote: pictures, and one HTML file that holds them. Draw the rows of a benchmark.
+"""Draw a run from what it wrote, as pictures and one HTML file that holds them; or the rows of a benchmark.
 
     python scripts/plot.py report.jsonl --trace trace.json --out pictures
     python scripts/plot.py --rows rows.json --format svg --out pictures

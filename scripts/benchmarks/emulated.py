@@ -1,13 +1,12 @@
-"""Every balancer on one case, side by side, with layers that sleep for the load model's times.
+"""Run every balancer on one case, side by side, with layers that sleep for the load model's times.
 
-Where loads change in every iteration, the engines rebalance in every iteration, on the clock, and a turn is some
-iterations. Else a run of 10,000 iterations is cut down to its phases: in each, every engine is told of the change and
-decides, and, if the phase lasts, once more as it would an interval later, with a second profile; then the settled
-pipelines are timed in turns. A phase takes its iterations times that, and what rebalances were measured to cost is
-counted as often as the interval has them.
+Where loads change in every iteration, the engines rebalance in every iteration, on the clock. A turn is some
+iterations. Otherwise a run of 10,000 iterations is cut down to its phases. In each phase every engine is told of the
+change and decides; if the phase lasts, it decides once more an interval later. Then the settled pipelines are timed in
+turns. A phase counts as its iterations times that, plus the measured costs of as many rebalances as it has intervals.
 
-Static engines have the partitions that the loads of the first phase or iteration, taken for known before training, say;
-of those that are alike one is run. All others start at the best of them, the dense model at the uniform one.
+Static engines have the partitions that are made from the loads of the first phase or iteration. Of those that are alike
+one is run. All others start at the best of them, the dense model at the uniform one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers that sleep for the time a load model gives, in the real engine: communication, profile and migration are real.
+"""Emulated layers: they sleep for the time a load model gives. Engine, messages, profiles and moves are real.
 
 A sleeping process leaves its core to the others, so that any number of stages runs on a few cores as it would on as
 many accelerators.

@@ -1,4 +1,4 @@
-"""What one change, one profile and one rebalance bring and cost: twelve equal blocks, sleeping or real ones."""
+"""What one change, one profile and one rebalance gain and cost: twelve equal blocks, sleeping or real ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Clock(torch.autograd.Function):
 
 
 class SelfTimed(nn.Module):
-    """A layer with clocks of its own, the truth that a profile is held against."""
+    """A layer with clocks of its own, which a profile is compared with."""
 
     def __init__(self, typename: type[nn.Module], *arguments: Any) -> None:
         super().__init__()

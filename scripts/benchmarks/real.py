@@ -1,10 +1,9 @@
-"""Every balancer on one of the models of ds_configs, side by side, on real text.
+"""Run every balancer on one of the models of ds_configs, side by side, on real text.
 
-Engines take turns batch by batch, so that whatever else the machine does is shared alike.
-Training is bitwise the same under every balancer, so that the layers' seconds that one engine profiles, those of
-"partition_time", hold for all. Nobody knows true costs here, so there is no oracle. Static engines have the partitions
-that a profile of the model before it changes says; of those that are alike one is run. All others start at the best of
-them, the dense model at the uniform one.
+Engines take turns batch by batch, so that other work on the machine slows all of them alike. Training is bitwise the
+same under every balancer, so the seconds of layers are profiled in one engine, that of "partition_time". True costs are
+not known, so there is no oracle. Static engines have the partitions that are made from a profile of the model before it
+changes. Of those that are alike one is run. All others start at the best of them, the dense model at the uniform one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One of the models of ds_configs as it is trained, and the static partitions that a profile of it says."""
+"""Train one of the models of ds_configs, and make the static partitions from a profile of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput of a pruned model on fewer and fewer stages (paper, section 4, re-packing): pure, simulated."""
+"""Simulate the throughput of a pruned model on fewer and fewer stages (paper, section 4, re-packing)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulation.runs import Setting, Step, iteration
 
 
 def repack_rows(num_layers: int, stages: Sequence[int], *, seeds: int) -> list[dict[str, Any]]:
-    """Per sparsity and number of stages, at as many micro-batches as the largest pipeline has."""
+    """Make a row per sparsity and number of stages, all with as many micro-batches as the largest pipeline has."""
     case, largest = Pruning(), max(stages)
     rows = []
     begin = 0
@@ -38,7 +38,7 @@ def repack_rows(num_layers: int, stages: Sequence[int], *, seeds: int) -> list[d
 
 
 def sustained_stages(rows: Sequence[dict[str, Any]]) -> float:
-    """The mean over a run of the fewest stages that are as fast as all of them were with the dense model."""
+    """Average over a run the fewest stages that are as fast as all stages were with the dense model."""
     fewest: dict[float, tuple[int, int]] = {}
     for row in rows:
         if row["over_dense"] >= 1 - 1e-9:

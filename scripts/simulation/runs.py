@@ -1,11 +1,11 @@
-"""A run of a dynamic model under a balancer, in simulated seconds: pure, no processes.
+"""Simulate a run of a dynamic model under a balancer, without processes.
 
 A balancer sees what the engine would: the costs of the iteration before, of each layer on its slowest replica, and no
-links. It moves where the bottleneck falls by the engine's ``min_improvement`` and what that saves until the next
-rebalance is more than the move takes; that costs may be off by noise, which the engine weighs too, is left out.
+links. A move must lower the bottleneck by the engine's ``min_improvement``, and save more until the next rebalance than
+it takes. The engine also weighs the noise of its measurements; here there is none.
 
-An iteration is timed in two ways: ``1F1B``, DeepSpeed's schedule with its filling and draining, and ``full``, as long
-as the busiest stage works, which is what a schedule almost without bubbles of its own comes to (the paper's).
+An iteration is timed in two ways: ``1F1B`` is DeepSpeed's schedule with its filling and draining; ``full`` is the time
+that the busiest stage works, as under the paper's schedule, which has almost no bubbles of its own.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class Setting:
 
     @property
     def link_seconds(self) -> float:
-        """Of one message between stages."""
+        """Seconds of one message between stages."""
         return self.message_bytes / self.link_bytes_per_second
 
     @property
     def tokens(self) -> int:
-        """Of one iteration."""
+        """Tokens of one iteration."""
         return self.micro_batch_tokens * self.micro_batches * self.replicas
 
     @classmethod
     def of(cls, case: Case, **changes: int | float | None) -> Setting:
-        """The paper's for this case, but for ``changes`` that are not None."""
+        """Make the paper's setting of the case, with those of ``changes`` that are not None."""
         given = {name: value for name, value in changes.items() if value is not None}
         stages = int(given.get("stages", case.stages))
         paper = {
@@ -94,11 +94,11 @@ class Outcome:
     """Means over the iterations of a run.
 
     Attributes:
-        full_seconds, schedule_seconds: of an iteration: of its busiest stage's work, and under 1F1B; with moves.
-        move_seconds: of them, moving layers.
+        full_seconds, schedule_seconds: of an iteration, ``full`` and ``1F1B``, moves included.
+        move_seconds: of them, what moving layers takes.
         full_bubble, schedule_bubble: share of stages x iteration without work.
         imbalance: the paper's equation 2, of the replica that is slowest.
-        last_seconds: of an iteration at the end of the run, of its busiest stage's work.
+        last_seconds: ``full`` seconds of an iteration at the end of the run.
         moves: partitions that were moved to.
     """
 
@@ -128,7 +128,7 @@ class Step:
         return cls(phases[0].iterations, forward, backward, phases[0].trainable)
 
     def slowest(self) -> tuple[Floats, Floats]:
-        """Per layer, on the slowest replica: what a profile says."""
+        """Give forward and backward seconds of each layer on its slowest replica, as a profile does."""
         return self.forward.max(axis=0), self.backward.max(axis=0)
 
     def costs(self) -> list[float]:
@@ -143,12 +143,12 @@ def steps_of(case: Case, setting: Setting, count: int, seed: int) -> list[Step]:
 
 
 def dense_steps(setting: Setting) -> list[Step]:
-    """One iteration of the model that never changes; its replicas are alike."""
+    """Make one iteration of the model that never changes; its replicas are alike."""
     return [Step.of([Phase.of([1.0] * setting.layers)], setting.forward_seconds)]
 
 
 def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
-    """Seconds of the busiest stage's work and under 1F1B, mean seconds of a stage's work, and the imbalance."""
+    """Give ``full`` and ``1F1B`` seconds, mean seconds of a stage's work, and the imbalance."""
     starts = np.asarray(partition[:-1])
     forward = np.add.reduceat(step.forward, starts, axis=1).T
     backward = np.add.reduceat(step.backward, starts, axis=1).T
@@ -165,7 +165,7 @@ def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float
 
 
 def proposal(step: Step, start: Partition, arm: str, setting: Setting) -> Partition:
-    """What ``arm`` would go to from a profile of ``step``."""
+    """Choose the partition that ``arm`` proposes, given a profile of ``step``."""
     if arm == "oracle":
         return balanced(step.costs(), setting.stages)
     balancer, balance_by = BALANCERS[arm]
@@ -181,7 +181,7 @@ def proposal(step: Step, start: Partition, arm: str, setting: Setting) -> Partit
 
 
 def pipeline_of(step: Step, setting: Setting) -> PipelineModel:
-    """What a profile of ``step`` says."""
+    """Make the balancer's model of a pipeline from a profile of ``step``."""
     forward, backward = step.slowest()
     return PipelineModel(
         tuple(forward.tolist()),
@@ -193,12 +193,12 @@ def pipeline_of(step: Step, setting: Setting) -> PipelineModel:
 
 
 def known_statics(first: Step, setting: Setting) -> Statics:
-    """The static partitions by the loads of the first iteration."""
+    """Make the static partitions from the loads of the first iteration."""
     return Statics.known(pipeline_of(first, setting), first.trainable)
 
 
 def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Setting) -> bool:
-    """Does the engine move from ``old`` to ``new``, knowing ``step``?"""
+    """Decide whether the engine moves from ``old`` to ``new``, given a profile of ``step``."""
     if list(old) == list(new):
         return False
     if arm == "oracle":
@@ -222,7 +222,7 @@ def worth_it(step: Step, old: Partition, new: Partition, arm: str, setting: Sett
 
 
 def move_seconds(old: Partition, new: Partition, setting: Setting) -> float:
-    """Of the stage that sends or receives most layers; both ways at once."""
+    """Give the seconds of a move: of the stage that sends or receives most layers; both ways at once."""
     busiest = 0
     for (begin, end), (first, last) in zip(zip(old, old[1:]), zip(new, new[1:])):
         stay = max(0, min(end, last) - max(begin, first))
@@ -231,7 +231,7 @@ def move_seconds(old: Partition, new: Partition, setting: Setting) -> float:
 
 
 def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition | None = None) -> Outcome:
-    """The run under ``arm``, which begins at ``start``; None: uniform.
+    """Simulate the run under ``arm``, which begins at ``start``; None: uniform.
 
     A rebalance follows the first iteration of a phase that was announced, else the next multiple of the interval. The
     oracle knows loads that last before they come, and of those that change in every iteration the one before.
@@ -262,23 +262,23 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
 
 
 def iterations_until_known(step: Step, arm: str, setting: Setting, begin: int) -> int:
-    """How many iterations of a phase that begins after ``begin`` others pass before a rebalance knows its loads."""
+    """Count the iterations of a phase, which begins after ``begin`` others, before a rebalance knows its loads."""
     if arm == "oracle":
         return 0 if step.iterations > 1 else 1
     return 1 if setting.announced else setting.interval - begin % setting.interval
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of runs with different seeds."""
+    """Average over runs with different seeds."""
     means = {name: statistics.fmean(getattr(one, name) for one in outcomes) for name in Outcome.__annotations__}
     return Outcome(**{**means, "moves": round(means["moves"])})  # type: ignore[arg-type]
 
 
 def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, seeds: int) -> dict[str, Outcome]:
-    """Each of ``arms`` on the same loads; means over seeds.
+    """Simulate each of ``arms`` on the same loads; average over seeds.
 
-    Static ones begin where their name says, by the loads of the first iteration, which they take for known; all others
-    at the one of these that an iteration is shortest with then.
+    Static arms stay at their partition, which is made from the loads of the first iteration. All others begin at the
+    one of these that has the shortest first iteration.
     """
     runs = [steps_of(case, setting, count, seed) for seed in range(seeds)]
     starts = [known_statics(steps[0], setting) for steps in runs]

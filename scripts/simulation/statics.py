@@ -1,4 +1,4 @@
-"""Static partitions that can be known before training: what every comparison starts from. Pure, no processes."""
+"""Static partitions that can be known before training. Every comparison starts from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Statics:
-    """The static partitions of a model, each with what a profile of it before it changes predicts.
+    """The static partitions of a model, and what a profile of the model before it changes predicts for each.
 
     Attributes:
         partitions: by the names in :data:`STATICS`.
@@ -28,7 +28,7 @@ class Statics:
 
     @classmethod
     def known(cls, pipeline: PipelineModel, trainable: Sequence[float]) -> Statics:
-        """Of the model as ``pipeline`` has it before it changes; ``trainable``: parameters of each layer, any unit."""
+        """Make them from the model before it changes; ``trainable``: parameters of each layer, in any unit."""
         costs = [forward + backward for forward, backward in zip(pipeline.forward_seconds, pipeline.backward_seconds)]
         stages = len(pipeline.speeds)
         partitions = {
@@ -44,23 +44,23 @@ class Statics:
 
     @property
     def best(self) -> str:
-        """Of the shortest predicted iteration."""
+        """The arm of the shortest predicted iteration."""
         return min(STATICS, key=lambda arm: self.seconds[arm])
 
     @property
     def alike(self) -> dict[str, str]:
-        """The static arms whose partition an earlier one has, and which."""
+        """The static arms whose partition an earlier arm has, and that arm."""
         first = {partition: arm for arm, partition in reversed(self.partitions.items())}
         return {arm: first[partition] for arm, partition in self.partitions.items() if first[partition] != arm}
 
     def start(self, arm: str) -> tuple[int, ...]:
-        """Where ``arm`` begins: a static one at its own, the dense model at the uniform, all others at the best one."""
+        """Give the first partition of ``arm``: its own, or uniform for the dense model, or the best for others."""
         if arm == DENSE:
             return self.partitions[STATIC]
         return self.partitions[arm if arm in STATICS else self.best]
 
     def lines(self) -> list[str]:
-        """What to show of them, one line each."""
+        """Describe them, one line each."""
         return [
             f"{label(arm)} {list(self.partitions[arm])}: predicted iteration {self.seconds[arm]:.3f} s, imbalance "
             f"{self.imbalances[arm]:.2f}{', best: where all others start' if arm == self.best else ''}"
@@ -69,5 +69,5 @@ class Statics:
 
 
 def label(arm: str) -> str:
-    """The name of ``arm`` in tables."""
+    """Give the name of ``arm`` in tables."""
     return arm.replace("_", " ") if arm in STATICS else arm

@@ -1,7 +1,7 @@
 """The six load models (paper, section 2), with the settings of section 4.
 
-What the paper publishes is cited as such; the rest is chosen so that the published imbalance of a *static* pipeline
-comes out, and said to be so.
+"Published" is what the paper says. Other parameters are chosen to give the published imbalance of a *static* pipeline;
+a docstring names these.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """One dynamic model; where a class says nothing else, in the setting of the paper's largest runs.
+    """One dynamic model, by default in the setting of the paper's largest runs.
 
     Attributes:
         name: as in ``ds_configs``.
         interval: iterations between rebalances: 1 for MoE, MoD and sparse attention, 100s to 1000s else (section 4).
-        announces: it says when its work changes, so that a rebalance follows at once.
+        announces: the model says when its work changes, so that a rebalance follows at once.
         layers, stages, replicas: of the paper's largest run.
     """
 
@@ -120,14 +120,14 @@ class Pruning(Case):
     scatter: float = 0.2
 
     def sparsity(self, iteration: int) -> float:
-        """S_t = S_f + (S_i - S_f) (1 - (t - t_0) / (n dt))^3, from one pruning to the next."""
+        """Give S_t = S_f + (S_i - S_f) (1 - (t - t_0) / (n dt))^3, constant from one pruning to the next."""
         if iteration < self.start:
             return 0.0
         prunings = min((iteration - self.start) // self.every, self.times)
         return self.final + (self.initial - self.final) * (1 - prunings / self.times) ** 3
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        """Five, whatever ``count``: 0, 52.0, 78.8, 88.6 and 90.0%."""
+        """Give five phases, whatever ``count``: 0, 52.0, 78.8, 88.6 and 90.0%."""
         first, last = self.start + self.every, self.start + self.times * self.every
         steps = [0, *range(first, last + 1, self.every), ITERATIONS]
         return [self._phase(num_layers, begin, end - begin, seed) for begin, end in zip(steps, steps[1:])]
@@ -145,7 +145,7 @@ class Pruning(Case):
 
 @lru_cache(maxsize=256)  # all replicas ask the same
 def retained(deviations: tuple[float, ...], kept: float) -> tuple[float, ...]:
-    """Per layer the share above the one magnitude above which a share ``kept`` of all weights lies."""
+    """Give each layer's share of weights that global magnitude pruning keeps when it keeps ``kept`` of all."""
     if kept >= 1:
         return (1.0,) * len(deviations)
     normal = NormalDist()
