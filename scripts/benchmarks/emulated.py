@@ -57,7 +57,7 @@ class Benchmark:
         count = PHASES if self.lasting else 1 + self.rounds * arguments.batches
         self.phases = case.phases(arguments.layers, count, seed=arguments.seed)
         mean_ms = arguments.forward_ms or (LASTING_MS if self.lasting else CHANGING_MS)
-        self.mean_share = mean_share(self.phases)
+        self.mean_share = statistics.fmean(phase.mean_share() for phase in self.phases)
         self.forward_seconds = mean_ms / 1e3 / self.mean_share  # of a dense layer
         stages = torch.distributed.get_world_size()
         first = PipelineModel(*self.passes(self.phases[0]), arguments.micro_batches, (1.0,) * stages)
@@ -100,9 +100,8 @@ class Benchmark:
         for number in range(self.rounds):
             for arm in turns(self.arms, number):
                 for place in range(1 + number * size, 1 + (number + 1) * size):
-                    arm.rounds[number].append(
-                        self.one_iteration(arm, self.phases[place], self.phases[place - 1], profiling)
-                    )
+                    before, phase = self.phases[place - 1 : place + 1]
+                    arm.rounds[number].append(self.one_iteration(arm, phase, before, profiling))
             self.say(f"round {number + 1} of {self.rounds}")
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
@@ -207,10 +206,3 @@ def until_settled(
     rebalances, profiled = iterations / case.interval, len(decisions)
     costs = (rebalances * (profile / profiled + profiling), rebalances * decide / profiled, migrate)
     return sum(unsettled), seconds, costs
-
-
-def mean_share(phases: Sequence[Phase]) -> float:
-    """Of a dense layer, what a layer takes on average; a dense backward pass takes two forward passes."""
-    return statistics.fmean(
-        (forward + 2 * backward) / 3 for phase in phases for forward, backward in zip(phase.forward, phase.backward)
-    )
