@@ -162,7 +162,7 @@ def main(given: list[str]) -> None:
     for measure in (bandwidth, nothing_moves, optimizer):
         figures |= measure(arguments)
     if dist.get_rank() == 0:
-        print_table(("", ""), figures.items())
+        print_table(("figure", ""), figures.items())
         write_json(arguments.json, {"machine": machine.record(), **figures})
 
 

@@ -138,7 +138,7 @@ def restart(arguments: argparse.Namespace) -> None:
     found = {name: value for record in records for name, value in record.items()}
     found["launch, import, initialize"] = found.pop("ready") - began
     print("re-packed while running, from 4 to 2 stages, and by a checkpoint and a new launch; seconds and MiB:")
-    print_table(("", ""), [(name, f"{value:.3f}") for name, value in found.items()])
+    print_table(("part", ""), [(name, f"{value:.3f}") for name, value in found.items()])
     write_json(arguments.json, found)
 
 
@@ -171,7 +171,7 @@ def worker(arguments: argparse.Namespace) -> None:
         found = {
             "ready": time.time(),
             "load": timed(lambda: engine.load_checkpoint(save)),
-            "its next batch": timed(train),
+            "next batch after the launch": timed(train),
         }
         write(arguments.folder, found, first_rank)
         return
