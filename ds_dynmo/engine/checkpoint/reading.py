@@ -191,59 +191,97 @@ def _read(
     options: LoadOptions,
 ) -> Loaded:
     """Read everything that this rank needs under ``target``. Nothing changes."""
-    manifest, stage = saved.manifest, context.engine.stage_id
-    layers, origins = context.stage.layers, context.origin.layers
-    replica, slice_index = context.engine.grid.get_data_parallel_id(), saved.slice_index
-    same_ranks = manifest.num_stages == context.engine.num_stages
-    same_replicas = manifest.replicas == context.engine.grid.get_data_parallel_world_size()
-    source = stage if same_ranks and not (manifest.stock and options.module_only) else 0
-    first = stage_file(saved.layout.numbers[source])
-    common = saved.read(first)
+    manifest, engine, stage = saved.manifest, context.engine, context.engine.stage_id
+    same_stages = manifest.num_stages == engine.num_stages
+    same_replicas = manifest.replicas == engine.grid.get_data_parallel_world_size()
+    source = stage if same_stages and not (manifest.stock and options.module_only) else 0
+    replica = engine.grid.get_data_parallel_id() if same_replicas else 0
+    path, common = _read_common(context, saved, source, options)
+    layers, wanted = _read_layers(context, saved, target, present, replica, options)
+    optimizer = None
+    if options.optimizer and not options.module_only:
+        optimizer = optimizer_files(context.stage).read(saved, wanted, source)
+        for index, layer in layers.items():
+            own_optimizer_state(context.stage.layers.first_use(index), layer, optimizer)
+    random = None
+    if not manifest.stock and same_stages and same_replicas and not options.module_only:
+        random = saved.read_to(engine.device, rank_file(stage, replica, saved.slice_index))
+    return Loaded(path, layers, optimizer, common, random)
+
+
+def _read_common(
+    context: CheckpointContext, saved: SavedCheckpoint, source: int, options: LoadOptions
+) -> tuple[str, dict[str, Any]]:
+    """Read counters, scheduler and client state from the file of the saved stage ``source``; with the file's path."""
+    name = stage_file(saved.layout.numbers[source])
+    common: dict[str, Any] = saved.read(name)
     lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - common.keys()
     if lacking:
-        raise CheckpointError(f"{saved.path(first)}: lacks {sorted(lacking)}")
+        raise CheckpointError(f"{saved.path(name)}: lacks {sorted(lacking)}")
+    schedules = options.scheduler and not options.module_only and context.engine.lr_scheduler is not None
+    if schedules and not isinstance(common.get("lr_scheduler"), dict):
+        raise CheckpointError(
+            f"{saved.path(name)}: holds no LR scheduler, but this engine has one; "
+            "load_lr_scheduler_states=False loads the rest"
+        )
+    return saved.path(name), common
+
+
+def _read_layers(
+    context: CheckpointContext,
+    saved: SavedCheckpoint,
+    target: Placement,
+    present: dict[int, Shapes],
+    replica: int,
+    options: LoadOptions,
+) -> tuple[dict[int, LoadedLayer], dict[Key, Key]]:
+    """Read and check this stage's layers under ``target``.
+
+    Args:
+        replica: the saved replica whose files are read.
+
+    Returns:
+        The layers by number, and for each of their parameters the key under which it was saved.
+    """
+    layers, origins = context.stage.layers, context.origin.layers
     found: dict[int, LoadedLayer] = {}
     wanted: dict[Key, Key] = {}
-    for index in target.layers_of(stage):
+    for index in target.layers_of(context.engine.stage_id):
         name = layers.first_use(index)
         if name not in origins or not layers.owner(index, target):
             continue
         old = saved_as(layers, saved.layout, name)
-        extras, strict = None, options.strict
-        if not manifest.stock:
-            extras = saved.read_to(context.engine.device, layer_file(old, replica if same_replicas else 0, slice_index))
-        path = saved.layout.weights[old]
-        if manifest.stock and layers.tie_of(index) is not None:
-            path, state, complete = stock_state_of_use(saved, layers, index, origins)
-            strict = strict and complete
-        else:
-            state = saved.read(path)
-        if path == layer_file(old, 0, slice_index):
-            state = state["weights"]
-        found[index] = own_weights(LoadedLayer(state, extras))
+        found[index], path, strict = _read_layer(context, saved, index, old, replica, options.strict)
         check_state(
             found[index],
             origins[name],
             present[name],
             strict=strict,
-            frozen_excluded=manifest.frozen_excluded,
+            frozen_excluded=saved.manifest.frozen_excluded,
             path=saved.path(path),
         )
+        extras = found[index].extras
         parameters = extras["parameters"] if extras is not None else origins[name].shapes
         wanted.update({(name, parameter): (old, parameter) for parameter in parameters})
-    optimizer = None
-    if options.optimizer and not options.module_only:
-        kind = optimizer_files(context.stage)
-        optimizer = kind.read(saved, wanted, source)
-        for index, layer in found.items():
-            own_optimizer_state(layers.first_use(index), layer, optimizer)
-    schedules = options.scheduler and not options.module_only and context.engine.lr_scheduler is not None
-    if schedules and not isinstance(common.get("lr_scheduler"), dict):
-        raise CheckpointError(
-            f"{saved.path(first)}: holds no LR scheduler, but this engine has one; "
-            "load_lr_scheduler_states=False loads the rest"
-        )
-    random = None
-    if not manifest.stock and same_ranks and same_replicas and not options.module_only:
-        random = saved.read_to(context.engine.device, rank_file(stage, replica, slice_index))
-    return Loaded(saved.path(first), found, optimizer, common, random)
+    return found, wanted
+
+
+def _read_layer(
+    context: CheckpointContext, saved: SavedCheckpoint, index: int, old: int, replica: int, strict: bool
+) -> tuple[LoadedLayer, str, bool]:
+    """Read layer ``index``, which was saved as layer ``old``.
+
+    Returns:
+        The layer, the file of its weights, and ``strict`` unless that file lacks some of them.
+    """
+    if saved.manifest.stock and context.stage.layers.tie_of(index) is not None:
+        path, state, complete = stock_state_of_use(saved, context.stage.layers, index, context.origin.layers)
+        return LoadedLayer(state, None), path, strict and complete
+    extras = None
+    if not saved.manifest.stock:
+        extras = saved.read_to(context.engine.device, layer_file(old, replica, saved.slice_index))
+    path = saved.layout.weights[old]
+    state = saved.read(path)
+    if path == layer_file(old, 0, saved.slice_index):
+        state = state["weights"]
+    return own_weights(LoadedLayer(state, extras)), path, strict
