@@ -76,7 +76,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if self.dynmo is None:
             return evaluate()
         check_at_work(self, "eval_batch")
-        self.stage.layers.refresh_tied_aliases(training=False)
+        self.stage.layers.tied_aliases.refresh(training=False)
         buffers.forget_total_loss(self)
         if len(args) > 5 or kwargs.get("num_micro_batches") is not None:
             return evaluate()

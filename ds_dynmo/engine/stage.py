@@ -15,9 +15,9 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed_adapter.tied_layers import attach, build_missing
 from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
 from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
 from ds_dynmo.engine.optimizer.binding import OptimizerBinding

@@ -49,7 +49,7 @@ class TrainingStep:
         """
         with self._tracer.batch() if self._tracer is not None else nullcontext():
             self._trainable.check()
-            self._stage.layers.refresh_tied_aliases(training=True)
+            self._stage.layers.tied_aliases.refresh(training=True)
             loss = self._train(train)
             self._stage.optimizer.after_step()
             request = self._balancer.after_batch()

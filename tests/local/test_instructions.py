@@ -53,7 +53,7 @@ def test_what_a_frozen_prefix_refuses(kind: type, prefix: int, partitioned: bool
 
 
 def composed(present: dict[type, Any]) -> Any:
-    layers: Any = SimpleNamespace(run=range(4), has_tied_aliases=False, has_copies=False)
+    layers: Any = SimpleNamespace(run=range(4), tied_aliases=[], copies=list)
     return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None)
 
 

@@ -85,7 +85,7 @@ def _agree_on_tag(comm: Any, save_dir: str, tag: str) -> None:
 def _write_files(context: CheckpointContext, folder: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
     """Write DeepSpeed's files of this rank, and ours."""
     layers = context.stage.layers
-    layers.refresh_tied_aliases(training=context.engine.module.training)
+    layers.tied_aliases.refresh(training=context.engine.module.training)
     parent, name = os.path.split(folder)
     engine = context.engine
     client_state = universal_info(engine, context.stage) | client_state

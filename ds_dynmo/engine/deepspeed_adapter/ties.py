@@ -16,6 +16,7 @@ from typing import Any
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs, own_layers
 from ds_dynmo.errors import ConfigError
 
 
@@ -83,10 +84,10 @@ def find_uses(model: PipelineModule, built: Mapping[int, nn.Module]) -> list[Use
     Args:
         built: modules of layers that DeepSpeed did not build.
     """
-    specs, (start, stop) = model._layer_specs, (model._local_start, model._local_stop)
+    specs, local = layer_specs(model), own_layers(model)
     found = []
     for key, uses in uses_by_key(specs).items():
-        here = [use for use in uses if start <= use < stop]
+        here = [use for use in uses if use in local]
         modules = {**dict.fromkeys(here[:1], model.tied_modules._modules.get(key)), **built}
         found += [_describe(specs, use, uses, module) for use in here if (module := modules.get(use)) is not None]
     return found

@@ -11,9 +11,9 @@ from torch import nn
 
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.missing_uses import BuiltParameter, join_groups
 from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed_adapter.tied_layers import BuiltParameter, join_groups
 from ds_dynmo.engine.events import Event
 from ds_dynmo.engine.optimizer import trained_parameters
 from ds_dynmo.engine.optimizer.clipping import ModelNorm

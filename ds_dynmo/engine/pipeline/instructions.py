@@ -21,6 +21,7 @@ from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.tied_gradients import join_copies, share_copies
 from ds_dynmo.engine.pipeline import frozen_prefix
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
 from ds_dynmo.engine.profiling.profiler import Profiler
@@ -86,9 +87,9 @@ def compose(
     own_backward = backward is not None and not is_deepspeeds(backward)
     for kind, around in frozen_prefix.changes(layers.run, prefix, own_backward=own_backward).items():
         put_around(kind, around)
-    if layers.has_tied_aliases or layers.has_copies:
+    if layers.tied_aliases or layers.copies():
         put_around(schedule.ReduceTiedGrads, partial(_of_all_uses, layers))
-    if layers.has_tied_aliases and accumulates and frozen_prefix.goes_back(layers.indices, prefix):
+    if layers.tied_aliases and accumulates and frozen_prefix.goes_back(layers.indices, prefix):
         put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
     if callbacks:
         put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))
@@ -197,7 +198,7 @@ def _from_all_outputs(backward: Instruction) -> Instruction:
 def _accumulating_tied_aliases(layers: StageLayers, backward: Instruction) -> Instruction:
     def backward_pass(engine: Any, buffer_id: int) -> None:
         backward(engine, buffer_id=buffer_id)
-        layers.accumulate_tied_alias_gradients(buffers.accumulation_dtype(engine))
+        layers.tied_aliases.accumulate_gradients(buffers.accumulation_dtype(engine))
 
     return backward_pass
 
@@ -205,13 +206,13 @@ def _accumulating_tied_aliases(layers: StageLayers, backward: Instruction) -> In
 def _of_all_uses(layers: StageLayers, reduce: Instruction) -> Instruction:
     def reduce_tied_gradients(engine: Any) -> None:
         if engine.using_bf16_optimizer:
-            layers.fold_tied_alias_sums()
+            layers.tied_aliases.add_accumulated()
         else:
-            layers.fold_tied_alias_gradients()
-        gradient = buffers.gradient_attribute(engine)
-        layers.join_copies(gradient)
+            layers.tied_aliases.add_gradients()
+        copies, gradient = layers.copies(), buffers.gradient_attribute(engine)
+        join_copies(copies, gradient)
         reduce(engine)
-        layers.share_copies(gradient)
+        share_copies(copies, gradient)
 
     return reduce_tied_gradients
 

@@ -16,6 +16,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import utils as ds_utils
 from torch import nn
 
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs, own_layers
 from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, of_several_classes, tied_weight, uses_by_key
 from ds_dynmo.engine.serialization.object_graph import copy_of_modules
 from ds_dynmo.engine.serialization.pickling import random_state_kept
@@ -38,9 +39,9 @@ class BuiltParameter:
 
 def build_missing(model: PipelineModule) -> dict[int, nn.Module]:
     """The modules of this stage's uses that DeepSpeed did not build and that need one of their own, by layer."""
-    specs, built = model._layer_specs, {}
+    specs, built = layer_specs(model), {}
     for uses in uses_by_key(specs).values():
-        here = [use for use in uses if model._local_start <= use < model._local_stop]
+        here = [use for use in uses if use in own_layers(model)]
         if of_several_classes(specs, uses):
             built.update({use: _build(model, use) for use in here[1:]})
     return built
@@ -50,7 +51,7 @@ def _build(model: PipelineModule, index: int) -> nn.Module:
     with random_state_kept():
         if model.seed_layers:
             (model.seed_fn or ds_utils.set_random_seed)(model.base_seed + index)
-        module: nn.Module = model._layer_specs[index].build()
+        module: nn.Module = layer_specs(model)[index].build()
     theirs = {id(parameter) for parameter in model.parameters()}
     shares = any(id(parameter) in theirs for parameter in module.parameters())
     return copy_of_modules(module) if shares else module  # built around the very weights that the first use has
@@ -59,13 +60,14 @@ def _build(model: PipelineModule, index: int) -> nn.Module:
 def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[str, OwnUses]) -> list[BuiltParameter]:
     """Put ``built`` where the layers are, with the tied weights of the first use on the stage; their parameters."""
     found: list[BuiltParameter] = []
+    specs, here = layer_specs(model), own_layers(model)
     for index, module in built.items():
-        spec, tie = model._layer_specs[index], ties[str(model._layer_specs[index].key)]
-        first = min(use for use in tie.uses if model._local_start <= use)
-        theirs = [tied_weight(model.tied_modules[tie.key], name) for name in model._layer_specs[first].tied_weight_attr]
+        spec, tie = specs[index], ties[str(specs[index].key)]
+        first = min(use for use in tie.uses if use in here)
+        theirs = [tied_weight(model.tied_modules[tie.key], name) for name in specs[first].tied_weight_attr]
         model.add_module(str(index), module)
         use = module if spec.forward_fn is None else partial(spec.forward_fn, module)
-        model.forward_funcs[index - model._local_start] = use
+        model.forward_funcs[here.index(index)] = use
         copy_of = {}
         for name, weight in zip(spec.tied_weight_attr, theirs, strict=True):
             own = tied_weight(module, name)

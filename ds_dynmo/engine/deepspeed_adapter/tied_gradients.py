@@ -1,0 +1,66 @@
+"""Give every copy of a tied weight the sum of all copies' gradients.
+
+Copies on one stage, in modules of their own, are added up here. Copies on several stages are added up by DeepSpeed,
+over the process groups of :func:`tied_comms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+Copies = Iterable[tuple[nn.Parameter, ...]]  # each tied weight of a stage: all of its copies there, in layer order
+
+
+def join_copies(copies: Copies, gradient: str) -> None:
+    """Add up the gradients of a stage's copies in the first copy, in layer order. The stages' sums follow.
+
+    Args:
+        gradient: the attribute that holds it: ``grad``, or what BF16_Optimizer accumulates in.
+    """
+    for first, *others in copies:
+        for other in others:
+            added, total = getattr(other, gradient), getattr(first, gradient)
+            if added is not None:
+                setattr(first, gradient, added.clone()) if total is None else total.add_(added)
+
+
+def share_copies(copies: Copies, gradient: str) -> None:
+    """Give the gradient of the first copy, now the sum over all stages, to the other copies of this stage."""
+    for first, *others in copies:
+        for other in others:
+            total, own = getattr(first, gradient), getattr(other, gradient)
+            if total is not None:
+                setattr(other, gradient, total.clone()) if own is None or own.is_sparse else own.copy_(total)
+
+
+def tied_comms(
+    module: PipelineModule, stages_of: Mapping[str, Sequence[int]], grid: Any, make_group: Callable[[list[int]], Any]
+) -> dict[str, dict[str, Any]]:
+    """Make DeepSpeed's ``tied_comms``: per key that this rank shares with other stages, the group and the module.
+
+    Collective: every rank asks for the groups of every replica, in one order.
+
+    Args:
+        stages_of: by key, the stages that hold a use of it.
+        grid: DeepSpeed's, which lists the ranks by stage for each replica and tensor-parallel slice.
+        make_group: makes a process group of ranks; collective.
+    """
+    comms = {}
+    for key, stages in stages_of.items():
+        for pipeline in grid.pipe_groups:
+            ranks = [pipeline[stage] for stage in stages]
+            if len(ranks) == 1:
+                continue
+            group = make_group(ranks)
+            if module.global_rank in ranks:
+                comms[key] = {
+                    "ranks": ranks,
+                    "group": group,
+                    "weight_attr": module.tied_weight_attrs[key],
+                    "module": module.tied_modules[key],
+                }
+    return comms
