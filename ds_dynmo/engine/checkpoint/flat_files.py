@@ -58,19 +58,19 @@ class FlatFiles:
     def layout(self, named: Named) -> StageLayout:
         key_of = {id(parameter): key for key, parameter in named.items()}
         slots: list[Slot] = []
-        files = [number for number, members in enumerate(self._state.members) if members]
-        for parked, groups in ((False, self._state.members), (True, self._state.parked)):
+        files = [number for number, members in enumerate(self._state.shards.members) if members]
+        for parked, groups in ((False, self._state.shards.members), (True, self._state.shards.parked)):
             for number, members in enumerate(groups):
                 index, offset = files.index(number) if number in files and not parked else -1, 0
                 for parameter in members:
                     slots.append(Slot(*key_of[id(parameter)], number, index, offset, parameter.numel(), parked))
                     offset += parameter.numel()
-        shards, parked_shards = self._state.shard_numels
+        shards, parked_shards = self._state.shards.numels
         return StageLayout(tuple(slots), shards, parked_shards)
 
     def extras(self) -> dict[str, Any]:
         """Return the content of our file of this rank."""
-        return self._state.extras()
+        return self._state.shards.extras()
 
     # -- reading --------------------------------------------------------------------------------------
 
@@ -138,10 +138,10 @@ class FlatFiles:
             for source in sources:
                 name = flat_file(source, 0, saved.slice_index)
                 extras = saved.read(name)
-                if len(extras["options"]) != len(self._state.members):
+                if len(extras["options"]) != len(self._state.shards.members):
                     raise CheckpointError(
                         f"{saved.path(name)}: has {len(extras['options'])} parameter groups, expected "
-                        f"{len(self._state.members)}"
+                        f"{len(self._state.shards.members)}"
                     )
                 for number, scalars in extras["scalars"].items():
                     yield number, scalars, dict(extras["options"][number]), {*extras["kinds"][number]} - {MASTER}
@@ -166,7 +166,9 @@ class FlatFiles:
             self._state.weights_loaded(before, after)
             return
         groups = {
-            key: number for key, parameter in before.items() if (number := self._state.group_of(parameter)) is not None
+            key: number
+            for key, parameter in before.items()
+            if (number := self._state.shards.membership.group(parameter)) is not None
         }
         groups.update(loaded.groups)
         members = [

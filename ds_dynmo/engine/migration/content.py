@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import bound_by_wrapper
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import bound_by_wrapper
 from ds_dynmo.engine.serialization.pickling import can_be_pickled
 
 _HOOKS = {

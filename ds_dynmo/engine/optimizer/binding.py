@@ -11,9 +11,11 @@ from torch import nn
 
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.deepspeed_adapter.bf16_wrapper import Bf16Wrapper
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
 from ds_dynmo.engine.deepspeed_adapter.missing_uses import BuiltParameter, join_groups
-from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import Bf16Wrapper, FlatWrapper, flat_wrapper
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
 from ds_dynmo.engine.events import Event
 from ds_dynmo.engine.optimizer import trained_parameters
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
@@ -116,7 +118,7 @@ class OptimizerBinding:
             self.wrapper.release()
             self.wrapper = None
         self._configured = self._engine.optimizer
-        wrapper = flat_wrapper(self._configured) if self._engine.basic_optimizer is not None else None
+        wrapper = _wrapper_of(self._configured) if self._engine.basic_optimizer is not None else None
         groups, self._members = self._members, []  # no departed parameter is to live on here
         if wrapper is None:  # DeepSpeed wraps no optimizer too, under bf16
             self._state = PerParameterState(self._engine.basic_optimizer)
@@ -126,7 +128,7 @@ class OptimizerBinding:
         wrapper.clip_by(lambda: norm(wrapper.gradients()))
         self.wrapper = wrapper
         state = FlatState(wrapper, self._layers, self._comm, self._engine.grid, groups, self._placeholders.parameters)
-        wrapper.hide(lambda: state.members)
+        wrapper.hide(lambda: state.shards.members)
         self._state = state
 
     # -- while it trains ------------------------------------------------------------------------------
@@ -180,3 +182,8 @@ class OptimizerBinding:
             return shapes
         names = set(self._placeholders.names.values())
         return [group for group in shapes if not group.keys() & names]
+
+
+def _wrapper_of(optimizer: Any) -> FlatWrapper | None:
+    """View ``optimizer`` as one of DeepSpeed's flat wrappers; None if it is a plain optimizer."""
+    return next((view(optimizer) for view in (Bf16Wrapper, ZeroWrapper) if isinstance(optimizer, view.wraps)), None)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
-from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import FlatWrapper
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.optimizer.flat_layout import MASTER, BufferKey, shard_size
 from ds_dynmo.engine.optimizer.membership import Membership
+from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.optimizer.state import held_alone
 from ds_dynmo.plan import HeldBytes
 
@@ -159,6 +160,15 @@ class FlatShards:
     def _size(self, group: Sequence[nn.Parameter], *, parked: bool) -> int:
         return shard_size(sum(parameter.numel() for parameter in group), self.count, parked=parked)
 
+    def extras(self) -> dict[str, Any]:
+        """Collect what DeepSpeed's checkpoint files have no place for."""
+        return {
+            "parked": {number: dict(self.held((number, True))) for number in self.numbers},
+            "scalars": {number: self.scalars(number) for number in self.numbers},
+            "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in self.numbers},
+            "kinds": {number: sorted(self.live(number)) for number in self.numbers},
+        }
+
     # -- by parameter ---------------------------------------------------------------------------------
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -192,9 +202,8 @@ class FlatShards:
         if number is None:
             return 0
         width_bytes = sum(tensor.dtype.itemsize for tensor in self.live(number).values())
-        state = (
-            parameter.numel() * width_bytes // self._count_at_launch
-        )  # of further replicas a re-packing goes back first
+        # A re-packing gives up further replicas first, so what a launch has counts.
+        state = parameter.numel() * width_bytes // self._count_at_launch
         if self.membership.is_parked(parameter):
             return state
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element

@@ -13,7 +13,7 @@ twice, all kinds of it. :mod:`ds_dynmo.partitioners.move_memory` counts all of i
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.comm.communicator import Communicator
-from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import FlatWrapper, unbind
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, unbind
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
-from ds_dynmo.engine.optimizer.flat_layout import MASTER, ShardOwner, shard_size
+from ds_dynmo.engine.optimizer.flat_layout import MASTER, ShardOwner
 from ds_dynmo.engine.optimizer.flat_shards import FlatShards, Pieces
-from ds_dynmo.engine.optimizer.inventory import Inventory, StageInventory, merge_scalars
+from ds_dynmo.engine.optimizer.flat_weights import FlatWeights
+from ds_dynmo.engine.optimizer.inventory import StageInventory, merge_scalars
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.optimizer.resharding import Resharding
@@ -41,6 +42,9 @@ class FlatState:
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
         placeholders: one element per group that keeps a group alive where a stage has nothing of it.
+
+    Attributes:
+        shards: the optimizer's state that this rank holds.
     """
 
     def __init__(
@@ -53,13 +57,12 @@ class FlatState:
         placeholders: Sequence[nn.Parameter],
     ) -> None:
         self._wrapper, self._layers, self._comm, self._grid = wrapper, layers, comm, grid
-        self._placeholders = list(placeholders)
-        self._shards = FlatShards(wrapper, layers, grid, groups)
+        self.shards = FlatShards(wrapper, layers, grid, groups)
+        self._weights = FlatWeights(self.shards, placeholders)
         self._next: Resharding | None = None
-        self._flats: dict[int, torch.Tensor] = {}  # per group, the weights' next flat buffer while layers move
         self._lacks_gradients = False  # their buffers are freed, and made anew by wrapping
         self._linked = False
-        self._stage_inventory = StageInventory(layers, self._shards, grid)
+        self._inventory = StageInventory(layers, self.shards, grid)
         self._weights_lead = False
         self._mark_tied()
 
@@ -74,27 +77,8 @@ class FlatState:
         return self._stage, int(self._grid.data_parallel_id)
 
     @property
-    def members(self) -> list[list[nn.Parameter]]:
-        """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
-        return self._shards.members
-
-    @property
-    def parked(self) -> list[list[nn.Parameter]]:
-        """Per group, its frozen parameters, in the order of its parked buffer."""
-        return self._shards.parked
-
-    @property
-    def shard_numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Per group, the elements of this rank's shard of its live and of its parked buffer."""
-        return self._shards.numels
-
-    @property
     def _membership(self) -> Membership:
-        return self._shards.membership
-
-    def group_of(self, parameter: nn.Parameter) -> int | None:
-        """Return the number of a parameter's group; None if no group has it."""
-        return self._membership.group(parameter)
+        return self.shards.membership
 
     def is_current(self) -> bool:
         """Tell whether every parameter is where its ``requires_grad`` says: with the optimizer, or parked."""
@@ -109,23 +93,23 @@ class FlatState:
         return {id(parameter): parameter for parameter in self._layers.parameters() if parameter in self._membership}
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self._shards.state_of(parameter)
+        return self.shards.state_of(parameter)
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
-        return self._shards.static_bytes(parameter)
+        return self.shards.static_bytes(parameter)
 
     def held_bytes(self, parameter: nn.Parameter) -> HeldBytes:
-        return self._shards.held_bytes(parameter)
+        return self.shards.held_bytes(parameter)
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
-        self._shards.zero_elements(parameter, where)
+        self.shards.zero_elements(parameter, where)
 
     def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
         """Gather what every stage holds, plan all copies and messages, and allocate the next flat weights."""
         self.abandon()
         if not plan.moves:
             return 0
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
         planned = plan_resharding(plan, every, self._layers, self._grid)
         self._next = self._resharding(planned)
         if not overlapped:  # between two batches they are zeros, and make room for weights
@@ -133,7 +117,7 @@ class FlatState:
             self._lacks_gradients = True
         for (group, parked), buffer in planned.new[self._stage].items():
             if not parked:
-                self._next_flat(group, buffer.shard)
+                self._weights.next_of(group, buffer.shard)
         if overlapped:
             self._next.allocate()
         bytes_per_element = sum(dtype.itemsize for dtype in planned.kinds.values())
@@ -142,7 +126,7 @@ class FlatState:
 
     def abandon(self) -> None:
         self._next = None
-        self._flats.clear()
+        self._weights.abandon()
         if self._lacks_gradients:
             self._wrap(self._wrapper.groups, self._wrapper.flats)
 
@@ -166,7 +150,7 @@ class FlatState:
         key = self._layers.param_owner(index), position
         for (group, parked), buffer in self._next.plan.new[self._stage].items():
             if not parked and key in buffer.offsets:
-                return self._next_flat(group, buffer.shard).narrow(0, buffer.offsets[key], buffer.numel[key])
+                return self._weights.next_of(group, buffer.shard).narrow(0, buffer.offsets[key], buffer.numel[key])
         return None
 
     def transfers(self) -> Transfers:
@@ -176,7 +160,7 @@ class FlatState:
     def refresh(self) -> None:
         assert self._next is not None, "prepare comes first"
         tp_rank = self._grid.get_slice_parallel_rank()
-        scalars = {number: self._shards.scalars(number) for number in self._shards.numbers}
+        scalars = {number: self.shards.scalars(number) for number in self.shards.numbers}
         every = self._comm.gather_objects((tp_rank, scalars))
         counted = merge_scalars(of_rank for of_slice, of_rank in every if of_slice == tp_rank)
         self._next.plan = replace(self._next.plan, scalars=counted)
@@ -190,11 +174,6 @@ class FlatState:
                     unbind(parameter)
                     there.copy_(parameter.data.view(-1))
                     parameter.data = there.view(parameter.shape)
-
-    def _next_flat(self, group: int, shard: int) -> torch.Tensor:
-        if group not in self._flats:
-            self._flats[group] = self._placeholders[group].data.new_empty(shard * self._shards.count)
-        return self._flats[group]
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -210,7 +189,7 @@ class FlatState:
                     self._membership.join(parameter, number)
         self._take_options(parameters, arrived)
         self._wrapper.free_gradients()
-        groups, flats = self._rebuild_buffers(parameters, self._parked_by(resharding.plan))
+        groups, flats = self._weights.rebuild(parameters, self._parked_by(resharding.plan))
         self._wrapper.free_weights()
         self._run(resharding)
         self._wrap(groups, flats)
@@ -228,33 +207,17 @@ class FlatState:
             if (self._layers.param_owner(index), position) in parked
         }
 
-    def _rebuild_buffers(
-        self, parameters: Sequence[nn.Parameter], parked: Container[int]
-    ) -> tuple[list[list[nn.Parameter]], list[torch.Tensor]]:
-        """Rebuild the flat buffers; return the groups' parameters, or placeholders, and the buffers they lie in."""
-        for parameter in parameters:
-            if parameter in self._membership:
-                unbind(parameter)
-                is_parked = id(parameter) in parked
-                if self._membership.put(parameter, parked=is_parked) and is_parked:
-                    parameter.data = parameter.data.clone()  # no longer a part of the flat weights
-        live = self._membership.by_group(parameters, parked=False)
-        groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
-        flats = [self._flatten(number, group) for number, group in enumerate(groups)]
-        self._flats.clear()
-        return groups, flats
-
     def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
         """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""
         self._wrapper.rewrap(groups, flats)
         self._lacks_gradients = False
         self._linked = self._wrapper.link_state()
         self._mark_tied()
-        counted = {frozenset(self._shards.scalars(n)) for n in self._shards.numbers if len(self._shards.live(n)) > 1}
+        counted = {frozenset(self.shards.scalars(n)) for n in self.shards.numbers if len(self.shards.live(n)) > 1}
         assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
 
     def plan_scatter_shards(self, partition: Sequence[int], num_replicas: int) -> ReshardingPlan:
-        return self._reshard(partition, num_replicas, (num_replicas, self._shards.count))
+        return self._reshard(partition, num_replicas, (num_replicas, self.shards.count))
 
     def scatter_shards(
         self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
@@ -263,11 +226,11 @@ class FlatState:
         self.settle(parameters, arrived)
 
     def gather_shards(self, partition: Sequence[int], num_replicas: int) -> None:
-        self._run(self._resharding(self._reshard(partition, num_replicas, (self._shards.count, num_replicas))))
+        self._run(self._resharding(self._reshard(partition, num_replicas, (self.shards.count, num_replicas))))
 
     def _reshard(self, partition: Sequence[int], num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
         """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
         known = [inventory for inventory in every if inventory.replica < num_replicas]
         return plan_resharding(
             MigrationPlan.between(self._layers.placement, self._layers.placement),
@@ -278,14 +241,14 @@ class FlatState:
         )
 
     def rebuild_buffers(self) -> None:
-        self._wrap(*self._rebuild_buffers(self._layers.parameters(), self._frozen()))
+        self._wrap(*self._weights.rebuild(self._layers.parameters(), self._frozen()))
 
     def use_grid(self) -> None:
         self._wrapper.use_grid(self._grid)
-        self._shards.count = self._grid.data_parallel_size
+        self.shards.count = self._grid.data_parallel_size
 
     def clear(self) -> None:
-        self._stage_inventory.settled()
+        self._inventory.settled()
         self._weights_lead = False
         for group in self._wrapper.groups:
             for parameter in group:
@@ -293,7 +256,7 @@ class FlatState:
         self.load([], {}, {}, {})
 
     def forget(self) -> None:
-        self._shards.forget()
+        self.shards.forget()
         self._linked = False
 
     def after_step(self) -> None:
@@ -304,27 +267,17 @@ class FlatState:
     def refit(self) -> None:
         """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
         assert self._next is None, "layers are on their way"
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory)
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
         if any(m.parked != m.park for inventory in every for members in inventory.members.values() for m in members):
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))
             self.settle(self._layers.parameters(), {})
         if self._weights_lead:
-            self._shards.follow_weights()
-        self._stage_inventory.settled()
+            self.shards.follow_weights()
+        self._inventory.settled()
         self._weights_lead = False
 
     # -- checkpoints ----------------------------------------------------------------------------------
-
-    def extras(self) -> dict[str, Any]:
-        """Collect what DeepSpeed's files have no place for."""
-        shards = self._shards
-        return {
-            "parked": {number: dict(shards.held((number, True))) for number in shards.numbers},
-            "scalars": {number: shards.scalars(number) for number in shards.numbers},
-            "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in shards.numbers},
-            "kinds": {number: sorted(shards.live(number)) for number in shards.numbers},
-        }
 
     def load(
         self,
@@ -341,17 +294,17 @@ class FlatState:
         """
         assert all(rows.keys() <= {MASTER, *kinds.get(number, ())} for _, number, rows in members)
         pieces = {id(parameter): rows for parameter, _, rows in members}
-        groups: list[list[nn.Parameter]] = [[] for _ in self._placeholders]
+        groups: list[list[nn.Parameter]] = [[] for _ in self.shards.numbers]
         for parameter, number, _ in members:
             groups[number].append(parameter)
-        self._shards.membership = Membership(groups)
-        for number in self._shards.numbers:
-            self._shards.load(number, pieces, kinds.get(number, set()), scalars[number] if kinds.get(number) else {})
+        self.shards.membership = Membership(groups)
+        for number in self.shards.numbers:
+            self.shards.load(number, pieces, kinds.get(number, set()), scalars[number] if kinds.get(number) else {})
             self._wrapper.inner.param_groups[number].update(options.get(number, {}))
         for parameter, _, _ in members:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
-        self._wrap(*self._rebuild_buffers(self._layers.parameters(), self._frozen()))
+        self._wrap(*self._weights.rebuild(self._layers.parameters(), self._frozen()))
 
     def weights_loaded(
         self, before: Mapping[tuple[int, str], nn.Parameter], after: Mapping[tuple[int, str], nn.Parameter]
@@ -365,11 +318,8 @@ class FlatState:
             before, after: the stage's parameters by layer and name, in the order of its layers.
         """
         self._weights_lead = True
-        for old in self._stage_inventory.exchange(before, after):
+        for old in self._inventory.exchange(before, after):
             self.drop([old])
-
-    def _inventory(self) -> Inventory:
-        return self._stage_inventory.take()
 
     # -- settling -------------------------------------------------------------------------------------
 
@@ -384,29 +334,16 @@ class FlatState:
     def _resharding(self, plan: ReshardingPlan) -> Resharding:
         return Resharding(
             plan,
-            {key: dict(self._shards.held(key)) for key in plan.old[self._stage]},
+            {key: dict(self.shards.held(key)) for key in plan.old[self._stage]},
             owner=self._shard_owner,
             rank_of=lambda owner: int(self._grid.stage_to_global(owner[0], data=owner[1])),
-            device=self._shards.device,
+            device=self.shards.device,
         )
 
     def _run(self, resharding: Resharding) -> None:
         """Carry out the resharding."""
         scalars = resharding.plan.scalars
-        resharding.run(self._comm.p2p, lambda kind, fresh: self._shards.replace(kind, fresh, scalars))
-
-    def _flatten(self, number: int, group: list[nn.Parameter]) -> torch.Tensor:
-        """Put the weights of a group into one buffer, of which the parameters become views. Some lie there already."""
-        flat = self._next_flat(number, shard_size(sum(parameter.numel() for parameter in group), self._shards.count))
-        offset = 0
-        for parameter in group:
-            view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
-            if view.data_ptr() != parameter.data_ptr():
-                view.copy_(parameter.data)
-            parameter.data = view
-            offset += parameter.numel()
-        flat[offset:].zero_()
-        return flat
+        resharding.run(self._comm.p2p, lambda kind, fresh: self.shards.replace(kind, fresh, scalars))
 
     def _mark_tied(self) -> None:
         self._wrapper.mark_tied(self._layers.tied_parameters())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.optimizer_wrappers import ZeroWrapper
+from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
 from ds_dynmo.engine.optimizer import clipping
 from ds_dynmo.engine.stage import StageContext
 

@@ -1,0 +1,186 @@
+"""What moving layers needs of DeepSpeed's flat optimizer wrappers, whichever of the two it is.
+
+``BF16_Optimizer`` and ``DeepSpeedZeroOptimizer`` (stage 1) set everything up in their constructors and keep the
+result for good. Here the same object is pointed at other parameters and buffers, so that whoever holds it, its
+parameter groups or its torch optimizer goes on holding the right one. All that is private in the two and depends on
+which parameters a stage has is touched here and in the two subclasses (read in DeepSpeed 0.19.8,
+runtime/bf16_optimizer.py and runtime/zero/stage_1_and_2.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Groups = list[list[nn.Parameter]]
+
+_BOUND = (
+    "_hp_mapping",
+    "_hp_grad",
+    "_dp_group",
+    "_index_in_param_group",
+    "_zero_optimizer",
+    "get_full_hp_param",
+    "get_full_hp_grad",
+    "set_full_hp_param",
+    "set_full_hp_grad",
+    "load_hp_checkpoint_state",
+    "grad_accum",
+    "param_idx_in_group",
+)
+
+
+def bound_by_wrapper(name: str) -> bool:
+    """Tell whether ``name`` is an attribute that DeepSpeed's wrappers set on their parameters."""
+    return name in _BOUND
+
+
+def unbind(parameter: nn.Parameter) -> None:
+    """Remove what a wrapper bound to a parameter: it holds the wrapper's old buffers by reference cycles."""
+    for name in _BOUND:
+        vars(parameter).pop(name, None)
+    parameter.grad = None
+
+
+class FlatWrapper(ABC):
+    """One of DeepSpeed's wrappers, as moving layers needs it.
+
+    Attributes:
+        wraps: DeepSpeed's class.
+    """
+
+    wraps: type
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The torch optimizer, whose groups hold one flat master tensor each."""
+        inner: torch.optim.Optimizer = self._wrapper.optimizer
+        return inner
+
+    @property
+    @abstractmethod
+    def masters(self) -> list[torch.Tensor]:
+        """Per group, this rank's shard of the fp32 weights."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> Groups:
+        """Per group, the parameters in its flat buffer, a placeholder where there are none."""
+
+    @property
+    @abstractmethod
+    def flats(self) -> list[torch.Tensor]:
+        """Per group, the flat buffer in which its weights lie."""
+
+    @property
+    @abstractmethod
+    def gradient_bytes_per_element(self) -> int:
+        """Bytes of gradients that the wrapper keeps for each element of a parameter."""
+
+    @abstractmethod
+    def free_gradients(self) -> None:
+        """Free the buffers in which gradients are summed, all zero between two batches; :meth:`rewrap` follows."""
+
+    @abstractmethod
+    def free_weights(self) -> None:
+        """Free the flat weights, in which no parameter lies any more; :meth:`rewrap` follows."""
+
+    @abstractmethod
+    def rewrap(self, groups: Groups, flats: list[torch.Tensor]) -> None:
+        """Rebuild the wrapper's buffers as its constructor would for ``groups``, whose weights lie in ``flats``."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """List the reduced gradients of this rank's parameters, or of their parts in this rank's shards."""
+
+    @abstractmethod
+    def clip_by(self, norm: Callable[[], float]) -> None:
+        """Make the wrapper clip by ``norm`` (called in every step, after gradients were reduced)."""
+
+    def hide(self, members: Callable[[], list[list[nn.Parameter]]]) -> None:
+        """Keep groups without a parameter on this stage out of what DeepSpeed writes to checkpoints.
+
+        Args:
+            members: lists the parameters of each group.
+        """
+        stock = self._wrapper.state_dict
+
+        def state_dict() -> dict[str, Any]:
+            return _with_groups(stock(), [number for number, group in enumerate(members()) if group])
+
+        self._wrapper.state_dict = state_dict
+
+    def release(self) -> None:
+        """Stop reacting to gradients: another wrapper has taken over the parameters."""
+        self._remove_hooks()
+
+    def use_grid(self, grid: Any) -> None:
+        """Reduce over the process groups of a new world."""
+        wrapper, group = self._wrapper, grid.get_data_parallel_group()
+        wrapper.dp_process_group = group
+        wrapper.real_dp_process_group[:] = [group] * len(wrapper.real_dp_process_group)
+        wrapper.partition_count = [grid.data_parallel_size] * len(wrapper.partition_count)
+        for members in self.groups:
+            for parameter in members:
+                if "_dp_group" in vars(parameter):
+                    parameter._dp_group = group  # type: ignore[attr-defined]
+
+    def accumulate(self, steps: int) -> None:  # noqa: B027
+        """Take note that a batch has so many micro-batches on each replica from now on."""
+
+    def mark_tied(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
+        """Let DeepSpeed find the gradients of tied layers' parameters, which it sums over their stages."""
+
+    def link_state(self) -> bool:
+        """Let ``safe_get_full_optimizer_state`` and its kin find the optimizer's state.
+
+        ZeRO does so after the first group's first step, when later groups have no state, and never again.
+
+        Returns:
+            False if there is no state yet.
+        """
+        self._wrapper._hp_optimizer_states_linked = False
+        if not all(self.inner.state.get(master) for master in self.masters):
+            return False
+        self._wrapper._lazy_init_hp_params_optimizer_state()
+        return True
+
+    def _link(self) -> None:
+        self._wrapper._link_all_hp_params()
+        self._wrapper._enable_universal_checkpoint()
+        self._wrapper._param_slice_mappings = self._wrapper._create_param_mapping()
+        for master, group in zip(self.masters, self.inner.param_groups):
+            group["params"] = [master]
+
+    def _remove_hooks(self) -> None:
+        for hook in self._wrapper._grad_acc_hooks:
+            hook.remove()
+        self._wrapper._grad_acc_hooks = []
+
+
+def _with_groups(state: Mapping[str, Any], keep: list[int]) -> dict[str, Any]:
+    """Return a wrapper's ``state_dict`` with the groups ``keep`` alone, without those that hold a placeholder.
+
+    They are numbered anew, as DeepSpeed numbers them where it dropped empty groups.
+    """
+    per_group = (
+        "single_partition_of_fp32_groups",
+        "group_paddings",
+        "param_alignment_paddings",
+        "partition_count",
+        "param_slice_mappings",
+    )
+    base = state["base_optimizer_state"]
+    kept = {
+        "state": {new: base["state"][old] for new, old in enumerate(keep) if old in base["state"]},
+        "param_groups": [{**base["param_groups"][old], "params": [new]} for new, old in enumerate(keep)],
+    }
+    lists = {name: [state[name][i] for i in keep] for name in per_group if name in state}
+    return {**state, **lists, "base_optimizer_state": kept}
