@@ -76,19 +76,22 @@ def overflow(
     first_uses: Sequence[int | None],
     limit: int,
     present_bytes: Sequence[int],
+    *,
+    overlapped: bool = False,
 ) -> Overflow | None:
-    """The stage that ``plan`` takes furthest above ``limit``; None if it takes none above.
+    """Find the stage that ``plan`` takes furthest above ``limit``; None if it takes none above.
 
     Args:
         present_bytes: per stage, what it needs as it is: a stage that is above its limit may stay as high, else it
             could give nothing away.
+        overlapped: a batch trains while layers travel.
 
     Raises:
         PartitionError: see :func:`migration_peaks`.
     """
     if not plan.moves:
         return None
-    peaks = migration_peaks(plan, layers, first_uses)
+    peaks = migration_peaks(plan, layers, first_uses, overlapped=overlapped)
     above = {stage: peak for stage, peak in enumerate(peaks) if peak > max(limit, present_bytes[stage])}
     if not above:
         return None

@@ -329,3 +329,27 @@ def test_what_is_not_started_leaves_no_trace(how: str, precision: str) -> None:
         assert how == "abandon" or "[1] could not get their layers ready: no room. No layer" in result["message"]
     assert [result["losses"] for result in results] == [result["losses"] for result in still]
     assert whole(results) == whole(still)
+
+
+def move_before_the_step(precision: str) -> tuple[str, list[float]]:
+    """Ask for a move between a batch's backward passes and its step; what is said, and the losses."""
+    engine = build(Case(precision=precision))
+    data = batches(engine)
+    messages: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(MigrationError) as failure:
+            migrator_of(engine).prepare(plan_to(engine, [0, 2, 8]))
+        assert failure.value.harmless
+        messages.append(str(failure.value))
+
+    engine.before_step(ask)
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    return "".join(messages[:1]), losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
+def test_gradients_in_flat_buffers_are_not_left_behind(precision: str) -> None:
+    for message, losses in run(2, move_before_the_step, precision):
+        assert "[0, 1] could not get their layers ready" in message and "after the optimizer's step" in message
+        assert len(losses) == 3

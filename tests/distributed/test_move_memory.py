@@ -90,7 +90,18 @@ def held_now(engine: Any) -> tuple[HeldBytes, ...]:
     )[0]
 
 
-def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
+def go(engine: Any, new: Sequence[int], *, overlapped: bool, check: Any = None) -> None:
+    """Move layers between two batches, or in the phases of a move during which a batch could train."""
+    if not overlapped:
+        engine.rebalance(new)
+        return
+    engine.migrator.prepare(MigrationPlan.between(engine.partition, new), check, overlapped=True)
+    engine.migrator.start()
+    engine.migrator.commit()
+    engine.stage.publish_move()
+
+
+def peaks(case: Case, moves: Sequence[Sequence[int]], overlapped: bool = False) -> list[tuple[int, int, int, int]]:
     """Of each move: bytes that this rank held before, most bytes while it went on, and what is said of both."""
     engine = build(case, wide_layers)
     data, found = batches(engine), []
@@ -98,9 +109,9 @@ def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, in
         engine.train_batch(data), engine.train_batch(data)
         held, uses = held_now(engine), engine.stage.layers.first_uses()
         plan = MigrationPlan.between(engine.partition, new)
-        said = migration_peaks(plan, held, uses)[engine.stage_id]
+        said = migration_peaks(plan, held, uses, overlapped=overlapped)[engine.stage_id]
         with TensorBytes() as tensors:
-            engine.rebalance(new)
+            go(engine, new, overlapped=overlapped)
         resting = sum((held[layer] for layer in plan.old.layers_of(engine.stage_id)), start=HeldBytes()).total
         found.append((tensors.began, tensors.peak, resting, said))
     return found
@@ -118,7 +129,17 @@ def peaks(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[int, int, in
     ids=lambda value: f"{value.precision}-{value.stages}x{value.replicas}" if isinstance(value, Case) else "",
 )
 def test_what_a_move_holds_is_what_is_said(case: Case, moves: Sequence[Sequence[int]]) -> None:
-    for rank in run(case.ranks, peaks, case, moves):
+    check_peaks(run(case.ranks, peaks, case, moves))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])
+def test_so_is_what_a_move_during_a_batch_holds(precision: str) -> None:
+    case = Case(blocks=9, precision=precision)
+    check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, True))
+
+
+def check_peaks(ranks: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
+    for rank in ranks:
         for began, peak, resting, said in rank:
             assert resting <= began <= resting + BESIDE  # of the layers, but for what the batch left
             held = peak - (began - resting)
@@ -140,7 +161,7 @@ def with_limit(engine: Any, limit: int | None) -> None:
 
 def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
     """Ask for what takes a byte more than there is, train on, and ask again with that byte."""
-    engine = build(case, wide_layers)
+    engine, overlapped = build(case, wide_layers), how == "overlapped"
     data, new = batches(engine), [0, 3, case.num_layers]
     losses = [engine.train_batch(data).item() for _ in range(2)]
     if how == "load":
@@ -153,9 +174,10 @@ def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
         )
     else:
         plan = MigrationPlan.between(engine.partition, new)
-    needed = max(migration_peaks(plan, held_now(engine), engine.stage.layers.first_uses()))
+    needed = max(migration_peaks(plan, held_now(engine), engine.stage.layers.first_uses(), overlapped=overlapped))
     ask = {
         "rebalance": lambda: engine.rebalance(new),
+        "overlapped": lambda: go(engine, new, overlapped=True, check=engine.balancer.memory.check),
         "shrink": lambda: engine.repack(partition=[0, case.num_layers]),
         "load": lambda: engine.load_checkpoint(folder, "there"),
     }[how]
@@ -183,7 +205,7 @@ def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-@pytest.mark.parametrize("how", ["rebalance", "shrink", "load"])
+@pytest.mark.parametrize("how", ["rebalance", "overlapped", "shrink", "load"])
 def test_a_move_that_does_not_fit_is_refused_before_a_byte_moves(how: str, precision: str, tmp_path: Path) -> None:
     case = Case(blocks=9, precision=precision, clip=0.0)
     results = run(2, refused, case, how, str(tmp_path))

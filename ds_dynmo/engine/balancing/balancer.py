@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ds_dynmo.engine.balancing.policy import Decision, accept_move, costs_and_sp
 from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
+from ds_dynmo.engine.migration.migrator import MoveCheck
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.engine.reporting import Reporter
@@ -29,8 +31,6 @@ from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmles
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
-
-Check = Callable[[MigrationPlan], None]
 
 
 class Balancer:
@@ -57,7 +57,7 @@ class Balancer:
         groups: LayerGroups,
         profiler: Profiler,
         reporter: Reporter,
-        migrate: Callable[[MigrationPlan, Check], int],
+        migrate: Callable[[MigrationPlan, MoveCheck], int],
         replica_multiplier: Callable[[], int],
     ) -> None:
         self._stage, self._config, self._comm = stage, stage.config, stage.comm
@@ -245,7 +245,7 @@ class Balancer:
             if decision is None and self.profile is not None:
                 decision = predict(self.cost_model.decision_input(self.profile, plan.old, smoothed=False), new)
             began = time.perf_counter()
-            moved_bytes = self._migrate(plan, lambda plan: self.memory.check(plan, decided_from))
+            moved_bytes = self._migrate(plan, partial(self.memory.check, profile=decided_from))
             if plan.moves:
                 self._stage.publish_move()
             migrate_seconds = time.perf_counter() - began

@@ -45,18 +45,23 @@ class HeldMemory:
     static_bytes: tuple[int, ...]
     first_uses: tuple[int | None, ...]
 
-    def overflow(self, plan: MigrationPlan, present: MemoryModel | None = None) -> Overflow | None:
+    def overflow(
+        self, plan: MigrationPlan, present: MemoryModel | None = None, *, overlapped: bool = False
+    ) -> Overflow | None:
         """Find the stage that ``plan`` takes furthest above the limit; None: it takes none above.
 
         Args:
             present: what stages need now, with activations; None: what their layers hold, without.
+            overlapped: batches train while layers travel.
         """
         old = plan.old
         if present is None:
             present_bytes = [sum(self.static_bytes[index] for index in old.layers_of(stage)) for stage in old.stages]
         else:
             present_bytes = present.bytes_per_stage(old.boundaries)
-        return partitioners.overflow(plan, self.layers, self.first_uses, self.limit, present_bytes)
+        return partitioners.overflow(
+            plan, self.layers, self.first_uses, self.limit, present_bytes, overlapped=overlapped
+        )
 
 
 class MemoryLimit:
@@ -96,11 +101,12 @@ class MemoryLimit:
             raise MigrationError("a rank could not tell what its layers hold. No layer has moved", harmless=True)
         return HeldMemory(limit, *layer_sizes.held_from(table), tuple(layers.first_uses()))
 
-    def check(self, plan: MigrationPlan, profile: Profile | None = None) -> None:
+    def check(self, plan: MigrationPlan, profile: Profile | None = None, *, overlapped: bool = False) -> None:
         """Refuse a plan that takes a rank above the limit while layers move. Collective, before a byte moves.
 
         Args:
             profile: that ``plan`` was decided from; None: there is none, and activations do not count.
+            overlapped: batches train while layers travel.
 
         Raises:
             MigrationError: harmless, on every rank, with both numbers.
@@ -108,7 +114,8 @@ class MemoryLimit:
         held = self.held()
         if held is None:
             return
-        found = held.overflow(plan, self.model(profile, held.limit) if profile is not None else None)
+        present = self.model(profile, held.limit) if profile is not None else None
+        found = held.overflow(plan, present, overlapped=overlapped)
         if found is not None:
             raise MigrationError(
                 f"from {plan.old} to {plan.new}, {found} (dynmo.memory_limit). No layer has moved",

@@ -34,6 +34,10 @@ class Bf16Wrapper(FlatWrapper):
     def gradient_bytes_per_element(self) -> int:
         return int(self._wrapper.grad_acc_dtype.itemsize)
 
+    @property
+    def holds_gradients(self) -> bool:
+        return any(any(held) for held in self._wrapper.fp32_groups_has_gradients)
+
     def free_gradients(self) -> None:
         wrapper = self._wrapper
         for own in (

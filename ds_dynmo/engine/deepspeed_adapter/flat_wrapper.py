@@ -84,6 +84,11 @@ class FlatWrapper(ABC):
     def gradient_bytes_per_element(self) -> int:
         """Bytes of gradients that the wrapper keeps for each element of a parameter."""
 
+    @property
+    @abstractmethod
+    def holds_gradients(self) -> bool:
+        """Whether gradients wait for an optimizer's step, as they do from a backward pass to the end of its batch."""
+
     @abstractmethod
     def free_gradients(self) -> None:
         """Free the buffers in which gradients are summed, all zero between two batches; :meth:`rewrap` follows."""

@@ -44,6 +44,11 @@ class ZeroWrapper(FlatWrapper):
     def accumulate(self, steps: int) -> None:
         self._wrapper.gradient_accumulation_steps = steps
 
+    @property
+    def holds_gradients(self) -> bool:
+        held = (*self._wrapper.averaged_gradients.values(), *self._wrapper.all_grad_tensors.values())
+        return any(gradients is not None for gradients in held)
+
     def free_gradients(self) -> None:
         self._wrapper.averaged_gradients.clear()
         self._wrapper.all_grad_tensors.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -51,10 +51,21 @@ class ArrivingLayer:
 
         Args:
             buffer_of: by position, the flat memory in which a parameter is to lie; None: memory of its own.
-            sent_ahead: has what was received before.
+            sent_ahead: has what was received before. It gives up all of its buffers.
         """
-        known = sent_ahead._constant_data if sent_ahead is not None else []
+        wanted = {meta.sent_ahead for meta in self._metas if meta.sent_ahead is not None}
+        known = sent_ahead._hand_over(wanted) if sent_ahead is not None else {}
         self._makers = [self._maker(number, meta, device, buffer_of, known) for number, meta in enumerate(self._metas)]
+
+    def _hand_over(self, wanted: Container[int]) -> dict[int, torch.Tensor]:
+        """Give up all buffers, and return the constant tensors ``wanted``, by number."""
+        known = {number: data for number, data in enumerate(self._constant_data) if number in wanted}
+        self._free()
+        return known
+
+    def _free(self) -> None:
+        self._makers, self._data, self._constant_data = [], {}, []
+        self.constants, self.changing = [], []
 
     def _maker(
         self,
@@ -62,7 +73,7 @@ class ArrivingLayer:
         meta: TensorMeta,
         device: torch.device,
         buffer_of: RecvBufferOf,
-        known: Sequence[torch.Tensor],
+        known: Mapping[int, torch.Tensor],
     ) -> Callable[[], torch.Tensor]:
         if meta.base is not None:
             return lambda: restored(meta, self._view(meta))
@@ -108,6 +119,5 @@ class ArrivingLayer:
             parameter.grad = gradient
             vars(parameter).update(attributes)
             register_hooks(parameter, hooks)
-        self._makers, self._data, self._constant_data = [], {}, []
-        self.constants, self.changing = [], []
+        self._free()
         return content

@@ -18,6 +18,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from deepspeed.utils import logger
@@ -29,6 +30,14 @@ from ds_dynmo.engine.migration.context import MigrationContext
 from ds_dynmo.engine.migration.packing import PackedLayer
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.plan import MigrationPlan
+
+
+class MoveCheck(Protocol):
+    """Refuses a plan on which all ranks have agreed. Collective: it raises on every rank or on none."""
+
+    def __call__(self, plan: MigrationPlan, *, overlapped: bool) -> None:
+        """Raise if ``plan`` must not be carried out. ``overlapped``: see :meth:`Migrator.prepare`."""
+        ...
 
 
 @dataclass
@@ -66,7 +75,7 @@ class Migrator:
         self.context = context
         self._migration: _Migration | None = None
 
-    def migrate(self, plan: MigrationPlan, check: Callable[[MigrationPlan], None] | None = None) -> int:
+    def migrate(self, plan: MigrationPlan, check: MoveCheck | None = None) -> int:
         """Carry out ``plan`` between two batches: all phases in a row.
 
         Args:
@@ -112,14 +121,14 @@ class Migrator:
     def prepare(
         self,
         plan: MigrationPlan,
-        check: Callable[[MigrationPlan], None] | None = None,
+        check: MoveCheck | None = None,
         *,
         overlapped: bool = False,
     ) -> bool:
         """Agree on ``plan`` and make ready what it takes. Nothing has moved, and :meth:`abandon` is possible.
 
         Args:
-            check: collective; raises on every rank where the plan, on which all have agreed, is to be refused.
+            check: refuses what must not be carried out, such as a plan that some rank lacks the memory for.
             overlapped: batches train between :meth:`start` and :meth:`commit`. All of the optimizer's state then
                 travels ahead, and is there twice; else its flat buffers follow at the commit, kind after kind.
 
@@ -135,7 +144,7 @@ class Migrator:
         if not plan.moves:
             return False
         if check is not None:
-            check(plan)
+            check(plan, overlapped=overlapped)
         packed: dict[int, PackedLayer] = {}
         failure: Exception | None = None
         outgoing_bytes = 0
@@ -199,8 +208,8 @@ class Migrator:
     def commit(self) -> int:
         """Send what can have changed, put the layers in their places, and free what was sent.
 
-        Call it between two batches. Before the optimizer's step of a batch, gradients that parameters hold travel too;
-        those that DeepSpeed's wrappers sum in flat buffers do not.
+        Call it between two batches. Gradients that parameters hold travel too. Those that DeepSpeed's wrappers (bf16,
+        ZeRO-1) sum in flat buffers do not: it fails if there are any, as there are from a backward pass to the step.
 
         Returns:
             Bytes moved in this rank's pipeline.

@@ -110,9 +110,14 @@ class FlatState:
         if not plan.moves:
             return 0
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
+        if self._wrapper.holds_gradients:
+            raise ValueError(
+                "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
+                "after the optimizer's step"
+            )
         planned = plan_resharding(plan, every, self._layers, self._grid)
         self._next = self._resharding(planned)
-        if not overlapped:  # between two batches they are zeros, and make room for weights
+        if not overlapped:  # all zeros until the next batch: they make room for weights
             self._wrapper.free_gradients()
             self._lacks_gradients = True
         for (group, parked), buffer in planned.new[self._stage].items():
@@ -139,7 +144,7 @@ class FlatState:
             parameters=parameters,
             groups=numbers,
             optimizer_state=[None] * len(parameters),
-            gradients=[None] * len(parameters),
+            gradients=[None] * len(parameters),  # between two batches the wrapper's buffers hold none
             attributes=[parameter_attributes(parameter) for parameter in parameters],
             hooks=[parameter_hooks(parameter) for parameter in parameters],
             group_options={n: options_of(groups[n]) for n in numbers if n is not None},
@@ -183,6 +188,7 @@ class FlatState:
     def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
         resharding, self._next = self._next, None
         assert resharding is not None, "prepare comes first"
+        assert not self._wrapper.holds_gradients, "gradients in flat buffers do not travel: settle after a step"
         for content in arrived.values():
             for parameter, number in zip(content.parameters, content.groups):
                 if number is not None:

@@ -99,6 +99,13 @@ def test_what_is_above_its_limit() -> None:
     assert overflow(back, layers, [0, 1, 2, 3], 50, [10, 89]) is not None
 
 
+def test_a_move_during_a_batch_needs_more() -> None:
+    plan, layers = MigrationPlan.between([0, 2, 4], [0, 1, 4]), [HeldBytes(flat=2, shards=12, largest_shard=4)] * 4
+    assert overflow(plan, layers, [0, 1, 2, 3], 50, [28, 28]) is None
+    found = overflow(plan, layers, [0, 1, 2, 3], 50, [28, 28], overlapped=True)
+    assert found is not None and astuple(found) == (1, 28 + 6 + 36, 50)
+
+
 def test_as_many_bytes_as_layers() -> None:
     with pytest.raises(PartitionError, match="2 layers needs as many bytes and first uses, got 1 and 2"):
         peaks([0, 1, 2], [0, 1, 2], [HeldBytes()], [0, 1])
