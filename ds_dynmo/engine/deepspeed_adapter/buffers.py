@@ -11,17 +11,17 @@ from deepspeed.runtime.pipe import engine as deepspeeds
 
 
 def is_deepspeeds(instruction: Any) -> bool:
-    """Is it the function by which DeepSpeed carries out an instruction? (A name would be copied by ``wraps``.)"""
+    """Tell whether it is DeepSpeed's function for an instruction. Its name would not do: ``wraps`` copies it."""
     return getattr(instruction, "__globals__", None) is vars(deepspeeds)
 
 
 def inputs_of(engine: Any, buffer_id: int) -> Any:
-    """What a stage received or loaded: a tensor or a tuple."""
+    """Return what a stage received or loaded: a tensor or a tuple."""
     return engine.pipe_buffers["inputs"][buffer_id]
 
 
 def outputs_of(engine: Any, buffer_id: int) -> Any:
-    """What the layers of a stage gave: a tensor or a tuple."""
+    """Return the outputs of a stage's layers: a tensor or a tuple."""
     return engine.pipe_buffers["outputs"][buffer_id]
 
 
@@ -31,19 +31,19 @@ def set_outputs(engine: Any, buffer_id: int, outputs: Any) -> None:
 
 
 def free_inputs(engine: Any, buffer_id: int) -> None:
-    """Let go of what a stage received, as DeepSpeed does once it has sent the gradient of it."""
+    """Free what a stage received, as DeepSpeed does once it has sent its gradient."""
     engine.pipe_buffers["inputs"][buffer_id] = None
 
 
 def free_outputs(engine: Any, buffer_id: int) -> None:
-    """Let go of what the layers gave, as DeepSpeed does once it has gone back through them."""
+    """Free the outputs of a stage's layers, as DeepSpeed does after their backward pass."""
     engine.pipe_buffers["output_tensors"][buffer_id] = None
     engine.pipe_buffers["outputs"][buffer_id] = None
 
 
 @contextmanager
 def backward_from(engine: Any, loss: torch.Tensor, gradient: torch.Tensor) -> Iterator[None]:
-    """Inside, a backward pass begins at ``loss`` on the last stage, with ``gradient`` on the others."""
+    """Let a backward pass begin at ``loss`` on the last stage, and with ``gradient`` on the others."""
     before = engine.loss, engine.grad_layer
     engine.loss, engine.grad_layer = loss, gradient
     try:
@@ -72,11 +72,11 @@ def forget_total_loss(engine: Any) -> None:
 
 
 def accumulation_dtype(engine: Any) -> torch.dtype:
-    """In which precision ``BF16_Optimizer`` sums gradients over micro-batches."""
+    """Return the precision in which ``BF16_Optimizer`` sums gradients over micro-batches."""
     dtype: torch.dtype = engine.optimizer.grad_acc_dtype
     return dtype
 
 
 def gradient_attribute(engine: Any) -> str:
-    """The attribute of a parameter whose content DeepSpeed sums over the stages that tie it."""
+    """Name the attribute of a tied parameter that DeepSpeed sums over stages."""
     return "_hp_grad" if engine.using_bf16_optimizer else "grad"

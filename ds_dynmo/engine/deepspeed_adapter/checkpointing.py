@@ -13,17 +13,17 @@ TRACKER = "_CUDA_RNG_STATE_TRACKER"  # the global of Megatron's modules and of D
 
 
 def deepspeeds_tracker() -> Any:
-    """The random states by name that layers fork, as Megatron's tracker keeps them."""
+    """Return DeepSpeed's tracker of the named random states that layers fork, like Megatron's."""
     return ds_checkpointing.get_cuda_rng_tracker()
 
 
 def checkpointing_mpu() -> Any:
-    """What activation checkpointing was told of the tensor-parallel slices; None: nothing."""
+    """Return the ``mpu`` that activation checkpointing was configured with; None if there is none."""
     return ds_checkpointing.mpu
 
 
 def is_reentrant(module: Any) -> bool:
-    """Does a PipelineModule checkpoint activations the reentrant way, where it does at all?"""
+    """Tell whether a PipelineModule that checkpoints activations does so the reentrant way."""
     return module.activation_checkpoint_func is not ds_checkpointing.non_reentrant_checkpoint
 
 
@@ -38,7 +38,7 @@ def checkpoint_any_input(module: Any) -> None:
 
 
 def any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """``checkpoint``, or the non-reentrant way for a segment none of whose inputs requires a gradient."""
+    """Wrap ``checkpoint``: a segment none of whose inputs requires a gradient is checkpointed the non-reentrant way."""
 
     @wraps(checkpoint)
     def of_any_input(function: Callable[..., Any], *inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine counts, beside ``global_steps`` and ``global_samples``."""
+"""The counters of DeepSpeed's engine, for ranks that were away and for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _SHARED = (  # alike on every rank
 
 
 def shared_counters(engine: Any) -> dict[str, Any]:
-    """What every rank counts alike, for one that was away."""
+    """Collect the counters that are alike on every rank, for one that was away."""
     return {name: getattr(engine, name) for name in _SHARED}
 
 
 def set_shared_counters(engine: Any, counters: Mapping[str, Any]) -> None:
-    """Put back :func:`shared_counters` of another rank."""
+    """Set the counters to another rank's :func:`shared_counters`."""
     for name in _SHARED:
         setattr(engine, name, counters[name])
 
 
 def micro_batch_counters(engine: Any) -> dict[str, int]:
-    """What seeds layers (``seed_layers``), and what DeepSpeed's checkpoints lack."""
+    """Collect the counters of micro-batches, which seed layers (``seed_layers``) and which DeepSpeed does not save."""
     return {"micro_steps": engine.micro_steps, "micro_offset": engine.module.micro_offset}
 
 
 def set_micro_batch_counters(engine: Any, counters: Mapping[str, Any]) -> None:
-    """Put back :func:`micro_batch_counters`."""
+    """Set the counters to :func:`micro_batch_counters` of a checkpoint."""
     engine.micro_steps = counters["micro_steps"]
     engine.module.micro_offset = counters["micro_offset"]

@@ -18,7 +18,7 @@ from ds_dynmo.errors import ConfigError
 
 
 class _Above(PipelineEngine):
-    """What our engine finds where DeepSpeed's would be: the user's, whose attributes are noted."""
+    """Note which attributes the constructor of the user's engine sets; stands directly above it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         before = set(vars(self))
@@ -28,7 +28,7 @@ class _Above(PipelineEngine):
 
 
 class _Beneath(PipelineEngine):
-    """What a user's engine finds where DeepSpeed's would be."""
+    """Give a user's engine our methods where it calls DeepSpeed's; stands directly beneath it."""
 
     dynmo: Any
 
@@ -58,7 +58,7 @@ _REPLACED = ("save_checkpoint", "load_checkpoint", "clip_fp32_gradients")
 
 
 def engine_class(given: Any) -> partial[DynMoPipelineEngine]:
-    """Our engine's class upon what the user gave, with the arguments that it was given with.
+    """Build our engine's class upon the user's, with the arguments that came with it.
 
     Args:
         given: DeepSpeed's ``PipelineEngine`` or a subclass, or ``functools.partial`` of one with keywords of its own.
@@ -107,7 +107,7 @@ def _built_upon(theirs: type[PipelineEngine]) -> type[DynMoPipelineEngine]:
 
 
 def _own_names(kind: type) -> set[str]:
-    """What a subclass of DeepSpeed's engine defines beside it, attributes too; dunder names left out."""
+    """List the names that a subclass of DeepSpeed's engine adds, attributes too, without dunder names."""
     classes = [part for part in kind.__mro__ if part not in PipelineEngine.__mro__]
     names = {name for part in classes for name in (*vars(part), *inspect.get_annotations(part))}
     return {name for name in names if not (name.startswith("__") and name.endswith("__"))}

@@ -1,4 +1,4 @@
-"""What DeepSpeed writes into a checkpoint, and takes from one."""
+"""DeepSpeed's files of a checkpoint: write them, and restore what only DeepSpeed knows."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ PICKLED = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)  # cl
 
 
 def slice_number(engine: Any) -> int:
-    """The number of this rank's tensor-parallel slice in the names of DeepSpeed's files."""
+    """Return the number of this rank's tensor-parallel slice in the names of DeepSpeed's files."""
     return int(engine.grid.get_model_parallel_rank()) if engine.mp_world_size > 1 else 0
 
 
 def writes_optimizer_shards(engine: Any) -> bool:
-    """Does this rank write a file of its own for its shard of the optimizer's state?"""
+    """Tell whether this rank writes a file of its own for its shard of the optimizer's state."""
     return bool(engine.save_zero_checkpoint)
 
 
 def cannot_write(engine: Any) -> str | None:
-    """What in the configuration keeps checkpoints from being complete once they are written, in words."""
+    """Say which setting keeps checkpoints from being complete once they are written; None if there is none."""
     if engine.use_node_local_storage():
         return (
             "checkpoint.use_node_local_storage = true: where layers move, another node than the one that wrote a "
@@ -60,7 +60,7 @@ def write(engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], *
 
 
 def restore_data_efficiency(engine: Any, common: Mapping[str, Any]) -> None:
-    """Put back the states of DeepSpeed's data efficiency library that its file for all layers holds."""
+    """Restore the states of DeepSpeed's data efficiency library from its file for all layers."""
     if engine.random_ltd_enabled() and "random_ltd" in common:
         engine.random_ltd_scheduler.load_state_dict(common["random_ltd"])
     if engine.curriculum_learning_enabled() and engine.training_dataloader is not None and "data_sampler" in common:
@@ -75,7 +75,7 @@ def note_degrees(engine: Any, common: Mapping[str, Any], *, tensor_parallel: boo
 
 
 def universal_information(replicated: list[str]) -> dict[str, Any]:
-    """What DeepSpeed's conversion to a universal checkpoint asks the client state for.
+    """Make the client state that DeepSpeed's conversion to a universal checkpoint reads.
 
     Args:
         replicated: patterns of the names of parameters that may be on several stages.

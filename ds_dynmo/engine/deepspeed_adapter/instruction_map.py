@@ -13,14 +13,14 @@ Instructions = Mapping[type, Instruction]
 
 
 def present_instructions(engine: Any) -> Instructions:
-    """Those of the engine's class, DeepSpeed's or the user's, or a map that was set on the engine."""
+    """Return the instructions that were set on the engine, or those of its class, DeepSpeed's or the user's."""
     found: Instructions = engine._INSTRUCTION_MAP
     return found
 
 
 @contextmanager
 def instructions_in_force(engine: Any, found: Instructions) -> Iterator[None]:
-    """Let the engine run a schedule by ``found``; afterwards it has again what it had.
+    """Let the engine run a schedule by ``found``, and restore its own instructions afterwards.
 
     Raises:
         ConfigError: afterwards, where others were set on the engine meanwhile.

@@ -38,7 +38,7 @@ class BuiltParameter:
 
 
 def build_missing(model: PipelineModule) -> dict[int, nn.Module]:
-    """The modules of this stage's uses that DeepSpeed did not build and that need one of their own, by layer."""
+    """Build the modules that DeepSpeed did not build on this stage, where uses of a key differ in class, by layer."""
     specs, built = layer_specs(model), {}
     for uses in uses_by_key(specs).values():
         here = [use for use in uses if use in own_layers(model)]
@@ -58,7 +58,11 @@ def _build(model: PipelineModule, index: int) -> nn.Module:
 
 
 def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[str, OwnUses]) -> list[BuiltParameter]:
-    """Put ``built`` where the layers are, with the tied weights of the first use on the stage; their parameters."""
+    """Put the modules ``built`` into the PipelineModule, with the tied weights of the first use on the stage.
+
+    Returns:
+        Their parameters.
+    """
     found: list[BuiltParameter] = []
     specs, here = layer_specs(model), own_layers(model)
     for index, module in built.items():
@@ -78,10 +82,10 @@ def attach(model: PipelineModule, built: Mapping[int, nn.Module], ties: Mapping[
 
 
 def join_groups(optimizer: torch.optim.Optimizer, built: Sequence[BuiltParameter]) -> str | None:
-    """Give the optimizer what was built: copies in the group of their weight, others where there is only one group.
+    """Give the optimizer what was built: copies join the group of their weight, other parameters an only group.
 
     Returns:
-        What keeps a parameter from being given, in words; then the optimizer is as it was.
+        Why a parameter has no group, in words; then the optimizer is as it was. None: all have one.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ``PipelineModule`` keeps of the layer list that it was made of."""
+"""DeepSpeed's ``PipelineModule``: its layer list, and which range of it a stage holds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ HOLDS_LAYERS = frozenset(  # attributes of a PipelineModule that hold its layers
 
 
 def layer_specs(module: Any) -> list[Any]:
-    """What the user gave for each layer of the model: a LayerSpec, a module or a function."""
+    """Return what the user gave for each layer of the model: a LayerSpec, a module or a function."""
     specs: list[Any] = module._layer_specs
     return specs
 
 
 def own_layers(module: Any) -> range:
-    """The numbers of the layers that this stage holds."""
+    """Return the numbers of the layers that this stage holds: one range, in a ``PipelineModule``."""
     return range(module._local_start, module._local_stop)
 
 
 def has_deepspeeds_experts(module: nn.Module) -> bool:
-    """Has it experts of ``deepspeed.moe``?"""
+    """Tell whether it has experts of ``deepspeed.moe``."""
     return any(isinstance(part, MoE | Experts) for part in module.modules())
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """Does every tensor-parallel slice hold another part of it?"""
+    """Tell whether every tensor-parallel slice holds another part of it."""
     return bool(is_model_parallel_parameter(parameter))

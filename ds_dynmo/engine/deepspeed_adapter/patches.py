@@ -1,6 +1,6 @@
-"""What stands in for methods of DeepSpeed's pipeline engine, or goes around them (read in DeepSpeed 0.19.8).
+"""Patches of DeepSpeed's pipeline engine: methods in place of its own or around them (read in DeepSpeed 0.19.8).
 
-It is there where DeepSpeed's numbers depend on which layers a stage has, and where it fails. All of it holds with
+They fix what depends on which layers a stage has, and what fails. All of them hold with
 ``"enabled": false`` too: the baseline of every comparison. Without a "dynmo" block nothing here differs from DeepSpeed.
 With one most runs do, if only because DeepSpeed clips gradients at 1.0 unless told 0.0.
 """
@@ -57,20 +57,20 @@ class PatchedPipelineEngine(PipelineEngine):
     # -- layers ---------------------------------------------------------------------------------------
 
     def _configure_distributed_model(self, model: Any) -> None:
-        """As DeepSpeed does, once no stage holds a layer that cannot be moved: every rank has to say no, or none."""
+        """Set up the module as DeepSpeed does, but refuse on every rank if any holds a layer that cannot be moved."""
         if self.dynmo is not None:
             self.stage = stage_of(self, self.dynmo, model)
         super()._configure_distributed_model(model)
 
     def _broadcast_model(self) -> None:
-        """As DeepSpeed does, but for parameters that are a replica's own."""
+        """Broadcast the model as DeepSpeed does, but for parameters that are a replica's own."""
         kept = [(p, p.detach().clone()) for p in self.module.parameters() if replicas.is_own(p)]
         super()._broadcast_model()
         for parameter, own in kept:
             parameter.data.copy_(own)
 
     def _get_gradients_for_reduction(self) -> tuple[list[Any], dict[str, list[Any]]]:
-        """As DeepSpeed gathers them, once per batch, to be averaged; a replica's own are made means here."""
+        """List the gradients to average as DeepSpeed does, once per batch. Divide a replica's own instead."""
         gradients, of_experts = super()._get_gradients_for_reduction()
         if self.dynmo is None or not self.stage.replicas_differ:
             return gradients, of_experts
@@ -95,7 +95,7 @@ class PatchedPipelineEngine(PipelineEngine):
             super()._configure_optimizer(optimizer, model_parameters)
 
     def _get_zero_param_shapes(self) -> list[Any]:
-        """DeepSpeed's table for checkpoints, without placeholders."""
+        """Return DeepSpeed's table for checkpoints, without placeholders."""
         shapes: list[Any] = super()._get_zero_param_shapes()
         return shapes if self.dynmo is None else self.stage.optimizer.without_placeholders(shapes)
 
@@ -126,14 +126,14 @@ class PatchedPipelineEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
 
     def _aggregate_total_loss(self) -> Any:
-        """As DeepSpeed does, and a trace shows how long that waits."""
+        """Share the loss as DeepSpeed does, and show in a trace how long that waits."""
         if self.dynmo is None:
             return super()._aggregate_total_loss()
         with self.stage.timeline.phase("loss", "share the loss"):
             return super()._aggregate_total_loss()
 
     def _forget_layers(self, moved: LayersMoved) -> None:
-        """Let go of what DeepSpeed keeps of the layers before."""
+        """Free what DeepSpeed keeps of the layers before."""
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)

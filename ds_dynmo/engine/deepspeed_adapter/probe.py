@@ -48,7 +48,7 @@ _ABSENT = object()
 
 
 def _problem(name: Name) -> str | None:
-    """What is wrong with a name, in words."""
+    """Say what is wrong with a name; None if nothing is."""
     try:
         owner = _owner(name.owner)
     except (ImportError, AttributeError):
@@ -72,7 +72,7 @@ def _owner(path: str) -> Any:
 
 @cache
 def _mentioned(owner: type) -> frozenset[str]:
-    """The names that code of a class and of its bases has: among them the attributes that it gives its instances."""
+    """Collect the names in the code of a class and of its bases, among them the attributes of its instances."""
     codes = [code for function in _functions(owner) for code in _nested(function.__code__)]
     return frozenset(name for code in codes for name in code.co_names)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps of the processes that take part, and builds once: make it anew from other processes.
+"""Rebuild what DeepSpeed keeps of the processes that take part, which it builds once, for other processes.
 
 Read in DeepSpeed 0.19.8, runtime/pipe/{module,topology,engine,p2p}.py, runtime/engine.py and utils/groups.py.
 """
@@ -65,6 +65,6 @@ def _refit_engine(engine: Any, grid: Any) -> None:
 
 
 def pipeline_ranks(grid: Any) -> list[int]:
-    """The ranks of this rank's pipeline, by stage."""
+    """List the ranks of this rank's pipeline, by stage."""
     ranks: list[int] = grid.pp_group
     return ranks

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, and what its newest version refuses in one."""
+"""DeepSpeed's configuration: read it, and find what the newest DeepSpeed refuses in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REMOVED = (
 
 
 def read_settings(source: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration from a file, or from the base64 text that DeepSpeed's launchers pass on.
+    """Read a DeepSpeed configuration from a file, or from the base64 text that DeepSpeed's launchers pass on.
 
     Raises:
         ValueError, TypeError, OSError: it is neither, or no JSON.
@@ -45,11 +45,11 @@ def read_settings(source: Any) -> dict[str, Any]:
 
 
 def removed_blocks(settings: Mapping[str, Any]) -> list[str]:
-    """The blocks of a configuration that the newest DeepSpeed no longer has."""
+    """List the blocks of a configuration that the newest DeepSpeed no longer has."""
     return [key for key in REMOVED if key in settings]
 
 
 def settings_of(engine: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration as it was given to an engine."""
+    """Return DeepSpeed's configuration as it was given to an engine."""
     settings: dict[str, Any] = engine._config._param_dict
     return settings

@@ -39,5 +39,5 @@ def warn_of_shm_operator() -> None:
 
 
 def _no_operator() -> Any:
-    """What DeepSpeed's own function returns where the operator cannot be had."""
+    """Return what DeepSpeed's own function returns where the operator is not available."""
     return None

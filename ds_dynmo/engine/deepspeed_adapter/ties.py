@@ -52,7 +52,7 @@ class UseFound:
         names, shapes: of its tied weights, in the order of ``tied_weight_attr``.
         complete: it has no other parameter.
         same_class, same_arguments: as all other uses of the key.
-        problem: why its tied weights cannot be told, in words.
+        problem: why its tied weights cannot be found, in words.
     """
 
     layer: int
@@ -65,7 +65,7 @@ class UseFound:
 
 
 def uses_by_key(specs: Sequence[Any]) -> dict[str, list[int]]:
-    """The layers of every key that more than one layer has."""
+    """Map each key that several layers have to those layers."""
     found: dict[str, list[int]] = {}
     for index, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec):
@@ -74,12 +74,12 @@ def uses_by_key(specs: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def of_several_classes(specs: Sequence[Any], uses: Sequence[int]) -> bool:
-    """Are these uses of a key of different classes?"""
+    """Tell whether these uses of a key are of different classes."""
     return len({specs[use].typename for use in uses}) > 1
 
 
 def find_uses(model: PipelineModule, built: Mapping[int, nn.Module]) -> list[UseFound]:
-    """What this stage of a pipeline that was just built tells of its tied layers.
+    """Describe the tied layers of this stage of a pipeline that was just built.
 
     Args:
         built: modules of layers that DeepSpeed did not build.
@@ -112,7 +112,7 @@ def _describe(specs: Sequence[Any], layer: int, uses: Sequence[int], module: nn.
 
 
 def tied_weight(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter that an entry of ``tied_weight_attr`` names, as DeepSpeed finds it.
+    """Find the parameter that an entry of ``tied_weight_attr`` names, as DeepSpeed does.
 
     Raises:
         AttributeError, RecursionError: there is none of that name.
@@ -132,7 +132,7 @@ def _same_arguments(spec: TiedLayerSpec, other: TiedLayerSpec) -> bool:
 
 
 def own_uses(every: Iterable[Sequence[UseFound]], specs: Sequence[Any]) -> dict[str, OwnUses]:
-    """The keys whose uses have modules of their own. The same on every rank.
+    """Find the keys whose uses have modules of their own. The same on every rank.
 
     Args:
         every: each rank's :func:`find_uses`.
