@@ -1,9 +1,9 @@
-"""End what waits for the store of a launch, whatever became of the link to rank 0's host.
+"""Bound the time of every operation on the store of a launch, even if the link to rank 0's host is dead.
 
-torch asks a ``TCPStore`` over a socket without a limit of time: once the link is dead, and no packet says so, ``check``
-and ``add`` wait for the kernel to give up, a quarter of an hour; so does a ``wait`` whose own time is over, because it
-then asks the server to forget it, and whatever makes a process group (seen in torch 2.13.0). So a thread asks, and
-whoever wants to know waits for that thread so long and no longer.
+torch asks a ``TCPStore`` over a socket without a time-out. Once the link is dead and no packet says so, ``check`` and
+``add`` wait a quarter of an hour for the kernel to give up. So does a ``wait`` whose own time is over, because it then
+asks the server to forget it, and so does whatever makes a process group (seen in torch 2.13.0). So a thread asks, and
+the caller waits for that thread no longer than its time-out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def within(seconds: float, make: Callable[[], Any]) -> Any:
 
 
 class BoundedStore:
-    """A ``torch.distributed.Store`` none of whose operations takes much longer than it is given.
+    """A ``torch.distributed.Store`` whose operations all end soon after their time-out.
 
     Args:
         raw: the store; torch's own functions take this one.

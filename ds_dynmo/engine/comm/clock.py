@@ -1,4 +1,4 @@
-"""How far a rank's clock is ahead of rank 0's."""
+"""Compare the clocks of ranks with rank 0's."""
 
 from __future__ import annotations
 

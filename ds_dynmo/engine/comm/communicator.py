@@ -109,7 +109,7 @@ class Communicator:
         if "timed out" in str(error).lower():
             try:
                 missing = self._missing()
-            except RuntimeError as silence:  # which is no reason to keep quiet of the first error
+            except RuntimeError as silence:  # the first error has to be reported all the same
                 who = f"after {self._timeout_seconds:g} s a rank is missing, and it is not known which: {silence}"
             else:
                 if missing:
@@ -320,7 +320,7 @@ class Communicator:
         try:
             dist.barrier(group=self._control)
         except RuntimeError as error:
-            raise MigrationError(f"another rank did not come through ({error})") from error
+            raise MigrationError(f"another rank did not finish its part of the move ({error})") from error
 
     def tied_group(self, ranks: Sequence[int]) -> Any:
         """Make the process group of ``ranks``, once. Every rank of the world asks in the same order."""

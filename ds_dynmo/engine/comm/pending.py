@@ -1,4 +1,4 @@
-"""Tensors that are under way."""
+"""Wait for messages that were posted, or ask whether they are done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of which every data-parallel replica has others, such as its share of a layer's experts.
+"""Parameters that differ between data-parallel replicas, such as each replica's share of a layer's experts.
 
 A layer that has some marks them, ``parameter.replica_own = True``: they are neither broadcast at the start nor averaged
 with other replicas'. When a batch's backward work is done their gradients have to be sums over all replicas' samples.
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def is_own(parameter: nn.Parameter) -> bool:
-    """Tell whether every replica has another one."""
+    """Tell whether it differs between replicas."""
     return bool(getattr(parameter, "replica_own", False))
 
 

@@ -1,4 +1,4 @@
-"""A layer that arrives: what it is received into, and the layer that is made of it."""
+"""Receive a layer: allocate its buffers, and build it from what arrived."""
 
 from __future__ import annotations
 

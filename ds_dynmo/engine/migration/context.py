@@ -24,7 +24,7 @@ from ds_dynmo.plan import LayerMove, MigrationPlan
 
 @dataclass(frozen=True)
 class MigrationContext:
-    """Where a migration happens: one rank's stage, and what becomes of its layers.
+    """What a migration works on: one rank's stage, its layers and the state of its optimizer.
 
     Attributes:
         stage: this rank's stage.

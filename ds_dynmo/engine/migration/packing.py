@@ -1,4 +1,4 @@
-"""A layer as what it is now, in a form that travels: a header of bytes and flat byte tensors.
+"""Pack a layer as it is now into what travels: a header of bytes and flat byte tensors.
 
 The layer's module is pickled with its tensors taken out, so that attributes, masks, extra state, buffers
 (non-persistent ones too) and parameters of any present shape arrive as they left, nothing is initialised and
@@ -28,7 +28,7 @@ from ds_dynmo.engine.serialization.pickling import NOT_PICKLABLE, dismantle, dum
 
 @dataclass(frozen=True)
 class _Constant:
-    """A constant tensor, and how to see that it is not as it was."""
+    """A constant tensor, and what shows whether it has changed since."""
 
     tensor: torch.Tensor
     version: int

@@ -25,10 +25,10 @@ from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
 
 
 class OptimizerBinding:
-    """Binds the optimizer of a pipeline engine to the layers of its stage.
+    """The optimizer of a pipeline engine, bound to the layers of its stage.
 
-    DeepSpeed configures an optimizer in its constructor, and again whenever a program asks it to: inside
-    :meth:`configuring`. When its constructor is done, :meth:`follow` makes the state.
+    DeepSpeed configures an optimizer inside :meth:`configuring`: in its constructor, and again whenever a program asks
+    for it. When its constructor is done, :meth:`follow` makes the state.
 
     Attributes:
         wrapper: DeepSpeed's around the optimizer, with its flat buffers; None: it has none.
@@ -64,7 +64,7 @@ class OptimizerBinding:
 
     @property
     def is_flat(self) -> bool:
-        """Does DeepSpeed keep its state in flat buffers (bf16, ZeRO-1)?"""
+        """Whether DeepSpeed keeps its state in flat buffers (bf16, ZeRO-1)."""
         return bool(self._engine.zero_optimization() or self._engine.bfloat16_enabled())
 
     # -- configuration --------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class OptimizerBinding:
             self.changed.publish(None)
 
     def follow(self) -> None:
-        """From now on the state of the engine's optimizer follows the layers, that of one before no longer does."""
+        """Let the state of the engine's present optimizer follow the layers, instead of an earlier one's."""
         if self.wrapper is not None:
             self.wrapper.release()
             self.wrapper = None
@@ -142,29 +142,29 @@ class OptimizerBinding:
         trained_parameters.check(self._engine.optimizer, self._configured, self._layers, self.state)
 
     def after_step(self) -> None:
-        """A batch was trained on."""
+        """Take note that a batch was trained on."""
         if isinstance(self._state, FlatState):
             self._state.after_step()
 
     def is_current(self) -> bool:
-        """Does it update exactly what is trainable? Frozen parameters have to leave flat buffers: :meth:`refit`."""
+        """Tell whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
         return not isinstance(self._state, FlatState) or self._state.is_current()
 
     def refit(self) -> None:
-        """Frozen parameters leave the flat buffers that the optimizer updates, unfrozen ones come back. Collective."""
+        """Take frozen parameters out of the optimizer's flat buffers, and unfrozen ones back in. Collective."""
         if isinstance(self._state, FlatState):
             self._state.refit()
         elif isinstance(self._state, PerParameterState):
             self._state.count_steps_per_parameter(self._comm.gather_objects)
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Gradients of this batch by the ``id`` of the parameter; under ZeRO the parts of them in this rank's shard."""
+        """Map the ``id`` of a parameter to its gradient of this batch; under ZeRO to the part in this rank's shard."""
         if self.wrapper is None:
             return {id(p): p.grad for p in self._engine.module.parameters() if p.grad is not None}
         return {id(p): gradient for p, gradient in self.wrapper.gradients()}
 
     def accumulate(self, micro_batches: int) -> None:
-        """Gradients are summed over so many micro-batches from now on."""
+        """Take note that gradients are summed over so many micro-batches from now on."""
         if self.wrapper is not None:
             self.wrapper.accumulate(micro_batches)
 
@@ -177,7 +177,7 @@ class OptimizerBinding:
             names.update(self._placeholders.names)
 
     def without_placeholders(self, shapes: list[Any]) -> list[Any]:
-        """Of the tables that DeepSpeed writes into checkpoints, one per group, those of parameters of the model."""
+        """Select, of DeepSpeed's tables for checkpoints, one per group, those without placeholders."""
         if self.wrapper is None or self._placeholders is None:
             return shapes
         names = set(self._placeholders.names.values())

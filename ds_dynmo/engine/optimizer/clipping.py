@@ -26,7 +26,7 @@ Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """One of the ranks that hold parts of the same layers.
+    """The place of one rank among those that hold parts of the same layers.
 
     Attributes:
         tp_rank, tp_size: its tensor-parallel index, and how many there are.
@@ -129,7 +129,7 @@ class ModelNorm:
 
     @property
     def coordinates(self) -> RankCoordinates:
-        """This rank's among those that hold parts of its layers and whose replicas hold the same."""
+        """This rank among those that hold parts of its layers, where all replicas hold the same."""
         grid = self._engine.grid
         return RankCoordinates(grid.get_slice_parallel_rank(), grid.slice_parallel_size)
 

@@ -21,7 +21,7 @@ Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements
 
 
 class FlatShards:
-    """Per parameter group a live and a parked buffer, cut in one shard for each replica; all sizes are elements.
+    """One rank's shards: per parameter group, of a live and of a parked buffer. All sizes are elements.
 
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
@@ -44,7 +44,7 @@ class FlatShards:
 
     @property
     def numbers(self) -> range:
-        """Of the parameter groups."""
+        """The numbers of the parameter groups."""
         return range(len(self._parked))
 
     @property

@@ -1,14 +1,15 @@
-"""Optimizer state in flat shards: it follows the layers by intervals, straight from the ranks that hold it.
+"""Optimizer state in flat shards follows the layers in intervals, sent directly from the ranks that hold them.
 
-A shard of the fp32 weights or of a moment is the unit that DeepSpeed's wrappers know, and its boundaries have
-nothing to do with layers. When layers move, every stage's buffers change, and with them the shards of layers that
-stay. So all ranks work out where each interval lies before and after
-(:mod:`ds_dynmo.engine.optimizer.flat_layout`), copy what stays on a rank, and send the rest directly
-(:mod:`ds_dynmo.engine.optimizer.resharding`).
+DeepSpeed's wrappers know shards of the fp32 weights and of each moment, whose boundaries have nothing to do with
+layers. When layers move, every stage's buffers change, and with them the shards of layers that stay. So all ranks work
+out where each interval lies before and after (:mod:`ds_dynmo.engine.optimizer.flat_layout`), copy what stays on a rank,
+and send the rest (:mod:`ds_dynmo.engine.optimizer.resharding`).
 
-What a stage holds beside its state of before, or of after: while layers travel the new flat weights; once the old ones
-and the buffers of gradients are freed, one kind of state, new and old. State that travels ahead of a batch is there
-twice, all kinds of it. :mod:`ds_dynmo.partitioners.move_memory` counts all of it before a byte moves.
+Gradients do not travel: between two batches the wrappers hold none, and a move at any other time is refused.
+
+Beside its state, a stage holds the new flat weights while layers travel. Then the old weights and the buffers of
+gradients are freed, and each kind of state in turn is there old and new. If state travels while a batch trains, all
+kinds are. :mod:`ds_dynmo.partitioners.move_memory` counts this before a byte moves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a dynamic model may ask of the gradients of a batch, between their reduction and the optimizer's step."""
+"""Gradients of a batch for a dynamic model: set elements to 0 or measure them, before the optimizer's step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def zero_gradients(stage: StageContext, elements: Iterable[tuple[nn.Parameter, t
 
 
 def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
-    """Per layer of the model, this rank's share of the sum of its gradients' magnitudes; the world's adds up.
+    """Sum the magnitudes of the gradients that this rank counts, per layer of the model.
 
-    Each number is held by one rank, under ZeRO by one rank in parts of each gradient.
+    Summed over all ranks, each element of each gradient counts once.
 
     Returns:
         fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.

@@ -1,4 +1,4 @@
-"""What a rank holds in flat buffers, as it tells the others before those change."""
+"""List what a rank holds in flat buffers, for the other ranks, before the buffers change."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Membership:
-    """Frozen parameters are *parked*: they lie in a buffer of their group that the optimizer does not see.
+    """The group of each parameter, and whether it is *parked*: frozen, in a buffer that the optimizer does not see.
 
     Args:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.

@@ -87,7 +87,7 @@ def in_order(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 
 
 class Placeholders:
-    """One element per group, which keeps the group alive in DeepSpeed's wrappers where a stage has nothing of it.
+    """One element per group, which keeps the group alive in DeepSpeed's wrappers on a stage that has nothing of it.
 
     The wrappers reduce group by group over all stages: a stage that lacked one would hang the job. Nothing uses
     the element, and it does not reach a checkpoint.

@@ -63,7 +63,7 @@ class OptimizerState(Protocol):
         ...
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
-        """Do what has to be done for layers that stay, while others are on their way."""
+        """Copy weights of layers that stay to where they will lie, while others are on their way."""
         ...
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:

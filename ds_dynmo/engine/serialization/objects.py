@@ -1,4 +1,4 @@
-"""Objects as bytes, for other ranks: no tensor in them is on an accelerator while they are under way.
+"""Turn objects into bytes for other ranks, with every tensor on the CPU.
 
 A tensor that is pickled where it lies is unpickled there too: whoever reads it opens a context on the sender's device.
 So the optimizer's count of steps (on the accelerator with ``fused`` or ``capturable``), a learning rate that is a
