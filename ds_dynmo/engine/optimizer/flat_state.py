@@ -239,13 +239,8 @@ class FlatState:
         """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
         known = [inventory for inventory in every if inventory.replica < num_replicas]
-        return plan_resharding(
-            MigrationPlan.between(self._layers.placement, self._layers.placement),
-            known,
-            self._layers,
-            self._grid,
-            shards,
-        )
+        stays = MigrationPlan.between(partition, partition)  # a replica to be filled has no placement of its own yet
+        return plan_resharding(stays, known, self._layers, self._grid, shards)
 
     def rebuild_buffers(self) -> None:
         self._wrap(*self._weights.rebuild(self._layers.parameters(), self._frozen()))
