@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import check_partition
 
 __all__ = ["Packing", "fewest_stages", "first_fit", "fits_on", "hosts", "pack_onto"]
@@ -29,7 +30,12 @@ class Packing:
     @property
     def num_stages(self) -> int:
         """How many stages it has."""
-        return len(self.partition) - 1
+        return self.placement.num_stages
+
+    @property
+    def placement(self) -> Placement:
+        """Where it puts the layers."""
+        return Placement.chain(self.partition)
 
 
 def first_fit(

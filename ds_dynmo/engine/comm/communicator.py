@@ -23,6 +23,7 @@ from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
 from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
 from ds_dynmo.errors import MigrationError
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan
 
 
@@ -260,26 +261,26 @@ class Communicator:
         if without:
             raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
         assert plan is not None
-        self._same(digest, [theirs for theirs, _ in digests], plan.old.boundaries, plan.new.boundaries)
+        self._same(digest, [theirs for theirs, _ in digests], plan.old, plan.new)
 
-    def agree_on(self, new: Sequence[int] | None, old: Sequence[int]) -> None:
-        """Agree that all ranks are about to go to the same partition, of whatever number of stages.
+    def agree_on(self, new: Placement | None, old: Placement) -> None:
+        """Agree that all ranks are about to go to the same placement, of whatever number of stages.
 
         Raises:
-            MigrationError: on every rank, if partitions differ or a rank has none. Nothing has moved.
+            MigrationError: on every rank, if placements differ or a rank has none. Nothing has moved.
         """
-        every = self.gather_objects(None if new is None else tuple(new))
+        every = self.gather_objects(new)
         without = [rank for rank, theirs in enumerate(every) if theirs is None]
         if without:
             raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
         assert new is not None
-        self._same(tuple(new), every, old, new)
+        self._same(new, every, old, new)
 
-    def _same(self, mine: Any, every: Sequence[Any], old: Sequence[int], new: Sequence[int]) -> None:
+    def _same(self, mine: Any, every: Sequence[Any], old: Placement, new: Placement) -> None:
         other = [rank for rank, theirs in enumerate(every) if theirs != mine]
         if other:
             raise MigrationError(
-                f"rank {dist.get_rank()} is to go from {list(old)} to {list(new)}, ranks {other} elsewhere: "
+                f"rank {dist.get_rank()} is to go from {old} to {new}, ranks {other} elsewhere: "
                 "every rank has to ask for the same partition. No layer has moved",
                 harmless=True,
             )

@@ -24,7 +24,7 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
     """
     replica = context.grid.get_data_parallel_id()
     has_layers = replica < num_replicas
-    plan = context.state.plan_scatter_shards(placement.boundaries, num_replicas)
+    plan = context.state.plan_scatter_shards(placement, num_replicas)
     own = context.layers.modules() if has_layers else {}
     packed = {index: context.pack(index, module) for index, module in own.items()}
     source = context.grid.stage_to_global(context.stage, data=replica % num_replicas)

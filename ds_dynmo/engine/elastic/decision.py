@@ -14,7 +14,7 @@ from ds_dynmo.engine.elastic.repack_plan import RepackPlan, plan_repack
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError, PartitionError
-from ds_dynmo.partitioners import Overflow, Packing
+from ds_dynmo.partitioners import Overflow
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import Profile
 
@@ -44,46 +44,46 @@ class StageDecision:
         """The most stages that there are ranks for, and layers, or groups of layers that stay together."""
         return min(self._ranks.stages.most, self._groups.num_groups)
 
-    def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
+    def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
         """Decide what :meth:`Repacker.repack` was asked for; with a verdict in a few words. Collective.
 
         Raises:
             PartitionError, MigrationError: see :meth:`Repacker.repack`. Nothing has changed.
         """
         facts = self._gather_facts()
-        return self._agree(lambda: self._new_partition(num_stages, partition, facts))
+        return self._agree(lambda: self._new_placement(num_stages, partition, facts))
 
-    def automatic(self) -> tuple[int, ...]:
-        """Decide from the smoothed profile; the present partition where nothing better is found. Collective.
+    def automatic(self) -> Placement:
+        """Decide from the smoothed profile; the present placement where nothing better is found. Collective.
 
         Raises:
             PartitionError, MigrationError: harmless; on every rank.
         """
         held = self._balancer.memory.held()
-        partition, _ = self._agree(lambda: (self._best(self._planner(held, smoothed=True)).partition, ""))
-        return partition
+        new, _ = self._agree(lambda: (self._best(self._planner(held, smoothed=True)), ""))
+        return new
 
-    def plan(self, partition: Sequence[int]) -> RepackPlan:
-        """Plan the way from the present partition to ``partition``, over another number of stages."""
+    def plan(self, new: Placement) -> RepackPlan:
+        """Plan the way from the present placement to ``new``, over another number of stages."""
         profile = self._balancer.profile
         layer_bytes = [cost.static_bytes for cost in profile.layers] if profile is not None else None
-        return plan_repack(self._ranks.stages, self._stage.partition, partition, layer_bytes)
+        return plan_repack(self._ranks.stages, self._stage.placement, new, layer_bytes)
 
-    def predicted_seconds(self, partition: tuple[int, ...]) -> float | None:
-        """Predict the seconds of an iteration at ``partition``; None before the first profile."""
+    def predicted_seconds(self, placement: Placement) -> float | None:
+        """Predict the seconds of an iteration at ``placement``; None before the first profile."""
         profile = self._balancer.profile
-        return None if profile is None else self._iteration_seconds(profile, partition)
+        return None if profile is None else self._iteration_seconds(profile, placement)
 
-    def first_seconds_with(self, partition: tuple[int, ...]) -> float | None:
+    def first_seconds_with(self, placement: Placement) -> float | None:
         """Predict what counts as an iteration at the start of the run, once ranks that joined are taken in."""
         known, profile = self._balancer.cost_model.first_seconds, self._balancer.profile
         if known is None or profile is None:
             return None
-        return min(known, self._iteration_seconds(self._balancer.of_whole_batch(profile), partition))
+        return min(known, self._iteration_seconds(self._balancer.of_whole_batch(profile), placement))
 
-    def _iteration_seconds(self, profile: Profile, partition: tuple[int, ...]) -> float:
+    def _iteration_seconds(self, profile: Profile, placement: Placement) -> float:
         given = self._balancer.cost_model.decision_input(profile, self._stage.placement, smoothed=False)
-        return float(given.pipeline.on(Placement.chain(partition).num_stages).iteration_seconds(partition))
+        return float(given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries))
 
     def _gather_facts(self) -> RankFacts:
         """Gather what a decision takes. Collective."""
@@ -92,9 +92,9 @@ class StageDecision:
         parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
         return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
 
-    def _new_partition(
+    def _new_placement(
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
-    ) -> tuple[tuple[int, ...], str]:
+    ) -> tuple[Placement, str]:
         most = self.most_stages
         count = num_stages
         if count is None and partition is not None:
@@ -106,29 +106,29 @@ class StageDecision:
         if partition is not None:
             explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
             self._groups.check(explicit.boundaries)
-            return explicit.boundaries, "explicit"
+            return explicit, "explicit"
         if facts.parameters:
             assert count is not None
             spread = partitioners.balanced_groups(facts.parameters, count, self._groups)
-            return tuple(spread), "by parameters: there is no profile yet"
+            return Placement.chain(spread), "by parameters: there is no profile yet"
         planner = self._planner(facts.held, smoothed=False)
         if count is not None:
-            return planner.onto(count).partition, "explicit"
-        return self._best(planner).partition, f"best by planner {self._config.repack.planner}"
+            return planner.onto(count).placement, "explicit"
+        return self._best(planner), f"best by planner {self._config.repack.planner}"
 
-    def _best(self, planner: Planner) -> Packing:
+    def _best(self, planner: Planner) -> Placement:
         """Ask the planner; ranks that joined since the last decision are taken in if that makes training faster.
 
         The throughput with them then counts as that of the start: else they would be released next.
         """
-        present = self._stage.partition
+        present = self._stage.placement
         if self._ranks.has_new:
             seconds = self.predicted_seconds(present)
             assert seconds is not None
             fastest = planner.fastest(seconds)
-            if len(fastest.partition) > len(present):
-                return fastest
-        return planner.best()
+            if fastest.num_stages > present.num_stages:
+                return fastest.placement
+        return planner.best().placement
 
     def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
         """Make a planner of one pipeline: what extra replicas add comes on top."""
@@ -137,7 +137,7 @@ class StageDecision:
         whole = self._balancer.of_whole_batch(profile)
 
         def find_overflow(partition: Sequence[int]) -> Overflow | None:
-            return held.overflow(self.plan(partition).moves) if held is not None else None
+            return held.overflow(self.plan(Placement.chain(partition)).moves) if held is not None else None
 
         return Planner(
             given=cost_model.decision_input(whole, self._stage.placement, smoothed=smoothed),
@@ -149,8 +149,8 @@ class StageDecision:
             find_overflow=find_overflow,
         )
 
-    def _agree(self, decide: Callable[[], tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:
-        """Call ``decide``, and make sure that every rank got the same partition. Collective.
+    def _agree(self, decide: Callable[[], tuple[Placement, str]]) -> tuple[Placement, str]:
+        """Call ``decide``, and make sure that every rank got the same placement. Collective.
 
         Raises:
             PartitionError: where ``decide`` does.
@@ -163,7 +163,7 @@ class StageDecision:
         except Exception as error:  # whatever a balancer of the user's raises: the others have to hear of it
             failure = error
         try:
-            self._stage.comm.agree_on(new, self._stage.partition)
+            self._stage.comm.agree_on(new, self._stage.placement)
         except MigrationError as error:
             if isinstance(failure, PartitionError):
                 raise failure from None

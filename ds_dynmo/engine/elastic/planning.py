@@ -12,6 +12,7 @@ from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, Overflow, Packing
+from ds_dynmo.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class Planner:
 
     def best(self) -> Packing:
         """Choose as ``dynmo.repack.planner`` says; the present partition where nothing better is found."""
-        now = self.given.partition
-        repack = self.config.repack
-        least = min(repack.min_stages, len(now) - 1)
+        repack, present = self.config.repack, self._present()
+        least = min(repack.min_stages, present.num_stages)
         if repack.planner == "first_fit":
             if self.memory is None:
                 raise PartitionError('repack: planner "first_fit" packs by memory, and there is no memory_limit')
-            packed = partitioners.first_fit(now, partitioners.fits_on(self.memory), target=least)
-            return self._fewest(len(packed) - 1, len(now) - 2, math.inf) or self._present()
+            packed = partitioners.first_fit(present.partition, partitioners.fits_on(self.memory), target=least)
+            num_stages = Placement.chain(packed).num_stages
+            return self._fewest(num_stages, present.num_stages - 1, math.inf) or present
         if self.first_seconds is None:
-            return self._present()
-        within, present = self.first_seconds / (1.0 - repack.max_slowdown), self._present()
+            return present
+        within = self.first_seconds / (1.0 - repack.max_slowdown)
         margin = self.config.min_improvement  # so that jitter does not release stages and call them back in turns
         fewer = self._fewest(least, present.num_stages - 1, within * (1.0 - margin))
         if fewer is not None:

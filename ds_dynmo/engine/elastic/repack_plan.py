@@ -89,31 +89,27 @@ class RepackPlan:
         return self.freed[: (replica_multiplier - 1) * len(self.staying)]
 
 
-def plan_repack(
-    job: JobStages, old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int] | None = None
-) -> RepackPlan:
+def plan_repack(job: JobStages, old: Placement, new: Placement, layer_bytes: Sequence[int] | None = None) -> RepackPlan:
     """Plan the way from ``old``, of the first replicas, to ``new``, over another number of stages.
 
     Args:
-        old, new: boundaries.
         layer_bytes: per layer, what moves with it; None: each as much.
 
     Raises:
         PartitionError: there are not so many stages.
     """
-    present, target = Placement.chain(old), Placement.chain(new)
-    stages, wanted = job.at_work, target.num_stages
+    stages, wanted = job.at_work, new.num_stages
     if wanted > len(stages):
         stages = job.with_parked(wanted)
     elif job.replica_multiplier > 1:
         stages = in_order(stages, job.last)
-    owners = [stages.index(stage) for stage in job.at_work[: present.num_stages]]
-    spread = present.among(owners, len(stages))
+    owners = [stages.index(stage) for stage in job.at_work[: old.num_stages]]
+    spread = old.among(owners, len(stages))
     if wanted == len(stages):
         staying = tuple(range(wanted))
     else:
-        staying = hosts(spread.boundaries, target.boundaries, layer_bytes or [1] * present.num_layers)
-    return between(stages, spread, target, staying)
+        staying = hosts(spread.boundaries, new.boundaries, layer_bytes or [1] * old.num_layers)
+    return between(stages, spread, new, staying)
 
 
 def between(stages: tuple[int, ...], old: Placement, new: Placement, staying: Sequence[int]) -> RepackPlan:

@@ -201,7 +201,7 @@ class Repacker:
         self._comm.enter("repack")
         self._admit()
         new = self._decision.automatic()
-        if len(new) == len(self._stage.partition):
+        if new.num_stages == self._stage.placement.num_stages:
             self.ranks.has_new = False
             return False
         verdict = f"best by planner {self._config.repack.planner}"
@@ -224,16 +224,16 @@ class Repacker:
             self._reporter.inform(f"DynMo: ranks {list(joined)} have joined and can be called")
             self._finish_at_exit()
 
-    def _repack(self, new: tuple[int, ...], request: Request, verdict: str, decide_seconds: float) -> RepackReport:
-        engine, old = self._stage.engine, self._stage.partition
+    def _repack(self, new: Placement, request: Request, verdict: str, decide_seconds: float) -> RepackReport:
+        engine, old = self._stage.engine, self._stage.placement
         step = engine.global_steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
         self._reporter.profiled(self._balancer.profile)  # afterwards it is of other stages
-        if self._policy.restarts and len(new) < len(old):
+        if self._policy.restarts and new.num_stages < old.num_stages:
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
-        elif len(new) == len(old):
-            moved = self._balancer.go_to(self._stage.placement.at(new), Request(Reason.EXPLICIT))
+        elif new.num_stages == old.num_stages:
+            moved = self._balancer.go_to(new, Request(Reason.EXPLICIT))
             done = RepackResult((), (), moved.layers_moved, moved.bytes_moved, moved.migrate_seconds)
         else:
             done = self._resize(new)
@@ -243,8 +243,8 @@ class Repacker:
         report = RepackReport(
             step=step,
             reason=str(request),
-            old_placement=Placement.chain(old),
-            new_placement=Placement.chain(new),
+            old_placement=old,
+            new_placement=new,
             released_ranks=done.released_ranks,
             recalled_ranks=done.recalled_ranks,
             iteration_seconds_before=before,
@@ -260,7 +260,7 @@ class Repacker:
         self._reporter.repacked(report, engine.global_samples)
         return report
 
-    def _resize(self, new: tuple[int, ...]) -> RepackResult:
+    def _resize(self, new: Placement) -> RepackResult:
         """Go on with another number of stages."""
         change, ranks = self._change, self.ranks
         plan = self._decision.plan(new)
@@ -268,7 +268,7 @@ class Repacker:
         if len(plan.stages) > len(self.world.stages):
             return growing.grow(change, plan, self._decision.first_seconds_with(new) if ranks.has_new else None)
         wants_replicas = self._config.repack.freed_ranks == "replicas" and not self._stage.replicas_would_differ
-        multiplier = replica_multiplier_for(change, len(new) - 1) if wants_replicas else 1
+        multiplier = replica_multiplier_for(change, new.num_stages) if wants_replicas else 1
         resize = merge_replicas if self.world.replica_multiplier > 1 else shrink
         done = resize(change, plan, park=self._policy.parks, replica_multiplier=multiplier)
         if self.world.launch_rank == 0 and done.released_ranks:
@@ -276,7 +276,7 @@ class Repacker:
             self._policy_runner.release(*ranks.released_and_staying())
         return done
 
-    def _stop_for_restart(self, new: tuple[int, ...]) -> tuple[RepackResult, str]:
+    def _stop_for_restart(self, new: Placement) -> tuple[RepackResult, str]:
         """Save, say how to go on, and release every rank; what was done, and a clause for the verdict."""
         began = time.perf_counter()
         launch = save_for_restart(self._stage, self._save_checkpoint, new, self._change.shared_states)

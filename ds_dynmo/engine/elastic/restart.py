@@ -37,9 +37,9 @@ class Launch:
 
 
 def save_for_restart(
-    stage: StageContext, save: Callable[[str, str], Any], partition: tuple[int, ...], states: Mapping[str, Stateful]
+    stage: StageContext, save: Callable[[str, str], Any], placement: Placement, states: Mapping[str, Stateful]
 ) -> Launch:
-    """Save a checkpoint, and beside it what to launch to go on at ``partition``. Collective.
+    """Save a checkpoint, and beside it what to launch to go on at ``placement``. Collective.
 
     Args:
         save: writes a checkpoint of this tag into a folder.
@@ -49,13 +49,13 @@ def save_for_restart(
         CheckpointError: see ``engine.save_checkpoint``.
         MigrationError: harmless; rank 0 could not write what to launch.
     """
-    engine, num_stages = stage.engine, Placement.chain(partition).num_stages
+    engine, num_stages = stage.engine, placement.num_stages
     folder = str(stage.config.repack.checkpoint)
     launch = Launch(
         num_stages,
         engine.world_size * num_stages // engine.num_stages,
         f"global_step{engine.global_steps}",
-        partition,
+        placement.boundaries,
         engine.global_steps,
         {name: holder.state_dict() for name, holder in states.items()},
     )

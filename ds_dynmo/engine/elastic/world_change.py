@@ -123,7 +123,7 @@ class WorldChange:
         if world.replica_multiplier == 1:
             return
         with self.naming_dead_ranks():
-            self.stage.state.gather_shards(self.stage.partition, world.launch_replicas)
+            self.stage.state.gather_shards(self.stage.placement, world.launch_replicas)
         if world.copy_index:
             self.empty_stage()
 

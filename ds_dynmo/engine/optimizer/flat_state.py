@@ -34,6 +34,7 @@ from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.optimizer.resharding import Resharding
 from ds_dynmo.engine.optimizer.resharding_plan import ReshardingPlan, plan_resharding
 from ds_dynmo.engine.optimizer.state import Transfers
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 
@@ -223,8 +224,8 @@ class FlatState:
         counted = {frozenset(self.shards.scalars(n)) for n in self.shards.numbers if len(self.shards.live(n)) > 1}
         assert len(counted) <= 1, f"state without a count of steps: {counted}"  # torch takes what it finds for whole
 
-    def plan_scatter_shards(self, partition: Sequence[int], num_replicas: int) -> ReshardingPlan:
-        return self._reshard(partition, num_replicas, (num_replicas, self.shards.count))
+    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> ReshardingPlan:
+        return self._reshard(placement, num_replicas, (num_replicas, self.shards.count))
 
     def scatter_shards(
         self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
@@ -232,14 +233,14 @@ class FlatState:
         self._next = self._resharding(plan)
         self.settle(parameters, arrived)
 
-    def gather_shards(self, partition: Sequence[int], num_replicas: int) -> None:
-        self._run(self._resharding(self._reshard(partition, num_replicas, (self.shards.count, num_replicas))))
+    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
+        self._run(self._resharding(self._reshard(placement, num_replicas, (self.shards.count, num_replicas))))
 
-    def _reshard(self, partition: Sequence[int], num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
+    def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
         """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
         every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
         known = [inventory for inventory in every if inventory.replica < num_replicas]
-        stays = MigrationPlan.between(partition, partition)  # a replica to be filled has no placement of its own yet
+        stays = MigrationPlan.between(placement, placement)  # a replica to be filled has no placement of its own yet
         return plan_resharding(stays, known, self._layers, self._grid, shards)
 
     def rebuild_buffers(self) -> None:

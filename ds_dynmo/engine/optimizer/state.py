@@ -17,6 +17,7 @@ from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PeerTensor
 from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.migration.tensors import num_bytes
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 Transfers = tuple[list[PeerTensor], list[PeerTensor]]  # what is sent and what is received
@@ -94,7 +95,7 @@ class OptimizerState(Protocol):
         """Take note that the grid is now that of another world."""
         ...
 
-    def plan_scatter_shards(self, partition: Sequence[int], num_replicas: int) -> Any:
+    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
         """Plan how the state of so many replicas is shared by all that there are now. May gather."""
         ...
 
@@ -104,7 +105,7 @@ class OptimizerState(Protocol):
         """Settle as :meth:`settle` does, where more replicas hold the stages than before."""
         ...
 
-    def gather_shards(self, partition: Sequence[int], num_replicas: int) -> None:
+    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
         """Gather all state on so many replicas; :meth:`rebuild_buffers` follows in their new world."""
         ...
 
@@ -234,7 +235,7 @@ class PerParameterState:
     def use_grid(self) -> None:
         pass
 
-    def plan_scatter_shards(self, partition: Sequence[int], num_replicas: int) -> Any:
+    def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
         self.count_steps_per_parameter()
 
     def scatter_shards(
@@ -242,7 +243,7 @@ class PerParameterState:
     ) -> None:
         self.settle(parameters, arrived)
 
-    def gather_shards(self, partition: Sequence[int], num_replicas: int) -> None:
+    def gather_shards(self, placement: Placement, num_replicas: int) -> None:
         pass
 
     def rebuild_buffers(self) -> None:
