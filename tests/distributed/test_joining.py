@@ -7,6 +7,7 @@ import os
 import pickle
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.distributed import TCPStore
 
 from ds_dynmo.engine.elastic import job_spec, secret
 from ds_dynmo.engine.elastic.world import store_at, store_part
+from ds_dynmo.engine.profiling.profiler import CpuClock
 from ds_dynmo.errors import ConfigError, MigrationError
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
@@ -35,7 +37,7 @@ from tests.distributed.support.elastic import (
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import batches, build, give_optimizer, sleeping_engine, whole, without_optimizer
 
-SLEEPS = [0.02] * 4  # seconds
+LAYER_SECONDS = [0.02] * 4
 STEPS = 6
 SECONDS = 60.0
 
@@ -305,25 +307,42 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
     assert whole([*of_run, *joined]) == whole(alone)
 
 
-def sleeping_job(block: dict[str, Any], steps: int) -> list[int]:
-    """Stages after each step, the fourth of which begins when a rank has joined; layers sleep for their cost."""
+def use_virtual_clock() -> None:
+    """On this rank layers sleep and are measured on a clock that nothing but their sleep advances."""
+    elapsed = [0.0]
+
+    def sleep(seconds: float) -> None:
+        elapsed[0] += seconds
+
+    time.sleep = sleep
+    CpuClock.now = lambda _: elapsed[0]  # type: ignore[method-assign]
+
+
+def job_of_known_times(block: dict[str, Any], steps: int) -> list[int]:
+    """Stages after each step, the fourth of which begins when a rank has joined."""
     know()
-    engine, data = sleeping_engine(block, SLEEPS, 1)
+    use_virtual_clock()
+    engine, data = sleeping_engine(block, LAYER_SECONDS, 1)
+    store = engine.repacker.world.store
     sizes: list[int] = []
     while engine.global_steps < steps:
         if engine.global_steps == 3:
-            engine.repacker.world.store.wait(["ready/1"])
+            store.set("trained 3 steps", "")
+            store.wait(["ready/1"])
         engine.train_batch(data)
         sizes.append(engine.num_stages)
     return sizes
 
 
-def sleeping_joining_launch(block: dict[str, Any], address: str, steps: int) -> None:
+def joining_launch_of_known_times(block: dict[str, Any], address: str, steps: int) -> None:
     know()
-    engine, data = sleeping_engine(block, SLEEPS, 1)
+    use_virtual_clock()
+    engine, data = sleeping_engine(block, LAYER_SECONDS, 1)
+    store_part(store_at(address, SECONDS), job_spec.find_job(store_at(address, SECONDS), SECONDS)).wait(
+        ["trained 3 steps"]
+    )
     engine.join(address)
-    if not engine.wait_for_recall():
-        return
+    assert engine.wait_for_recall()
     while not engine.released and engine.global_steps < steps:
         engine.train_batch(data)
 
@@ -337,7 +356,7 @@ def test_a_run_that_repacks_by_itself_takes_ranks_that_join_and_keeps_them(store
         "repack": {"enabled": True, "accept_joins": True},
     }
     sizes, _ = together(
-        lambda: run(1, sleeping_job, block, 8, port=store.port, seconds=SECONDS)[0],
-        lambda: run(1, sleeping_joining_launch, block, f"localhost:{store.port}", 8, seconds=SECONDS),
+        lambda: run(1, job_of_known_times, block, 8, port=store.port, seconds=SECONDS)[0],
+        lambda: run(1, joining_launch_of_known_times, block, f"localhost:{store.port}", 8, seconds=SECONDS),
     )
-    assert set(sizes[:3]) <= {1, 2} and sizes[3:] == [2] * 5
+    assert sizes == [1] * 3 + [2] * 5
