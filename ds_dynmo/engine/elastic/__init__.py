@@ -1,1 +1,1 @@
-"""Fewer or more ranks in mid-run: layers move off those that leave, the others go on in a world of another size."""
+"""Change the number of ranks during a run: move layers off ranks that leave, and go on in a world of another size."""

@@ -1,7 +1,7 @@
-"""Fill the stages of extra data-parallel replicas from those of the launch: layers with all that belongs to them.
+"""Copy the stages of the launch's data-parallel replicas to extra ones: layers with their optimizer state.
 
-Replicas of a stage are alike, so that a rank is sent what the rank has that reads the same replica's data. Sharded
-optimizer state is split by :meth:`OptimizerState.scatter_shards`.
+All replicas of a stage hold the same. A rank receives its copy from the rank that reads the same replica's data.
+:meth:`OptimizerState.scatter_shards` splits sharded optimizer state.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
     """Copy a stage to every replica from number ``num_replicas`` on. Collective.
 
     Args:
-        context: this rank's stage; empty where it is of a replica to be filled.
-        placement: of the layers.
+        context: this rank's stage, which is empty on the replicas to be filled.
+        placement: of the layers of one pipeline.
     """
     replica = context.grid.get_data_parallel_id()
     has_layers = replica < num_replicas
@@ -54,6 +54,6 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
 
 
 def _ranks_of_copies(context: MigrationContext, num_replicas: int) -> list[int]:
-    """The ranks that are to hold what this one has."""
+    """List the ranks to which this one sends its layers."""
     replicas = range(context.grid.get_data_parallel_id() + num_replicas, context.grid.data_parallel_size, num_replicas)
     return [context.grid.stage_to_global(context.stage, data=replica) for replica in replicas]

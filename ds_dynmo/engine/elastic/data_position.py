@@ -1,4 +1,4 @@
-"""Keep a rank's position in its data: one that did not read for a while goes on where the others are."""
+"""Track a rank's position in its data, so that a rank that was away goes on where the others are."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ds_dynmo.engine.stage import DeepSpeedPipeline
 
 
 class DataPosition:
-    """Skips what the job took of a rank's data while the rank did not read.
+    """Skips the micro-batches that the job trained on while this rank did not read.
 
-    That is known of an iterator that the rank had before, or that the engine made of ``training_data``. Any other one
-    is taken to be where it should.
+    It does so for an iterator that the rank had before, and for one that the engine made of ``training_data``. Any
+    other iterator is expected to be at the right position.
 
-    Where freed ranks are extra replicas, each reads its own part of every batch of the replica that it copies.
-
-    A rank reads the data of the launch's replica that it was in for life.
+    For life, a rank reads the data of the launch's replica that it began in. Where there are extra replicas, each copy
+    of a replica reads its own part of every batch.
     """
 
-    replica_multiplier, copy_index = 1, 0  # of the launch's replicas, and in which copy of them this rank is
+    replica_multiplier = 1  # copies that there are of the launch's replicas
+    copy_index = 0  # of the copy that this rank is in
 
     def __init__(self, engine: DeepSpeedPipeline) -> None:
         self._engine = engine
@@ -34,17 +34,17 @@ class DataPosition:
 
     @property
     def taken(self) -> int:
-        """How many micro-batches of each of the launch's replicas' data were trained on."""
+        """Micro-batches that were trained on so far, of the data of each of the launch's replicas."""
         engine = self._engine
         return int(engine.global_samples) // (engine.train_micro_batch_size_per_gpu() * self._replicas)
 
     @property
     def can_read(self) -> bool:
-        """Does this rank have data, wherever its stage is?"""
+        """Could this rank read data, if it were on the first or the last stage?"""
         return self._was_given or self._engine.data_iterator is not None or bool(self._engine.training_data)
 
     def others_took(self, passed: int) -> None:
-        """Count the ``passed`` micro-batches of the job, some of them trained on while this rank was away."""
+        """Take over the job's count ``passed``; what this rank missed is skipped before its next batch."""
         self._behind += max(0, passed - self.passed)
         self.passed = passed
 
@@ -54,7 +54,7 @@ class DataPosition:
         return self._parts()[0]
 
     def before_batch(self, data_iter: Any) -> None:
-        """Skip to where the others are, before a batch. ``data_iter`` is what ``train_batch`` was given."""
+        """Skip to the others' position before a batch; ``data_iter`` is the argument of ``train_batch``."""
         engine = self._engine
         self._was_given = data_iter is not None
         reads = engine.is_first_stage() or engine.is_last_stage()
@@ -83,12 +83,12 @@ class DataPosition:
         return found
 
     def _parts(self) -> tuple[int, int, int]:
-        """Micro-batches of a batch that other copies take, before and after this rank's own."""
+        """Count a batch's micro-batches: of the copies before this one, of this one, of those after it."""
         own = self._engine.micro_batches
         return self.copy_index * own, own, (self.replica_multiplier - 1 - self.copy_index) * own
 
     def _make_own(self) -> None:
-        """Read ``training_data``, as DeepSpeed lets the first and the last stage alone do from the start."""
+        """Read ``training_data``. DeepSpeed sets this up at the start, on the first and the last stage alone."""
         engine = self._engine
         dataset = engine.training_data
         if dataset is None:

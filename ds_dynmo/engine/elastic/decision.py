@@ -1,4 +1,4 @@
-"""Decide how many stages to go on with, and at which partition: the same on every rank."""
+"""Decide how many stages to go on with, and which layers each of them holds: the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ds_dynmo.plan import Profile
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What all ranks know for a decision.
+    """What a decision needs to know of all ranks.
 
     Attributes:
-        held: the memory of layers, where there is a profile and a limit.
-        parameters: trainable ones of each layer, where there is no profile yet.
+        held: the memory of layers; None without a profile, or without a memory limit.
+        parameters: how many each layer trains; empty once there is a profile.
     """
 
     held: HeldMemory | None
@@ -33,7 +33,7 @@ class RankFacts:
 
 
 class StageDecision:
-    """Chooses a number of stages, and a partition over them."""
+    """Chooses a number of stages, and a placement on them."""
 
     def __init__(self, stage: StageContext, balancer: Balancer, ranks: JobRanks) -> None:
         self._stage, self._config, self._balancer = stage, stage.config, balancer
@@ -45,7 +45,7 @@ class StageDecision:
         return min(self._ranks.stages.most, self._groups.num_groups)
 
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
-        """Decide what :meth:`Repacker.repack` was asked for; with a verdict in a few words. Collective.
+        """Decide what :meth:`Repacker.repack` was asked for, and give a verdict in a few words. Collective.
 
         Raises:
             PartitionError, MigrationError: see :meth:`Repacker.repack`. Nothing has changed.
@@ -54,7 +54,7 @@ class StageDecision:
         return self._agree(lambda: self._new_placement(num_stages, partition, facts))
 
     def automatic(self) -> Placement:
-        """Decide from the smoothed profile; the present placement where nothing better is found. Collective.
+        """Decide from the smoothed profile: the present placement unless a better one is found. Collective.
 
         Raises:
             PartitionError, MigrationError: harmless; on every rank.
@@ -75,7 +75,7 @@ class StageDecision:
         return None if profile is None else self._iteration_seconds(profile, placement)
 
     def first_seconds_with(self, placement: Placement) -> float | None:
-        """Predict what counts as an iteration at the start of the run, once ranks that joined are taken in."""
+        """Predict the seconds that ``max_slowdown`` is counted from, once ranks that joined are at work."""
         known, profile = self._balancer.cost_model.first_seconds, self._balancer.profile
         if known is None or profile is None:
             return None
@@ -86,7 +86,7 @@ class StageDecision:
         return float(given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries))
 
     def _gather_facts(self) -> RankFacts:
-        """Gather what a decision takes. Collective."""
+        """Gather what a decision needs. Collective."""
         if self._balancer.profile is not None:
             return RankFacts(self._balancer.memory.held(), ())
         parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
@@ -117,9 +117,9 @@ class StageDecision:
         return self._best(planner), f"best by planner {self._config.repack.planner}"
 
     def _best(self, planner: Planner) -> Placement:
-        """Ask the planner; ranks that joined since the last decision are taken in if that makes training faster.
+        """Ask the planner. Ranks that joined since the last decision are used if training is faster with them.
 
-        The throughput with them then counts as that of the start: else they would be released next.
+        ``max_slowdown`` is then counted from the throughput with them; else the next decision would release them.
         """
         present = self._stage.placement
         if self._ranks.has_new:
@@ -131,7 +131,7 @@ class StageDecision:
         return planner.best().placement
 
     def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
-        """Make a planner of one pipeline: what extra replicas add comes on top."""
+        """Make a planner of one pipeline, which has the micro-batches of all its extra replicas."""
         cost_model, profile = self._balancer.cost_model, self._balancer.profile
         assert profile is not None
         whole = self._balancer.of_whole_batch(profile)
@@ -154,13 +154,13 @@ class StageDecision:
 
         Raises:
             PartitionError: where ``decide`` does.
-            MigrationError: elsewhere, if it fails on one rank or ranks differ. Nothing has moved.
+            MigrationError: on every rank, if ``decide`` fails otherwise, or ranks differ. Nothing has moved.
         """
         failure: Exception | None = None
         new, verdict = None, ""
         try:
             new, verdict = decide()
-        except Exception as error:  # whatever a balancer of the user's raises: the others have to hear of it
+        except Exception as error:  # a user's balancer may raise anything, and the other ranks have to learn of it
             failure = error
         try:
             self._stage.comm.agree_on(new, self._stage.placement)

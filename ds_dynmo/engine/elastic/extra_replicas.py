@@ -1,4 +1,4 @@
-"""Freed ranks as extra data-parallel replicas: how many there can be, and how a job with some changes its stages."""
+"""Use freed ranks as extra data-parallel replicas: how many there can be, and how a job that has some is re-packed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ds_dynmo.engine.elastic.world_change import RepackResult, WorldChange, fata
 
 
 def replica_multiplier_for(change: WorldChange, num_stages: int) -> int:
-    """Choose how many times the launch's replicas go on, over so many stages. Collective.
+    """Choose how many copies of the launch's replicas there are on pipelines of ``num_stages`` stages. Collective.
 
-    Once where half of the stages are not free, a batch cannot be split evenly, or a rank has no data of its own to
-    read.
+    One copy, that is no extra replica, where the stages at work are too few for two, a batch cannot be split evenly,
+    or a rank has no data of its own to read.
     """
     world = change.world
     micro_batches = change.engine.micro_batches * world.replica_multiplier
@@ -54,7 +54,7 @@ def _form_one_pipeline(change: WorldChange, plan: RepackPlan) -> None:
 
 
 def _move_to_all(change: WorldChange, plan: RepackPlan) -> RepackResult:
-    """Move layers onto all stages that there are."""
+    """Spread layers over all stages of the pipeline. Collective."""
     moved_bytes, migrate_seconds = change.move_layers(plan.moves)
     change.stage.publish_move(stages_changed=True)
     return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)

@@ -1,4 +1,4 @@
-"""Go on with more stages: parked ranks, and ranks that joined, are called and take layers over."""
+"""Go on with more stages: call ranks that are parked or have joined, and move layers onto them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_dynmo.errors import MigrationError
 
 
 def grow(change: WorldChange, plan: RepackPlan, first_seconds: float | None = None) -> RepackResult:
-    """Go on with more stages, some of which are called. Called by the ranks at work.
+    """Call more stages and go on with them. Collective over the ranks at work; called ones run :func:`rejoin`.
 
     Args:
         first_seconds: see :class:`JobSnapshot`.
@@ -54,7 +54,11 @@ def rejoin(change: WorldChange, recall: Recall) -> None:
 
 
 def _post(change: WorldChange, recalled: Sequence[int], recall: Recall) -> None:
-    """Call parked ranks, on rank 0; every rank learns whether they answered. Collective."""
+    """Call parked ranks, on rank 0; every rank learns whether they answered. Collective.
+
+    Raises:
+        MigrationError: harmless, on every rank; some do not answer and are given up.
+    """
     engine, world = change.engine, change.world
     launch_ranks, silent = world.launch_ranks(recalled), []
     if engine.global_rank == 0:
@@ -106,7 +110,7 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
 
 
 def _shrink_back(change: WorldChange, plan: RepackPlan, before: JobStages) -> None:
-    """Go on with the stages before, all of whose layers are where they were. Collective over the larger world."""
+    """Go back to the stages that were at work before, and still hold their layers. Collective over the larger world."""
     owners = [plan.stages.index(stage) for stage in before.at_work]
     num_stages = len(owners) // before.replica_multiplier
     if before.replica_multiplier > 1:

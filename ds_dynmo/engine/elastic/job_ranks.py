@@ -1,4 +1,4 @@
-"""Who belongs to the job: ranks at work, parked ranks, and ranks that joined from other launches."""
+"""Know the ranks of the job: those at work, those that are parked, and those that joined from other launches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class JobRanks:
         parked: stages of the job that can be called: parked ones, and those that joined.
         has_new: ranks have joined since the last decision.
         released: this rank is not at work.
-        locations: by rank at the launch, where it runs.
-        job_name: of the job, unlike that of any other.
-        secret: by which ranks that join know each other; None where none can join.
+        locations: where each rank runs, by its rank at the launch.
+        job_name: a name that no other job has.
+        secret: that the job shares with ranks that join; None where none can join.
         launch_store: the store of this process's own launch.
     """
 
@@ -60,7 +60,7 @@ class JobRanks:
         self.parked = tuple(stage for stage in self.parked if stage not in stages)
 
     def released_and_staying(self) -> tuple[list[RankLocation], list[RankLocation]]:
-        """List the ranks of this launch that were released for good, and all ranks that are at work or wait.
+        """List the ranks of this launch that were released for good, and all ranks that are at work or parked.
 
         A launch that joined gives its own ranks back.
         """
@@ -74,7 +74,7 @@ class JobRanks:
         return parking.have_exited(self.world.store, [location.rank for location in locations])
 
     def dismiss(self) -> None:
-        """Tell all ranks that take no part that nobody will call them any more. Rank 0 does this."""
+        """Tell all ranks that are not at work that nobody will call them any more. Rank 0 does this."""
         if self.world.launch_rank != 0:
             return
         if self._join_server is not None:
@@ -105,12 +105,12 @@ class JobRanks:
         job_spec.publish_job(self.launch_store, self.job_name)
 
     def update_job(self, describe: Callable[[], JobSpec]) -> None:
-        """Tell ranks that ask from now on what the job has become."""
+        """Replace the spec that launches are given from now on when they ask to join."""
         if self._join_server is not None:
             self._join_server.update_job(describe())
 
     def admit(self) -> tuple[int, ...]:
-        """Add the launches that have joined meanwhile; their ranks. Collective."""
+        """Add the launches that have joined meanwhile, and return their ranks. Collective."""
         if self.secret is None:
             return ()
         launches: list[AdmittedLaunch] = []

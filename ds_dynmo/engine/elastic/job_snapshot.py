@@ -1,4 +1,4 @@
-"""Job state sent to ranks that rejoin, or join: what the ranks at work count alike, and the shared states."""
+"""Job state sent to ranks that rejoin, or join: counters that are the same on all ranks at work, and shared states."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class JobSnapshot:
     """What rank 0 broadcasts when stages come back.
 
     Attributes:
-        plan: of the layers' way onto them.
+        plan: how layers get onto them.
         before: the stages at work without them, and those that stay parked.
-        locations: by rank at the launch, where it runs.
-        first_seconds: what an iteration at the start of the run counts as from now on; None: as before.
-        job: of :func:`describe_job`, for ``from_bytes``.
+        locations: where each rank runs, by its rank at the launch.
+        first_seconds: of the iteration that ``max_slowdown`` is counted from, from now on; None: as before.
+        job: what :func:`describe_job` gave, for ``from_bytes``.
     """
 
     plan: RepackPlan
@@ -46,8 +46,8 @@ def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, st
     """Pickle the state of the job on rank 0; empty elsewhere. Collective.
 
     Args:
-        progress: what every rank counts alike.
-        states: holders that may gather theirs, by name.
+        progress: counters that are the same on every rank.
+        states: the shared states by name; their ``state_dict`` may be collective.
 
     Raises:
         MigrationError: harmless; a rank could not describe it, or shares other states than rank 0.
@@ -57,7 +57,7 @@ def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, st
         if names != every[0]:
             raise MigrationError(
                 f"engine.share_state was called with {every[0]} on rank 0, with {names} on rank {rank}: every rank has "
-                "to call it alike, in one order. No layer has moved",
+                "to make the same calls in the same order. No layer has moved",
                 harmless=True,
             )
 
@@ -96,6 +96,6 @@ def restore_job(engine: DeepSpeedPipeline, data: DataPosition, progress: Statefu
 
 
 def load_states(job: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
-    """Load the shared states on every rank, as when a job is resumed: a released rank took its part of them along."""
+    """Load the shared states on every rank, as after a checkpoint: a released rank's part of them would be missing."""
     for name, holder in states.items():
         holder.load_state_dict(job["states"][name])

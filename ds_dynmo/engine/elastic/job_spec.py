@@ -1,7 +1,7 @@
-"""What a job does, in short: ranks of another launch can join it where theirs does the same.
+"""Describe what a job does: ranks of another launch can join it if theirs does the same.
 
-They are stages of it from then on that wait to be called, like parked ones; ``join_server`` lets them in. The name of
-the job is all that its launch's store says of it to everybody.
+Ranks that join become stages of the job, which wait to be called like parked ones; ``join_server`` admits them. The
+store of the job's launch shows its name to everybody, and nothing else.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class JobSpec:
 
     Attributes:
         axes: the size of each axis of its launch, by name, in order.
-        traits: by name, what all of its ranks have in common, in short.
+        traits: by name, a short text or a digest of what all of its ranks have in common.
     """
 
     axes: dict[str, int]
     traits: dict[str, str]
 
     def differences(self, other: JobSpec) -> list[str]:
-        """Name what keeps the ranks of ``other`` from taking part."""
+        """Name what differs in ``other``, so that its ranks cannot take part."""
         across = {axis: size for axis, size in self.axes.items() if axis != "pipe"}
         there = {axis: size for axis, size in other.axes.items() if axis != "pipe"}
         found = [f"its axes beside the stages are {across}, here they are {there}"] if across != there else []
@@ -87,7 +87,7 @@ def new_job_name() -> str:
 
 
 def publish_job(launch_store: BoundedStore, name: str) -> None:
-    """Write into the store of the launch that it runs this job, which can be joined. Rank 0 does this."""
+    """Write the name of this job, which can be joined, into the store of the launch. Rank 0 does this."""
     launch_store.set(_JOB, name)
 
 
@@ -117,7 +117,7 @@ def find_job(launch_store: BoundedStore, timeout_seconds: float) -> str:
 
 
 def check_fits(job: JobSpec, own: JobSpec) -> None:
-    """Refuse to join what does something else.
+    """Refuse to join a job that does something else.
 
     Raises:
         ConfigError: says what differs.

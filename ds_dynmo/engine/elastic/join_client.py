@@ -1,4 +1,4 @@
-"""Join a running job, as a launch of its own; ``join_server`` is the job's side, and has the protocol."""
+"""Join a running job, as a launch of its own; ``join_server`` is the job's side, and describes the protocol."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ds_dynmo.errors import ConfigError
 
 @dataclass(frozen=True)
 class JoinedJob:
-    """What a launch knows of the job that it was let into.
+    """What a launch knows of the job that has admitted it.
 
     Attributes:
         name: of the job.
         store: the job's part of the store of its launch.
         axes: the size of each axis of the job's launch, by name, in order.
-        first_stage: of the job, that this launch's first stage is from now on.
+        first_stage: the number that this launch's first stage has in the job.
     """
 
     name: str
@@ -45,16 +45,16 @@ def join_job(
     secret: JoinSecret,
     timeout_seconds: float,
 ) -> JoinedJob:
-    """Ask the job at ``where`` to let this launch in. Collective over it; nothing of it has changed afterwards.
+    """Ask the job at ``where`` to admit this launch. Collective over the launch, which is unchanged afterwards.
 
     Args:
         where: "HOST:PORT", or the store of the job's launch.
         own: what this launch does.
         location: where this rank runs.
-        timeout_seconds: after which this launch's ranks do not wait for each other any longer.
+        timeout_seconds: for which this launch's ranks wait for each other.
 
     Raises:
-        ConfigError: on every rank, where there is no job, or it does something else or does not know the secret.
+        ConfigError: on every rank; there is no job, or it does something else, or does not know the secret.
     """
     launch = _on_every_rank(comm, lambda: _store_of(where, timeout_seconds))
     half = timeout_seconds / 2  # the other ranks wait for rank 0 meanwhile
@@ -77,7 +77,7 @@ def _on_every_rank(comm: Communicator, make: Callable[[], Any]) -> Any:
     problem, made = "", None
     try:
         made = make()
-    except (ConfigError, RuntimeError) as error:  # of the store of another launch: it may go at any time
+    except (ConfigError, RuntimeError) as error:  # RuntimeError: another launch's store may go at any time
         problem = str(error) or repr(error)
     problem = next(filter(None, comm.gather_objects(problem)), "")
     if problem:
@@ -91,7 +91,7 @@ def _on_first_rank(comm: Communicator, world: World, make: Callable[[], Any]) ->
 
 
 class JoinClient:
-    """Asks a job to let this launch in, on its rank 0.
+    """Asks a job to admit this launch, on the launch's rank 0.
 
     Args:
         store: the job's part of the store of its launch.
@@ -119,7 +119,7 @@ class JoinClient:
         return JobSpec(**json.loads(job))
 
     def apply(self, own: JobSpec, locations: Sequence[RankLocation]) -> int:
-        """Ask to be let in; gives the number in the job of this launch's first stage.
+        """Ask to be admitted, and return the number that this launch's first stage gets in the job.
 
         Args:
             locations: of all its ranks, by stage and, within a stage, in the order of the other axes.
@@ -146,10 +146,8 @@ class JoinClient:
             message = read_message(raw)
             return [message[field] for field in fields]
         except INVALID_MESSAGE as error:
-            raise ConfigError(
-                f"the job does not answer, or not as it should, in {self._timeout_seconds:g} s"
-            ) from error
+            raise ConfigError(f"the job gave no valid answer within {self._timeout_seconds:g} s") from error
 
     def _check(self, proof: str, what: str, said: str) -> None:
         if not self._secret.proves(proof, what, self._name, self._own, self._theirs, said):
-            raise ConfigError(f"who answers there does not know the secret that this launch has in {VARIABLE}")
+            raise ConfigError(f"whoever answers there does not know the secret that this launch has in {VARIABLE}")

@@ -1,15 +1,15 @@
-"""Let ranks of another launch into a running job, once both sides have proved that they know the secret.
+"""Admit ranks of another launch to a running job, once both sides have proved that they know the secret.
 
-All of it travels as JSON over the store of the job's launch, in which anybody who reaches its port can write:
+Messages travel as JSON over the store of the job's launch, in which anybody who reaches its port can write:
 
     client    writes a nonce into a free slot
     server    writes a nonce of its own and the spec of the job, proved over both nonces
     client    checks the proof, and whether it fits; writes its own spec, proved over both nonces
     server    checks the proof, and whether it fits; writes the client's number, or why not, proved over both nonces
 
-The server answers within fractions of a second, whatever the job is doing, in a thread of rank 0. The slots and the
-handshakes that it serves at a time are bounded, and a message that is longer than any honest one is dropped. A store
-has no operation that reads a part of a value, so that one such message is read whole before it is measured.
+The server runs in a thread of rank 0, and answers within fractions of a second whatever the job is doing. It serves a
+limited number of slots and of handshakes at a time, and drops a message that is longer than any honest one. Such a
+message is read whole before it is measured: a store cannot read a part of a value.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ INVALID_MESSAGE = (
 
 @dataclass(frozen=True)
 class AdmittedLaunch:
-    """A launch that was let in.
+    """A launch that was admitted.
 
     Attributes:
-        stages: of the job, that its ranks are.
-        locations: where these run.
+        stages: the stages of the job that its ranks have become.
+        locations: where its ranks run.
     """
 
     stages: tuple[int, ...]
@@ -58,21 +58,21 @@ class AdmittedLaunch:
 
 @dataclass
 class _Handshake:
-    """One that has begun: the server's nonce, and when it is given up."""
+    """A handshake that has begun: the server's nonce, and the ``time.monotonic()`` at which it is given up."""
 
     nonce: str
     until: float
 
 
 class JoinServer:
-    """Lets other launches into the job, on rank 0.
+    """Admits other launches to the job, on rank 0.
 
     Args:
         store: the job's part of the launch's store, by a connection of its own.
         name: of the job.
         ranks_per_stage: how many ranks a stage has.
         most_stages: how many stages of other launches there can be at a time.
-        timeout_seconds: after which a client that does not go on is given up.
+        timeout_seconds: after which a client that sends nothing more is given up.
         warn: reports a line; called in the thread.
     """
 
@@ -100,7 +100,7 @@ class JoinServer:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Serve, in a thread, until :meth:`close`, or until nobody holds this any more."""
+        """Serve in a thread until :meth:`close`, or until this object is no longer referenced."""
         thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), self._stop), name="ds_dynmo joins", daemon=True
         )
@@ -112,14 +112,14 @@ class JoinServer:
         self._job = job
 
     def close(self) -> list[AdmittedLaunch]:
-        """Let nobody in any more; give those that were let in and are not ready yet."""
+        """Stop admitting launches, and return those that were admitted and are not ready yet."""
         self._stop.set()
         with self._lock:
             admitted, self._admitted = self._admitted, []
         return [launch for launch, _ in admitted]
 
     def ready_launches(self, stages_here: int) -> list[AdmittedLaunch]:
-        """Give the launches that were let in and all of whose ranks can be called by now, each once.
+        """Return, each once, the admitted launches all of whose ranks can be called by now.
 
         Args:
             stages_here: stages of other launches that the job has already, at work or waiting.
@@ -139,7 +139,7 @@ class JoinServer:
     # -- one poll -------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Go on with every client that has written something."""
+        """Handle what clients have written."""
         for slot in range(REQUEST_SLOTS):
             if len(self._handshakes) < _MOST_HANDSHAKES:
                 self._receive(slot_key(slot), self._begin)
@@ -150,7 +150,7 @@ class JoinServer:
                 self._store.delete_key(message_key("job", nonce))
 
     def _receive(self, key: str, use: Callable[[dict[str, str]], None]) -> None:
-        """Handle what was written there, once; an invalid message is dropped."""
+        """Handle the message at ``key``, if there is one, and delete it; an invalid one is dropped."""
         if not self._store.check([key]):
             return
         try:
@@ -160,7 +160,7 @@ class JoinServer:
         except STORE_LOST:
             raise
         except INVALID_MESSAGE:
-            self._warn_once("what makes no sense")
+            self._warn_once("an invalid message")
 
     def _begin(self, message: dict[str, str]) -> None:
         theirs, own, job = message["nonce"], new_nonce(), json.dumps(asdict(self._job))
@@ -174,14 +174,14 @@ class JoinServer:
         own = self._handshakes.pop(theirs).nonce
         application = message["application"]
         if not self._secret.proves(message["proof"], "client", self._name, theirs, own, application):
-            self._warn_once(f"no proof that it knows the secret in {VARIABLE}")
+            self._warn_once(f"a request without a proof that it knows the secret in {VARIABLE}")
             return
         verdict = json.dumps(self._admit(json.loads(application)))
         proof = self._secret.proof("verdict", self._name, theirs, own, verdict)
         self._store.set(message_key("verdict", theirs), json.dumps({"verdict": verdict, "proof": proof}))
 
     def _admit(self, application: dict[str, Any]) -> dict[str, Any]:
-        """Number the stages of a launch that knows the secret; or say why not."""
+        """Admit a launch that knows the secret and number its stages, or say why not."""
         applicant = JobSpec(**application["job"])
         locations = [RankLocation(**record) for record in application["locations"]]
         differ = self._job.differences(applicant)
@@ -208,7 +208,7 @@ class JoinServer:
         return {"first_stage": first}
 
     def _warn_once(self, what: str) -> None:
-        """Warn, but let nobody fill the log."""
+        """Warn of the first such message alone, so that nobody can fill the log."""
         if not self._has_warned:
             self._has_warned = True
             self._warn(
@@ -239,7 +239,7 @@ def _end(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 def ready_key(rank: int) -> str:
-    """Name the key where a rank that was let in says that it can be called."""
+    """Name the key where an admitted rank says that it can be called."""
     return f"ready/{rank}"
 
 

@@ -1,7 +1,7 @@
 """Call parked ranks back, and learn that released processes end, through the store of the launch.
 
-A recall says which stages the next world has. Every rank that is called answers; only if all do is it confirmed, so
-that a parked process that has died is found out before the present world is given up.
+A recall says which stages the next world has. Every rank that is called answers. The recall is confirmed only if all
+do, so that a parked process that has died is noticed before the present world ends.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _MOST_WAIT_SECONDS = 60.0  # at a time; a parked rank waits again
 
 @dataclass(frozen=True)
 class Recall:
-    """What a parked rank is called to: the world of this number, of these stages of the job."""
+    """A call to parked ranks: to the world of number ``generation``, which has these stages of the job."""
 
     generation: int
     stages: tuple[int, ...]
 
 
 def post_recall(store: Any, launch_ranks: Sequence[int], recall: Recall, *, timeout_seconds: float) -> list[int]:
-    """Call the parked ranks ``launch_ranks`` and confirm, if all answer, or call it off. Rank 0 does this.
+    """Call the parked ranks ``launch_ranks``; confirm the call if all answer, else cancel it. Rank 0 does this.
 
     Returns:
-        Those that did not answer: the call is off if there are any.
+        The ranks that did not answer; the call is cancelled if there are any.
     """
     text = json.dumps({"generation": recall.generation, "stages": recall.stages})
     for launch_rank in launch_ranks:
         store.set(_key("call", launch_rank, _count(store, launch_rank)), text)
-    with suppress(RuntimeError):  # who is missing is found next
+    with suppress(RuntimeError):  # the ranks that are missing are found next
         store.wait(
             [_key("answer", launch_rank, _count(store, launch_rank)) for launch_rank in launch_ranks],
             timedelta(seconds=timeout_seconds),
@@ -81,7 +81,7 @@ def await_recall(store: Any, launch_rank: int, timeout_seconds: float) -> Recall
 
 
 def announce_exit(store: Any, launch_rank: int) -> None:
-    """Write that the process of this released rank ends."""
+    """Write that the process of this released rank is about to end."""
     with suppress(RuntimeError):  # the store went with rank 0's process
         store.set(_exit_key(launch_rank), "")
 
@@ -106,7 +106,7 @@ def _get(store: Any, key: str, wait_seconds: float) -> str:
 
 
 def _count(store: Any, launch_rank: int) -> int:
-    """How many calls this rank has had."""
+    """Count the calls that this rank has had."""
     return int(store.add(_counter(launch_rank), 0))
 
 

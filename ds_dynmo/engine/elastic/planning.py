@@ -20,9 +20,10 @@ class Planner:
     """Chooses a number of stages and a partition from what is known when a re-packing is decided.
 
     Attributes:
+        given: the present placement, and the profile.
         most: stages that there can be: those at work and those that are parked.
         memory: of the present stages; None without a limit.
-        first_seconds: of an iteration at the start of the run; None before the first profile.
+        first_seconds: of the iteration that ``max_slowdown`` is counted from; None before the first profile.
         groups: layers that stay together; None: each may be anywhere.
         find_overflow: gives the stage that lacks the memory for the way to a partition, None where none does.
     """
@@ -52,7 +53,7 @@ class Planner:
             raise PartitionError(f"repack onto {num_stages} stages: {error}{hint}") from error
 
     def best(self) -> Packing:
-        """Choose as ``dynmo.repack.planner`` says; the present partition where nothing better is found."""
+        """Choose as ``dynmo.repack.planner`` says: the present partition unless a better one is found."""
         repack, present = self.config.repack, self._present()
         least = min(repack.min_stages, present.num_stages)
         if repack.planner == "first_fit":

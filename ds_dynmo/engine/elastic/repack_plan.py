@@ -1,4 +1,4 @@
-"""Plan which ranks and moves it takes to get to a partition over another number of stages. Pure."""
+"""Plan which stages and moves lead to a placement on another number of stages. Pure."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def in_order(stages: Sequence[int], last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RepackPlan:
-    """The way of the layers onto another number of stages.
+    """How layers get onto another number of stages.
 
     Attributes:
         stages: of the job, in the order of the world in which layers move.
         staying: which of them, by index, own layers afterwards.
-        moves: between ``stages``.
+        moves: of layers, between ``stages``.
     """
 
     stages: tuple[int, ...]
@@ -81,7 +81,7 @@ class RepackPlan:
 
     @property
     def placement(self) -> Placement:
-        """Where layers are afterwards, of the stages that own some."""
+        """Where layers are afterwards, on the stages that own some."""
         return self.moves.new.without_empty_stages()
 
     def stages_of_copies(self, replica_multiplier: int) -> list[int]:

@@ -41,7 +41,7 @@ class Repacker:
 
     Args:
         initial_model: the model as it was built.
-        progress: what every rank of the job counts alike.
+        progress: counters that are the same on every rank of the job.
         save_checkpoint: ``engine.save_checkpoint``, of a folder and a tag.
     """
 
@@ -65,7 +65,7 @@ class Repacker:
         self._change = WorldChange(stage, balancer, migrator, ranks, data, progress)
         self._decision = StageDecision(stage, balancer, ranks)
         stage.optimizer.changed.subscribe("ranks of other launches need the same", self._optimizer_changed)
-        self._joined = False  # another job than this process was launched with, which has not called it yet
+        self._joined = False  # in another job, which has not called this rank yet
         self._finishes_at_exit = False
         repack = self._config.repack
         self._policy = policy_for(repack)
@@ -102,8 +102,8 @@ class Repacker:
 
         Args:
             num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
-            partition: exactly the boundaries to go to. Without, and before the first profile, layers are spread by
-                parameters.
+            partition: exactly the boundaries to go to; None: as ``dynmo.balancer`` finds, and before the first profile
+                layers are spread by parameters.
             train: trains a batch on the data that the engine has, where a profile is needed first. Collective.
 
         Raises:
@@ -182,17 +182,17 @@ class Repacker:
             self.ranks.dismiss()
 
     def share_state(self, name: str, holder: Stateful) -> None:
-        """Carry on ``holder`` through re-packings: see ``engine.share_state``."""
+        """Keep the state of ``holder`` through re-packings: see ``engine.share_state``."""
         self._change.shared_states[name] = holder
 
     # -- what the engine calls ------------------------------------------------------------------------
 
     def accept_joins(self) -> None:
-        """Let ranks of other launches join from now on, where they may at all. The engine is complete."""
+        """Let ranks of other launches join from now on, if they may at all. Called once the engine is complete."""
         self.ranks.accept_joins(self._describe(), self._stage.layers.num_layers, self._reporter.warn)
 
     def repack_if_better(self, request: Request) -> bool:
-        """Re-pack where the planner finds another number of stages better; False where it does not. Collective.
+        """Re-pack if the planner finds another number of stages better; False if it does not. Collective.
 
         Raises:
             PartitionError, MigrationError: harmless unless the message says otherwise.
@@ -228,7 +228,7 @@ class Repacker:
         engine, old = self._stage.engine, self._stage.placement
         step = engine.global_steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
-        self._reporter.profiled(self._balancer.profile)  # afterwards it is of other stages
+        self._reporter.profiled(self._balancer.profile)  # the next one is of other stages
         if self._policy.restarts and new.num_stages < old.num_stages:
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"
@@ -239,7 +239,7 @@ class Repacker:
             done = self._resize(new)
         self.ranks.has_new = False
         if self._balancer.profile is not None:
-            after = self._decision.predicted_seconds(new)  # by as many copies as there are now
+            after = self._decision.predicted_seconds(new)  # with the present number of copies
         report = RepackReport(
             step=step,
             reason=str(request),
@@ -277,7 +277,7 @@ class Repacker:
         return done
 
     def _stop_for_restart(self, new: Placement) -> tuple[RepackResult, str]:
-        """Save, say how to go on, and release every rank; what was done, and a clause for the verdict."""
+        """Save a checkpoint and what to launch from it, and release every rank; also gives a clause for the verdict."""
         began = time.perf_counter()
         launch = save_for_restart(self._stage, self._save_checkpoint, new, self._change.shared_states)
         self.ranks.released = True
@@ -286,14 +286,14 @@ class Repacker:
         return done, f"saved as {launch.tag}, launch {launch.ranks} ranks in {launch.num_stages} stages"
 
     def _finish_at_exit(self) -> None:
-        """On rank 0: when its process ends, parked ranks are dismissed, and a release that was begun is finished."""
+        """Let rank 0 call :func:`_finish` when its process ends."""
         if self.world.launch_rank == 0 and not self._finishes_at_exit:
             self._finishes_at_exit = True
             atexit.register(_finish, self.ranks, self._policy_runner)
 
 
 def _finish(ranks: JobRanks, policy_runner: PolicyRunner) -> None:
-    """Parked ranks would otherwise wait until they lose the store."""
+    """Dismiss parked ranks, which would wait until they lose the store, and finish a release that has begun."""
     try:
         ranks.dismiss()
     finally:

@@ -24,8 +24,8 @@ class Launch:
         num_stages, ranks: of the new job.
         tag: of the checkpoint to resume from.
         partition: to begin at.
-        step: after which the job stopped, in the middle of what its script does for each.
-        states: what was given to ``engine.share_state``, by name, as it was then; None where JSON cannot hold it.
+        step: the last that was trained; the script did not get to what it does after it.
+        states: of ``engine.share_state``, by name, as they were then; None where JSON cannot hold one.
     """
 
     num_stages: int
@@ -43,7 +43,7 @@ def save_for_restart(
 
     Args:
         save: writes a checkpoint of this tag into a folder.
-        states: shared ones.
+        states: the shared states by name.
 
     Raises:
         CheckpointError: see ``engine.save_checkpoint``.

@@ -1,6 +1,6 @@
-"""The secret by which a job and the ranks that join it know each other: it stays in the environment of both.
+"""Let a job and the ranks that join it prove that they know one secret, which stays in the environment of both.
 
-What is sent are proofs, each over nonces that were drawn for one handshake, so that none can be used again.
+Only proofs are sent. Each is made over nonces that were drawn for one handshake, so that none can be used again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def find_strangers(secret: JoinSecret, gather: Callable[[bytes], list[bytes]], r
 def check_members(secret: JoinSecret, gather: Callable[[bytes], list[bytes]], rank: int, world: str) -> None:
     """Prove over the connections of a new world that every rank of it knows the secret. Collective.
 
-    This comes before anything is unpickled that travelled over them: who was let in may not be who came.
+    Call it before anything is unpickled that came over them: whoever connects may not be who was admitted.
 
     Args: as of :func:`find_strangers`.
 

@@ -31,12 +31,11 @@ class World:
     rank in the present world changes.
 
     Attributes:
-        stages: of the job, those that take part, in order: ``stages[s]`` is the number at the launch of stage ``s``;
-            where there are extra replicas, those of the first replicas and then, in the same order, those of each
-            copy of them.
-        replica_multiplier: how many times the launch's replicas are there.
+        stages: those of the job that take part, in order: stage ``s`` was number ``stages[s]`` at the launch. Where
+            there are extra replicas: the stages of the first replicas, then those of each copy in the same order.
+        replica_multiplier: how many copies of the launch's replicas there are; 1: no extra replicas.
         launch_rank: this process's rank at the launch.
-        store: what the job's processes tell each other by, beside their process groups.
+        store: through which the job's processes talk outside of their process groups.
     """
 
     def __init__(self, launch: ProcessTopology, store: BoundedStore) -> None:
@@ -119,7 +118,7 @@ class World:
 
     @property
     def copy_index(self) -> int:
-        """The index of this process's copy of the launch's replicas: 0 is the first, which has no copy before it."""
+        """The index of this process's copy of the launch's replicas: 0 is the original."""
         return self.stages.index(self.launch_stage) // (len(self.stages) // self.replica_multiplier)
 
     def _topology(self) -> ProcessTopology:
@@ -144,10 +143,10 @@ class World:
     def begin(
         self, stages: Sequence[int], generation: int, *, timeout_seconds: float, replica_multiplier: int = 1
     ) -> tuple[ProcessTopology, Any]:
-        """Meet the ranks of ``stages``, every one of which calls this, in the world of this number.
+        """Meet the ranks of ``stages``, all of which call this, in world number ``generation``.
 
         Args:
-            replica_multiplier: of the launch's replicas, one after the other in ``stages``.
+            replica_multiplier: how many copies of the launch's replicas ``stages`` has, one after the other.
 
         Returns:
             Its topology, and DeepSpeed's group of all its ranks.
@@ -201,7 +200,7 @@ class World:
 
 
 def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: float) -> list[int]:
-    """Wait for ranks to write that they are here; those that have not within the time-out."""
+    """Wait for ranks to write that they are here; return those that do not within the time-out."""
     try:
         store.wait([str(launch_rank) for launch_rank in launch_ranks], timedelta(seconds=timeout_seconds))
     except STORE_LOST:
@@ -212,7 +211,7 @@ def _absent(store: BoundedStore, launch_ranks: Sequence[int], timeout_seconds: f
 
 
 def store_part(store: BoundedStore, name: str) -> BoundedStore:
-    """Give a part of a store keys of its own."""
+    """Make a view of a store whose keys are apart from all others."""
     return store.view(dist.distributed_c10d.PrefixStore(f"ds_dynmo/{name}", store.raw))
 
 

@@ -53,7 +53,7 @@ class WorldChange:
         shared_states: by name, what a rank that comes back loads; see ``engine.share_state``.
 
     Args:
-        progress: what every rank of the job counts alike.
+        progress: counters that are the same on every rank of the job.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WorldChange:
     # -- layers ---------------------------------------------------------------------------------------
 
     def move_layers(self, plan: MigrationPlan) -> tuple[int, float]:
-        """Carry out ``plan`` in the present world; bytes moved and seconds. Collective."""
+        """Carry out ``plan`` in the present world; return the bytes moved and the seconds. Collective."""
         began = time.perf_counter()
         with self.naming_dead_ranks():
             moved_bytes = self._migrator.migrate(plan)

@@ -1,4 +1,4 @@
-"""What becomes of ranks that are released: one small interface, a module for each policy."""
+"""Give released ranks back: one small interface, and a module for each policy."""
 
 from __future__ import annotations
 

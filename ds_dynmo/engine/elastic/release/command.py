@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ds_dynmo.engine.elastic.release.policy import RankLocation, ReleaseRefused
 
-_SHOWN = 500  # characters of what a program that failed had to say
+_SHOWN = 500  # characters shown of the output of a program that failed
 
 
 class Command:

@@ -1,7 +1,7 @@
-"""Call a release policy beside the training, again and again where it is refused, and report a refusal once.
+"""Call a release policy in a thread beside the training, retry it where it is refused, and report the first refusal.
 
 Whoever takes an accelerator back may kill what still runs there, and a killed process can fail the whole job. So the
-policy is called when the released processes have said that they end, and have had time to do so; never before.
+policy is called only when the released processes have said that they end, and have had time to do so.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PolicyRunner:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for what was begun."""
+        """Wait for a release that has begun."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
