@@ -8,7 +8,8 @@ from ds_dynmo.models.early_exit.exits import EarlyExit
 from ds_dynmo.models.freezing.egeria import Egeria, EgeriaController
 from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import Freezing, FreezingConfig, FreezingController
-from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
+from ds_dynmo.models.gpt import gpt_layers, language_model_loss
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig
 from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts

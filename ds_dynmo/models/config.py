@@ -19,7 +19,7 @@ from ds_dynmo.config import load_json, parse_block
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
 from ds_dynmo.models.freezing.prefix import FreezingConfig
-from ds_dynmo.models.gpt import GPTConfig
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsConfig
 from ds_dynmo.models.moe.routing import MoEConfig, moe_blocks
 from ds_dynmo.models.pruning.gradual import PruningConfig

@@ -7,87 +7,35 @@ generator of its own, so that they are the same under every partition of the lis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
-from torch.nn.utils import skip_init
 
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
+from ds_dynmo.models.transformer import INIT_STD, CausalSelfAttention, FeedForward, init_normal
 
 __all__ = [
     "AttentionHalf",
     "Block",
     "BlockPart",
-    "CausalSelfAttention",
-    "FeedForward",
     "FeedForwardHalf",
     "FinalNorm",
-    "GPTConfig",
     "OutputHead",
     "TokenEmbedding",
-    "apply_rotary",
     "embed",
     "gpt_layers",
-    "init_linear",
-    "init_normal",
     "language_model_loss",
     "language_model_losses",
-    "residual_std",
 ]
 
-INIT_STD = 0.02  # GPT-2
-
 MakePart = Callable[[Any, torch.Generator], nn.Module]  # from the configuration and the generator of its weights
-
-
-class GPTConfig(BaseModel):
-    """Sizes of the model. The constructor raises pydantic's ``ValidationError``, a ``ValueError``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    vocab_size: int = Field(default=256, ge=2, description="number of different tokens; bytes are 256")
-    sequence_length: int = Field(default=256, ge=1, description="tokens of a training sequence")
-    layers: int = Field(default=12, ge=1, description="number of blocks; the layer list holds three layers more")
-    split_blocks: bool = Field(
-        default=False, description="true: a block is two layers of the list, its attention and its feed-forward half"
-    )
-    hidden_size: int = Field(default=128, ge=2, description="width of the activations between layers")
-    heads: int = Field(default=4, ge=1, description="attention heads; each is hidden_size / heads wide")
-    mlp_ratio: int = Field(default=4, ge=1, description="width of the feed-forward layer over hidden_size")
-    tied_embedding: bool = Field(default=True, description="true: embedding and head share one weight")
-    rope_base: float = Field(default=10000.0, gt=1, description="longest wavelength of the rotary positions over 2 pi")
-    norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="what the initial weights are drawn from")
-
-    @property
-    def layers_per_block(self) -> int:
-        """How many layers of the list a block is."""
-        return 2 if self.split_blocks else 1
-
-    @property
-    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
-        """What travels between layers: hidden states, auxiliary losses too, or also which tokens have left."""
-        return "hidden"
-
-    @field_validator("heads")
-    @classmethod
-    def _even_head_width(cls, heads: int, info: ValidationInfo) -> int:
-        hidden_size = info.data.get("hidden_size")  # absent if it is wrong itself
-        if hidden_size is not None and hidden_size % heads:
-            raise ValueError(f"should divide hidden_size, {hidden_size}")
-        if hidden_size is not None and hidden_size // heads % 2:
-            raise ValueError(
-                f"makes heads {hidden_size // heads} wide (hidden_size {hidden_size}), rotary positions need even"
-            )
-        return heads
 
 
 class _Layer(nn.Module):
@@ -259,64 +207,6 @@ class OutputHead(_Layer):
         return _logits(self.weight, activations)
 
 
-class CausalSelfAttention(nn.Module):
-    """Multi-head attention of every token to itself and to earlier ones, with rotary positions."""
-
-    def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.rope_base = config.rope_base
-        self.query_key_value = init_linear(config.hidden_size, 3 * config.hidden_size, INIT_STD, generator)
-        self.output = init_linear(config.hidden_size, config.hidden_size, residual_std(config), generator)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.output(self.mix(hidden, positions))
-        return output
-
-    def mix(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What the output projection gets, ``[batch, sequence, hidden]``."""
-        batch, sequence, width = hidden.shape
-        projected = self.query_key_value(hidden).view(batch, sequence, 3, self.heads, width // self.heads)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
-        positions = positions.unsqueeze(-2)  # alike for all heads
-        query = apply_rotary(query, positions, self.rope_base)
-        key = apply_rotary(key, positions, self.rope_base)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, sequence, width)
-
-
-class FeedForward(nn.Module):
-    """Two linear layers with a GELU in between."""
-
-    def __init__(self, config: GPTConfig, generator: torch.Generator) -> None:
-        super().__init__()
-        width = config.mlp_ratio * config.hidden_size
-        self.expand = init_linear(config.hidden_size, width, INIT_STD, generator)
-        self.contract = init_linear(width, config.hidden_size, residual_std(config), generator)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.contract(F.gelu(self.expand(hidden)))
-
-
-def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotates pairs of features by angles that grow with the position (RoPE), in fp32.
-
-    Args:
-        states: ``[..., sequence, width]``, an even width; feature ``i`` is paired with ``i + width / 2``.
-        positions: ints, broadcastable to ``[..., sequence]``.
-        base: pair ``i`` turns by ``base ** (-2 i / width)`` per position.
-
-    Returns:
-        The same shape and dtype. The dot product of two rotated vectors depends on their positions' difference alone.
-    """
-    half = states.shape[-1] // 2
-    frequencies = base ** (torch.arange(half, device=states.device, dtype=torch.float32) / -half)
-    angles = positions.unsqueeze(-1) * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    first, second = states.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(states.dtype)
-
-
 def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> list[LayerSpec]:
     """The layer list for a ``PipelineModule``: embedding, blocks or their halves, final norm, head.
 
@@ -373,20 +263,3 @@ def _logits(weight: torch.Tensor, activations: Activations) -> Activations:
     stream = Stream.unpack(activations)
     logits = F.linear(stream.hidden, weight)
     return logits if stream.auxiliary is None else (logits, stream.auxiliary)
-
-
-def init_linear(inputs: int, outputs: int, std: float, generator: torch.Generator) -> nn.Linear:
-    """A linear layer without bias, its weight drawn from ``generator``."""
-    linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # nn.Linear's own initialisation draws globally
-    init_normal(linear.weight, std, generator)
-    return linear
-
-
-def init_normal(weight: nn.Parameter, std: float, generator: torch.Generator) -> None:
-    """Draw ``weight`` from ``generator``: normal, mean 0."""
-    nn.init.normal_(weight, std=std, generator=generator)
-
-
-def residual_std(config: GPTConfig) -> float:
-    """GPT-2: what is added to the residual stream, twice per block, shrinks with depth."""
-    return INIT_STD / math.sqrt(2 * config.layers)

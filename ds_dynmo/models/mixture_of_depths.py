@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
-from ds_dynmo.models.gpt import INIT_STD, Block, GPTConfig, init_linear
+from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.transformer import INIT_STD, init_linear
 
 __all__ = ["MixtureOfDepthsBlock", "MixtureOfDepthsConfig", "Predictor", "top_tokens"]
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from benchmarks.arms import Arm, profiling_seconds, timed
 from benchmarks.emulation import MICRO_BATCH, EmulatedBlock, pipeline_engine
-from ds_dynmo.models.gpt import Block, GPTConfig
+from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.partitioners import bottleneck
 

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
-from ds_dynmo.models.early_exit import exits as exits_module
+from ds_dynmo.models.early_exit import blocks as blocks_module
+from ds_dynmo.models.early_exit.blocks import ExitBlock
 from ds_dynmo.models.early_exit.criteria import (
     EarlyExitConfig,
     calm_threshold,
@@ -25,10 +26,10 @@ from ds_dynmo.models.early_exit.criteria import (
     softmax_margin,
     state_similarity,
 )
-from ds_dynmo.models.early_exit.exits import EarlyExit, ExitBlock, ExitHead
-from ds_dynmo.models.gpt import apply_rotary
+from ds_dynmo.models.early_exit.exits import EarlyExit, ExitHead
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Stream
+from ds_dynmo.models.transformer import apply_rotary
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 9, "mlp_ratio": 2, "tied_embedding": False}
 
@@ -253,7 +254,7 @@ def left_in_turn(first: int, second: int) -> torch.Tensor:
 def test_rows_and_gradients_are_those_of_the_slow_block(
     remain: tuple[int, int], dense_above: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exits_module, "DENSE_ABOVE", dense_above)
+    monkeypatch.setattr(blocks_module, "DENSE_ABOVE", dense_above)
     exited, found = left_in_turn(*remain), []
     for slow in (False, True):
         block = Model(config(method="calm")).double().blocks[1]

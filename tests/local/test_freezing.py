@@ -18,7 +18,8 @@ from ds_dynmo.models.freezing.prefix import (
     gradient_change,
     scheduled_blocks,
 )
-from ds_dynmo.models.gpt import GPTConfig, gpt_layers, language_model_loss
+from ds_dynmo.models.gpt import gpt_layers, language_model_loss
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import block_numbers, local_layers
 
 UNTIED = GPTConfig(vocab_size=20, sequence_length=4, layers=3, hidden_size=8, heads=2, tied_embedding=False)

@@ -6,18 +6,10 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from pydantic import ValidationError
 
-from ds_dynmo.models.gpt import (
-    Block,
-    CausalSelfAttention,
-    FinalNorm,
-    GPTConfig,
-    OutputHead,
-    TokenEmbedding,
-    apply_rotary,
-    gpt_layers,
-    language_model_loss,
-)
+from ds_dynmo.models.gpt import Block, FinalNorm, OutputHead, TokenEmbedding, gpt_layers, language_model_loss
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.models.transformer import CausalSelfAttention, apply_rotary
 
 SMALL = GPTConfig(vocab_size=50, sequence_length=16, layers=3, hidden_size=32, heads=4, seed=7, tied_embedding=False)
 TIED = SMALL.model_copy(update={"tied_embedding": True})

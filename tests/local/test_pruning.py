@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import read_model_config
-from ds_dynmo.models.gpt import Block, GPTConfig, gpt_layers, language_model_loss
+from ds_dynmo.models.gpt import Block, gpt_layers, language_model_loss
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.pruning import magnitude
 from ds_dynmo.models.pruning.gradual import (

@@ -1,14 +1,11 @@
 """Early exit: tokens leave the model where an exit is sure of them (paper, section 2, early exit).
 
-A token that left keeps its hidden state to the end. Later blocks run queries, attention rows and the feed-forward
-part on the tokens that are still in; keys and values they compute for all tokens, from the states that were kept.
-While most tokens are still in, attention rows are computed for all of them: see :data:`DENSE_ABOVE`.
-
 All exits use the final norm and the output head, tied over the stages (:class:`ExitHead`). At an exit both are
 constants: the exit's loss trains the blocks before it, and only the final use trains norm and head. A gradient from
 three or more uses would be summed in an order that depends on the partition.
 
-Who leaves when is in ``exit_criteria``, with the sources.
+:mod:`ds_dynmo.models.early_exit.blocks` has the blocks that tokens leave, :mod:`ds_dynmo.models.early_exit.criteria`
+who leaves when, with the sources.
 """
 
 from __future__ import annotations
@@ -23,150 +20,18 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.early_exit.criteria import EarlyExitConfig, largest_probability, softmax_margin, state_similarity
-from ds_dynmo.models.gpt import (
-    INIT_STD,
-    Block,
-    CausalSelfAttention,
-    GPTConfig,
-    TokenEmbedding,
-    apply_rotary,
-    embed,
-    init_normal,
-)
+from ds_dynmo.models.early_exit.blocks import ExitBlock, leave_after
+from ds_dynmo.models.early_exit.criteria import EarlyExitConfig, largest_probability, softmax_margin
+from ds_dynmo.models.gpt import TokenEmbedding, embed
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
-from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Activations, Stream
+from ds_dynmo.models.transformer import INIT_STD, init_normal
 
-__all__ = [
-    "EarlyExit",
-    "ExitBlock",
-    "ExitHead",
-    "exit_layers",
-]
+__all__ = ["EarlyExit", "ExitHead", "exit_layers"]
 
 NO_LABEL = -100
-
-# Causal attention skips the half that is masked anyway; rows of some tokens need a mask and are computed in full. With
-# more tokens of a sequence than that, all rows are the faster way. Measured: 192 and 1024 tokens, 128 and 256 wide.
-DENSE_ABOVE = 0.7
-
-
-class ExitBlock(Block):
-    """A block that runs on the tokens that are still in the model.
-
-    Args:
-        depth: its number, counted from 1: a token that leaves after it has that number in ``Stream.exited``.
-
-    Attributes:
-        leaving: may tokens leave (see "start")?
-        tokens_ran: in this block, of the last training batch, on this rank.
-        tokens: all of that batch.
-    """
-
-    attention: RemainingAttention
-
-    def __init__(self, config: GPTConfig, exits: EarlyExitConfig, depth: int) -> None:
-        super().__init__(config, depth, attention=RemainingAttention)
-        self.exits = exits
-        self.depth = depth
-        self.leaving = exits.start == 0
-        self.decides = exits.confidence == "state" and depth in exits.exits(config.layers)
-        self._count_anew = True
-        self.tokens_ran = self.tokens = 0
-
-    def begin_batch(self) -> None:
-        """Count tokens anew from the next training batch on."""
-        self._count_anew = True
-
-    def load_signal(self) -> float:
-        """The paper's ``t_i / t``: tokens that ran in this block over all tokens of the last training batch."""
-        return super().load_signal() * (self.tokens_ran / self.tokens if self.tokens else 1.0)
-
-    def forward(self, activations: Activations) -> Activations:
-        stream = Stream.unpack(activations)
-        assert stream.exited is not None
-        batch, sequence, width = stream.hidden.shape
-        remain = stream.exited == 0
-        index = remain.flatten().nonzero().squeeze(1)
-        if self.training and not is_recomputing():
-            self._count(len(index), batch * sequence)
-        if len(index) == batch * sequence:
-            hidden, _ = self.transform(stream.hidden, torch.arange(sequence, device=remain.device))
-        else:
-            hidden = self._transform_remaining(stream.hidden, remain, index)
-        exited = stream.exited
-        if self.decides and self.leaving and (self.training or self.exits.evaluation):
-            before, after = (
-                states.detach().reshape(-1, width).index_select(0, index) for states in (stream.hidden, hidden)
-            )
-            leave = self.exits.confident(state_similarity(before, after), index % sequence, sequence)
-            exited = _leave(exited, index, leave, self.depth)
-        return replace(stream, hidden=hidden, exited=exited).pack()
-
-    def _transform_remaining(self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        rows = hidden.flatten(0, 1).index_select(0, index)
-        if len(index) == 0:  # nobody asks for keys and values; gradients stay defined, as zeros
-            kept, remain = hidden[:, :0], remain[:, :0]
-        else:
-            kept = hidden
-        rows = rows + self.attention.remaining(self.attention_norm(kept), remain, index)
-        rows = rows + self.mlp(self.mlp_norm(rows))
-        return hidden.flatten(0, 1).index_copy(0, index, rows).view_as(hidden)
-
-    def _count(self, ran: int, tokens: int) -> None:
-        if self._count_anew:
-            self.tokens_ran, self.tokens, self._count_anew = 0, 0, False
-        self.tokens_ran += ran
-        self.tokens += tokens
-
-
-class RemainingAttention(CausalSelfAttention):
-    """Causal attention, of all tokens or of some of them to all."""
-
-    def remaining(self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the attention of some tokens.
-
-        Args:
-            hidden: normalised states of all tokens, ``[batch, sequence, hidden]``: keys and values are made of them.
-            remain: which tokens ask, bool ``[batch, sequence]``.
-            index: their numbers in ``[batch * sequence]``, int64 ``[tokens]``.
-
-        Returns:
-            ``[tokens, hidden]``.
-        """
-        sequence = hidden.shape[1]
-        every = torch.arange(sequence, device=index.device)
-        most = int(remain.sum(dim=1).max()) if sequence else 0
-        if most > DENSE_ABOVE * sequence:
-            mixed = self.mix(hidden, every).flatten(0, 1).index_select(0, index)
-        else:
-            mixed = self._mix_remaining(hidden, remain, index, most)
-        output: torch.Tensor = self.output(mixed)
-        return output
-
-    def _mix_remaining(
-        self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor, most: int
-    ) -> torch.Tensor:
-        """What :meth:`mix` gives for those that ask, ``[tokens, hidden]``; at most ``most`` of a sequence do."""
-        batch, sequence, width = hidden.shape
-        query_weight, key_value_weight = self.query_key_value.weight.split([width, 2 * width])
-        rows = F.linear(hidden.flatten(0, 1).index_select(0, index), query_weight)
-        key_value = F.linear(hidden, key_value_weight).view(batch, sequence, 2, self.heads, width // self.heads)
-        key, value = key_value.permute(2, 0, 3, 1, 4)
-
-        # Sequences keep different numbers of tokens: each is filled up to the most, with rows that nobody reads.
-        slots = remain.cumsum(dim=1) - 1 + most * torch.arange(batch, device=index.device).unsqueeze(1)
-        slots = slots.flatten().index_select(0, index)
-        query = rows.new_zeros(batch * most, width).index_copy(0, slots, rows)
-        positions = index.new_zeros(batch * most).index_copy(0, slots, index % max(sequence, 1)).view(batch, 1, most)
-        query = query.view(batch, most, self.heads, width // self.heads).transpose(1, 2)
-
-        every = torch.arange(sequence, device=index.device)
-        query, key = apply_rotary(query, positions, self.rope_base), apply_rotary(key, every, self.rope_base)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=positions.unsqueeze(-1) >= every)
-        return mixed.transpose(1, 2).reshape(batch * most, width).index_select(0, slots)
 
 
 class ExitHead(TokenEmbedding):
@@ -237,7 +102,7 @@ class ExitHead(TokenEmbedding):
             auxiliary = auxiliary + self._loss(logits, classified, tokens, index, depth)
         if leaves:
             leave = self.exits.confident(self._confidence(logits, classified), index % sequence, sequence)
-            exited = _leave(exited, index, leave & self.leaving, depth)
+            exited = leave_after(exited, index, leave & self.leaving, depth)
         return replace(stream, hidden=hidden, auxiliary=auxiliary, exited=exited).pack()
 
     def _constant_logits(self, rows: torch.Tensor) -> torch.Tensor:
@@ -289,12 +154,6 @@ class _ZeroGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         zeros = [torch.zeros_like(p) if needed else None for p, needed in zip(ctx.parameters, ctx.needs_input_grad[1:])]
         return (gradients[0], *zeros)
-
-
-def _leave(exited: torch.Tensor, index: torch.Tensor, leave: torch.Tensor, depth: int) -> torch.Tensor:
-    """``exited`` with those of the tokens ``index`` gone after ``depth`` blocks where ``leave``, bool ``[tokens]``."""
-    flat = exited.flatten()
-    return flat.index_copy(0, index, flat.index_select(0, index).masked_fill(leave, depth)).view_as(exited)
 
 
 def _classifier(config: GPTConfig, depth: int) -> nn.Linear:

@@ -17,12 +17,13 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.gpt import INIT_STD, GPTConfig, init_normal, residual_std
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.moe.expert_parallel import Replicas, loads_of_replicas, share_of, through_replicas
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.moe.routing import MoEConfig, Router
 from ds_dynmo.models.recomputation import is_recomputing
+from ds_dynmo.models.transformer import INIT_STD, init_normal, residual_std
 
 __all__ = ["ExpertBalance", "MixtureOfExperts"]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
-from ds_dynmo.models.gpt import INIT_STD, init_linear
+from ds_dynmo.models.transformer import INIT_STD, init_linear
 
 __all__ = ["MoEConfig", "Router", "Routing", "load_balancing_loss", "moe_blocks", "sinkhorn"]
 

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from torch import nn
 
 from ds_dynmo.models.case import DynamicCase
-from ds_dynmo.models.gpt import AttentionHalf, Block, BlockPart, FeedForwardHalf, GPTConfig
+from ds_dynmo.models.gpt import AttentionHalf, Block, BlockPart, FeedForwardHalf
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear

@@ -14,8 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
-from ds_dynmo.models.gpt import INIT_STD, apply_rotary, init_linear, residual_std
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, bucket_pairs, kept_attention, kept_pairs
+from ds_dynmo.models.transformer import INIT_STD, apply_rotary, init_linear, residual_std
 
 __all__ = [
     "HashSparseAttention",

@@ -1,0 +1,51 @@
+"""The sizes of a GPT."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+__all__ = ["GPTConfig"]
+
+
+class GPTConfig(BaseModel):
+    """Sizes of the model. The constructor raises pydantic's ``ValidationError``, a ``ValueError``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    vocab_size: int = Field(default=256, ge=2, description="number of different tokens; bytes are 256")
+    sequence_length: int = Field(default=256, ge=1, description="tokens of a training sequence")
+    layers: int = Field(default=12, ge=1, description="number of blocks; the layer list holds three layers more")
+    split_blocks: bool = Field(
+        default=False, description="true: a block is two layers of the list, its attention and its feed-forward half"
+    )
+    hidden_size: int = Field(default=128, ge=2, description="width of the activations between layers")
+    heads: int = Field(default=4, ge=1, description="attention heads; each is hidden_size / heads wide")
+    mlp_ratio: int = Field(default=4, ge=1, description="width of the feed-forward layer over hidden_size")
+    tied_embedding: bool = Field(default=True, description="true: embedding and head share one weight")
+    rope_base: float = Field(default=10000.0, gt=1, description="longest wavelength of the rotary positions over 2 pi")
+    norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in a norm")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="what the initial weights are drawn from")
+
+    @property
+    def layers_per_block(self) -> int:
+        """How many layers of the list a block is."""
+        return 2 if self.split_blocks else 1
+
+    @property
+    def carries(self) -> Literal["hidden", "auxiliary", "exits"]:
+        """What travels between layers: hidden states, auxiliary losses too, or also which tokens have left."""
+        return "hidden"
+
+    @field_validator("heads")
+    @classmethod
+    def _even_head_width(cls, heads: int, info: ValidationInfo) -> int:
+        hidden_size = info.data.get("hidden_size")  # absent if it is wrong itself
+        if hidden_size is not None and hidden_size % heads:
+            raise ValueError(f"should divide hidden_size, {hidden_size}")
+        if hidden_size is not None and hidden_size // heads % 2:
+            raise ValueError(
+                f"makes heads {hidden_size // heads} wide (hidden_size {hidden_size}), rotary positions need even"
+            )
+        return heads
