@@ -1,4 +1,4 @@
-"""The model that a "model" block describes: which parts its layers are made of, and which cases change it."""
+"""Build the model that a "model" block describes, and the dynamic cases that change it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ SPARSE_ATTENTION = {"hash": HashSparseAttention, "qk": QKSparseAttention}
 
 
 def model_layers(config: ModelConfig) -> list[LayerSpec]:
-    """The layer list for a ``PipelineModule``.
+    """Build the layer list for a ``PipelineModule``.
 
     Raises:
-        ConfigError: what "huggingface" names cannot be had; nothing has been built.
+        ConfigError: the model that "huggingface" names cannot be loaded; nothing has been built.
     """
     if config.huggingface is not None:
         return _huggingface_layers(config)
@@ -75,8 +75,7 @@ def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
 
 
 def _block(config: ModelConfig, layer: int) -> list[LayerSpec]:
-    """Block ``layer``, counted from 1, whole or in halves: classes for what it does with its tokens and weights, and
-    its two parts."""
+    """Specify block ``layer``, counted from 1: one layer of the list, or one for each half."""
     attention = None if config.sparse_attention is None else SPARSE_ATTENTION[config.sparse_attention.kind]
     mlp = None
     if config.moe is not None and layer - 1 in moe_blocks(config.moe, config.layers):
@@ -94,7 +93,7 @@ def _block(config: ModelConfig, layer: int) -> list[LayerSpec]:
 
 
 def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list[DynamicCase]:
-    """What has to be called between batches; empty for a model that changes by itself or not at all.
+    """Build what is called between batches; empty for a model that changes by itself or not at all.
 
     Args:
         engine: what :func:`ds_dynmo.initialize` gave for :func:`model_layers` of the same ``config``.

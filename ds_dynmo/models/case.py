@@ -1,4 +1,4 @@
-"""What a dynamic model does between batches."""
+"""The interface of a dynamic case, which changes a model between batches."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class DynamicCase(ABC):
         """Look at what the batch did."""
 
     def summary(self) -> dict[str, float]:
-        """Numbers for the record at the end of a run; the same on every rank. Collective."""
+        """Give numbers for the record at the end of a run; the same on every rank. Collective."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that is resumed needs and no layer keeps, as plain JSON values; the same on every rank."""
+        """Give what a resumed run needs and no layer holds, as plain JSON values; the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Take up what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` gave."""

@@ -97,7 +97,7 @@ class ModelConfig(GPTConfig):
 
     @property
     def scheduled(self) -> list[str]:
-        """The keys of what changes at fractions of the run's steps."""
+        """The keys of the cases that change the model at fractions of the run's steps."""
         exits_later = self.early_exit is not None and self.early_exit.start > 0
         by_steps = {"freezing": self.freezing, "pruning": self.pruning, "early_exit": exits_later or None}
         return [key for key, case in by_steps.items() if case is not None]
@@ -120,7 +120,7 @@ class ModelConfig(GPTConfig):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_what_does_not_count(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_ignored_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)
         if self.huggingface is None:
             return dumped
@@ -155,7 +155,7 @@ class ModelConfig(GPTConfig):
     @field_validator("freezing")
     @classmethod
     def _blocks_exist(cls, freezing: FreezingConfig | None, info: ValidationInfo) -> FreezingConfig | None:
-        layers = info.data.get("layers")  # absent if it is wrong itself
+        layers = info.data.get("layers")  # absent if it is invalid
         if freezing is None or layers is None or info.data.get("huggingface") is not None:
             return freezing
         if freezing.most_blocks > layers:
@@ -165,7 +165,7 @@ class ModelConfig(GPTConfig):
     @field_validator("moe")
     @classmethod
     def _a_block_has_experts(cls, moe: MoEConfig | None, info: ValidationInfo) -> MoEConfig | None:
-        layers = info.data.get("layers")  # absent if it is wrong itself
+        layers = info.data.get("layers")  # absent if it is invalid
         if moe is not None and layers is not None and not moe_blocks(moe, layers):
             raise ValueError(
                 f"leaves no block with experts: dense_blocks {moe.dense_blocks}, every {moe.every}, "
@@ -182,7 +182,7 @@ class ModelConfig(GPTConfig):
     @field_validator("sparse_attention")
     @classmethod
     def _buckets_fill(cls, sparse: SparseAttentionConfig | None, info: ValidationInfo) -> SparseAttentionConfig | None:
-        tokens = info.data.get("sequence_length")  # absent if it is wrong itself
+        tokens = info.data.get("sequence_length")  # absent if it is invalid
         freezing = info.data.get("freezing")
         if sparse is not None and freezing is not None and freezing.egeria is not None:
             raise ValueError("cannot be combined with freezing.egeria: its references would draw other patterns")
@@ -219,10 +219,10 @@ class ModelConfig(GPTConfig):
 
 
 def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:
-    """The "model" block of a DeepSpeed configuration, given as a path to the JSON or as its content.
+    """Read the "model" block of a DeepSpeed configuration, given as a path to the JSON or as its content.
 
     Raises:
-        ConfigError: a file that cannot be read, no such block, or a wrong one: a line for each thing that is wrong.
+        ConfigError: the file cannot be read, or the block is missing or invalid; a line for each problem.
     """
     settings = config if isinstance(config, dict) else load_json(config)
     if BLOCK not in settings:

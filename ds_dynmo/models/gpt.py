@@ -1,8 +1,8 @@
 """A decoder-only GPT as a list of pipeline layers: embedding, pre-norm blocks or their halves, final norm, output head.
 
-Between layers there is one float tensor ``[batch, sequence, hidden]``, or a :class:`~ds_dynmo.models.stream.Stream`
-of more. Every layer draws its initial weights from a
-generator of its own, so that they are the same under every partition of the list.
+Between layers there is one float tensor ``[batch, sequence, hidden]``, or what a
+:class:`~ds_dynmo.models.stream.Stream` packs. Every layer draws its initial weights from a generator of its own, so
+that they are the same under every partition of the list.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Layer(nn.Module):
     def load_signal(self) -> float:
         """The paper's ``1 - f_i`` (section 2, layer freezing): 0.0 if no parameter of this layer trains, else 1.0.
 
-        The paper counts a frozen layer as no load. It still runs forward, which a measured time includes
-        and this number does not. A part that does less than its dense work says so by a ``load_signal`` of its own.
+        The paper counts a frozen layer as no load. It still runs forward, which a measured time includes and this
+        number does not. A part that does less than its dense work says so by a ``load_signal`` of its own.
         """
         signal = float(any(parameter.requires_grad for parameter in self.parameters()))
         for part in self.children():
@@ -68,7 +68,7 @@ class TokenEmbedding(_Layer):
 
 
 class BlockPart(_Layer):
-    """A block or half of one: what is done to hidden states, and the attributes that hold it."""
+    """A block or half of one: its parts, and how they change hidden states."""
 
     is_block: ClassVar[bool] = True
 
@@ -86,7 +86,7 @@ class BlockPart(_Layer):
         return replace(stream, hidden=hidden, auxiliary=stream.auxiliary if auxiliary is None else auxiliary).pack()
 
     def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This layer on hidden states alone, and its auxiliary loss if it has one.
+        """Apply this layer to hidden states; give them and its auxiliary loss, None if it has none.
 
         Args:
             hidden: ``[batch, sequence, hidden]``, tokens in the order of their positions.
@@ -119,7 +119,7 @@ class Block(BlockPart):
         layer: its number among the blocks, counted from 1.
         attention: makes the attention; called with normalised hidden states ``[batch, sequence, hidden]`` and
             positions, int64 ``[sequence]`` or ``[batch, sequence]``.
-        mlp: makes the feed-forward part; it gives hidden states, or them and an auxiliary loss, fp32 ``[1]``.
+        mlp: makes the feed-forward part, which gives hidden states, or these and an auxiliary loss, fp32 ``[1]``.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class FeedForwardHalf(BlockPart):
     """``x + mlp(norm(x))``: the second half of a :class:`Block`, with its weights under their names in it.
 
     Args:
-        layer, attention, mlp: as in :class:`Block`. The attention's weights are drawn, and dropped, because those of
-            the feed-forward part come after them.
+        layer, attention, mlp: as in :class:`Block`. The attention's weights are drawn and dropped, because those of
+            the feed-forward part are drawn after them.
 
     Attributes:
         draws_as_layer: a number that no other layer has.
@@ -208,7 +208,7 @@ class OutputHead(_Layer):
 
 
 def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> list[LayerSpec]:
-    """The layer list for a ``PipelineModule``: embedding, blocks or their halves, final norm, head.
+    """Build the layer list for a ``PipelineModule``: embedding, blocks or their halves, final norm, head.
 
     With ``tied_embedding`` the first and the last entry are one ``TiedLayerSpec`` key, "embedding".
 
@@ -229,13 +229,13 @@ def gpt_layers(config: GPTConfig, blocks: Sequence[LayerSpec] | None = None) -> 
 
 
 def language_model_loss(outputs: Activations, labels: torch.Tensor) -> torch.Tensor:
-    """What is trained: the sum of :func:`language_model_losses`."""
+    """Compute the loss that is trained: the sum of :func:`language_model_losses`."""
     loss, auxiliary = language_model_losses(outputs, labels)
     return loss if auxiliary is None else loss + auxiliary
 
 
 def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Mean cross entropy in nats, in fp32, and the sum of the auxiliary losses if there are any.
+    """Compute the mean cross entropy in nats, in fp32, and the sum of the auxiliary losses, None if there are none.
 
     Args:
         outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``.
@@ -247,7 +247,7 @@ def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[t
 
 
 def embed(weight: torch.Tensor, tokens: torch.Tensor, carries: str) -> Activations:
-    """What an embedding sends: rows of ``weight`` for ``tokens``, and what travels beside them."""
+    """Look ``tokens`` up in ``weight``, and add what travels beside hidden states: ``carries``."""
     hidden = F.embedding(tokens, weight)
     auxiliary = torch.zeros(1, device=tokens.device) if carries != "hidden" else None
     if carries == "exits":

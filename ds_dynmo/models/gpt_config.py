@@ -41,7 +41,7 @@ class GPTConfig(BaseModel):
     @field_validator("heads")
     @classmethod
     def _even_head_width(cls, heads: int, info: ValidationInfo) -> int:
-        hidden_size = info.data.get("hidden_size")  # absent if it is wrong itself
+        hidden_size = info.data.get("hidden_size")  # absent if it is invalid
         if hidden_size is not None and hidden_size % heads:
             raise ValueError(f"should divide hidden_size, {hidden_size}")
         if hidden_size is not None and hidden_size // heads % 2:

@@ -1,4 +1,4 @@
-"""Layers by their numbers in the model's layer list: the blocks, and what a rank's ``PipelineModule`` holds now."""
+"""Find layers by their numbers in the model's layer list: the blocks, and those that a rank holds now."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["block_numbers", "local_layers", "tie_of"]
 
 
 def block_numbers(layers: Sequence[LayerSpec]) -> range:
-    """Which of a model's layers are its blocks: those whose class has a true ``is_block``.
+    """Find the blocks among a model's layers: those whose class has a true ``is_block``.
 
     There may be any number of layers before them (an embedding, learned positions) and after them (norm, head).
     """
@@ -22,19 +22,19 @@ def block_numbers(layers: Sequence[LayerSpec]) -> range:
 
 
 def tie_of(module: PipelineModule, layer: int) -> str | None:
-    """The key by which layer ``layer`` of the model is tied to others, None if it is not."""
+    """Give the key by which layer ``layer`` of the model is tied to others, None if it is not."""
     spec = layer_specs(module)[layer]
     return spec.key if isinstance(spec, TiedLayerSpec) else None
 
 
 def local_layers(module: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
-    """``(layer number, layer)`` for each layer of this stage that is a module; plain functions are left out.
+    """Iterate over ``(layer number, layer)`` of this stage's modules; plain functions are left out.
 
-    Uses of a tied layer that are one module come as the one that the stage holds for all of them.
+    Where the uses of a tied layer share one module, each use comes with that module.
     """
     for layer in own_layers(module):
         key = tie_of(module, layer)
-        if str(layer) in module._modules:  # of uses that differ, all but a stage's first are here
+        if str(layer) in module._modules:  # where uses of a tie differ, all but a stage's first are here
             yield layer, module._modules[str(layer)]
         elif key is not None:
             yield layer, module.tied_modules[key]

@@ -61,7 +61,7 @@ class MixtureOfDepthsConfig(BaseModel):
         return block % self.every == 0
 
     def tokens(self, sequence: int) -> int:
-        """How many of ``sequence`` tokens a routed block takes in training: at least 1, halves rounded to even."""
+        """Count the tokens that a routed block takes in training: at least 1, halves rounded to even."""
         return max(1, round(self.capacity * sequence))
 
 
@@ -78,7 +78,7 @@ class MixtureOfDepthsBlock(Block):
 
     Attributes:
         sampling: as in :class:`MixtureOfDepthsConfig`.
-        routed_share: of the tokens, in the last training batch.
+        routed_share: the share of the tokens that it took in the last training batch.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MixtureOfDepthsBlock(Block):
         return super().load_signal() * self.routed_share
 
     def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The block on the tokens it chooses, and its auxiliary losses if it has any, the predictor's among them.
+        """Apply the block to tokens that it chooses; give its auxiliary loss too, with the predictor's, or None.
 
         Args:
             hidden: ``[batch, sequence, hidden]``, tokens in the order of their positions.
@@ -130,7 +130,7 @@ class MixtureOfDepthsBlock(Block):
     def _on_tokens(
         self, hidden: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``hidden`` changed at ``chosen``, int64 ``[batch, k]``, increasing in every sequence."""
+        """Apply the block at ``chosen``, int64 ``[batch, k]``, increasing in every sequence."""
         batch, sequence, width = hidden.shape
         flat = (chosen + sequence * torch.arange(batch, device=chosen.device).unsqueeze(1)).flatten()
         taken = hidden.reshape(-1, width).index_select(0, flat).view(batch, -1, width)
@@ -140,7 +140,7 @@ class MixtureOfDepthsBlock(Block):
         return hidden.reshape(-1, width).index_add(0, flat, change.view(-1, width)).view_as(hidden), auxiliary
 
     def _where_predicted(self, hidden: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``hidden`` changed where the predictor says so, any number of tokens, one sequence after the other."""
+        """Apply the block where the predictor says so, to any number of tokens, one sequence at a time."""
         assert self.predictor is not None, "its sampling needs it"
         parts = []
         for number, taken in enumerate(self.predictor(hidden) > 0):
@@ -170,14 +170,14 @@ class Predictor(nn.Module):
         return (self.decide(F.gelu(self.expand(hidden.detach()))) + self.bias).squeeze(-1).float()
 
     def loss(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Binary cross entropy of "is it in ``chosen``?", int64 ``[batch, k]``; the mean over tokens, fp32 ``[1]``."""
+        """Compute the mean binary cross entropy, fp32 ``[1]``, of being in ``chosen``, int64 ``[batch, k]``."""
         logits = self(hidden)
         members = torch.zeros_like(logits).scatter(1, chosen, 1.0)
         return F.binary_cross_entropy_with_logits(logits, members).view(1)
 
 
 def top_tokens(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the ``count`` largest weights of each sequence are, in increasing order; of equal ones the first.
+    """Find where the ``count`` largest weights of each sequence are, in increasing order; of equal ones the first.
 
     Args:
         weights: ``[batch, sequence]``.
@@ -188,5 +188,5 @@ def top_tokens(weights: torch.Tensor, count: int) -> torch.Tensor:
     >>> top_tokens(torch.tensor([[0.5, 0.9, 0.5, 0.1, 0.5]]), 3)
     tensor([[0, 1, 2]])
     """
-    order = weights.detach().sort(dim=1, descending=True, stable=True).indices  # topk breaks ties at its own will
+    order = weights.detach().sort(dim=1, descending=True, stable=True).indices  # topk takes any of equal ones
     return order[:, :count].sort(dim=1).values

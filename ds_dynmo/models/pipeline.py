@@ -40,5 +40,5 @@ class LanguageModelPipeline(PipelineModule):
         return loss if auxiliary is None else loss + auxiliary
 
     def get_additional_losses(self) -> dict[str, torch.Tensor]:
-        """DeepSpeed's hook: asked after each micro-batch on the last stage, on others for the names alone."""
+        """Give both parts. DeepSpeed asks after each micro-batch on the last stage, elsewhere for the names alone."""
         return self._reported

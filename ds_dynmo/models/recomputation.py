@@ -1,4 +1,4 @@
-"""Telling a forward pass from its recomputation in the backward pass."""
+"""Tell a forward pass from its recomputation in the backward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["is_recomputing"]
 
 
 def is_recomputing() -> bool:
-    """Is this code run by a backward pass, as activation checkpointing does? What counts its calls has to skip those.
+    """Is this code run by a backward pass, as activation checkpointing does? Calls in one are not counted.
 
     Private in torch; it is what ``torch.utils.checkpoint`` itself asks (read in 2.13.0).
     """

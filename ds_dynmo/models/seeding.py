@@ -1,4 +1,4 @@
-"""Random numbers that belong to a thing, a layer or a micro-batch, and not to the rank that happens to draw them."""
+"""Random numbers that depend on what they are for, a layer or a micro-batch, and not on the rank that draws them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ __all__ = ["generator_for"]
 
 
 def generator_for(*key: int | str) -> torch.Generator:
-    """A CPU generator that depends on ``key`` alone. The global generators are neither read nor advanced."""
+    """Make a CPU generator that depends on ``key`` alone. The global generators are neither read nor advanced."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))

@@ -31,11 +31,11 @@ class Stream:
 
     @classmethod
     def unpack(cls, activations: Activations) -> Stream:
-        """What :meth:`pack` gave."""
+        """Read what :meth:`pack` gave."""
         return cls(activations) if isinstance(activations, torch.Tensor) else cls(*activations)
 
     def pack(self) -> Activations:
-        """Hidden states alone, (hidden, auxiliary), or (hidden, auxiliary, tokens, exited)."""
+        """Give what is sent: hidden states, (hidden, auxiliary), or (hidden, auxiliary, tokens, exited)."""
         if self.auxiliary is None:
             return self.hidden
         auxiliary = self.auxiliary

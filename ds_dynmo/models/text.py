@@ -1,7 +1,7 @@
 """Bytes of real text as training data: every micro-batch is reached by its number.
 
 The n-th micro-batch depends on (seed, n, replica, replicas) alone. The first and the last stage, which read inputs and
-labels each for themselves, agree without talking, and a resumed run goes on with what would have come next.
+labels each for themselves, agree without communication, and a resumed run goes on with what would have come next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sampling = Literal["random", "epochs"]
 STDLIB_BYTES = 16 * 2**20  # enough to learn from, read in a fraction of a second
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 STRETCH_BYTES = 2**20
-VALIDATION_SHARE = 20  # one byte in so many
+VALIDATION_SHARE = 20  # one byte in 20
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Batches(ABC):
 
     @abstractmethod
     def starts(self, number: int) -> torch.Tensor:
-        """Where the sequences of a micro-batch begin, int64 ``[micro_batch_size]``."""
+        """Give where the sequences of a micro-batch begin, int64 ``[micro_batch_size]``."""
 
     def micro_batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels, int64 ``[micro_batch_size, sequence_length]``: labels are the inputs one byte on."""
+        """Give inputs and labels, int64 ``[micro_batch_size, sequence_length]``: labels are the inputs one byte on."""
         windows = self.tokens[self.starts(number).unsqueeze(1) + torch.arange(self.sequence_length + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def iterate(self, first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Micro-batches ``first``, ``first + 1``, ... without end."""
+        """Iterate over micro-batches ``first``, ``first + 1``, ... without end."""
         while True:
             yield self.micro_batch(first)
             first += 1
@@ -117,7 +117,7 @@ class ByteText:
         replicas: int = 1,
         sampling: Sampling = "random",
     ) -> Batches:
-        """Micro-batches of one split for one data-parallel replica.
+        """Give the micro-batches of one split for one data-parallel replica.
 
         Args:
             sampling: "random": sequences from random places. "epochs": sequences side by side, put into micro-batches
@@ -156,7 +156,11 @@ class ByteText:
         )
 
     def check_length(self, sequence_length: int) -> None:
-        """Refuses, by a ConfigError, a text whose validation part holds no sequence and the byte that follows it."""
+        """Refuse a text whose validation part does not hold one sequence and the byte that follows it.
+
+        Raises:
+            ConfigError: says how many bytes it needs.
+        """
         needed = VALIDATION_SHARE * (sequence_length + 1)
         if self.stretch < needed:
             raise ConfigError(
@@ -166,7 +170,7 @@ class ByteText:
 
 
 def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
-    """Reads a text.
+    """Read a text.
 
     Args:
         path: a file, or a folder of which every regular file at any depth is read whatever its suffix, in the order of
@@ -188,7 +192,7 @@ def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
 
 @lru_cache(maxsize=2)
 def _shuffled(count: int, *key: int | str) -> torch.Tensor:
-    """The numbers below ``count`` in an order that depends on ``key`` alone."""
+    """Shuffle the numbers below ``count``, in an order that depends on ``key`` alone."""
     return torch.randperm(count, generator=generator_for(*key, "order"))
 
 

@@ -39,7 +39,7 @@ class CausalSelfAttention(nn.Module):
         return output
 
     def mix(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What the output projection gets, ``[batch, sequence, hidden]``."""
+        """Compute what the output projection gets, ``[batch, sequence, hidden]``."""
         batch, sequence, width = hidden.shape
         projected = self.query_key_value(hidden).view(batch, sequence, 3, self.heads, width // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
 
 
 def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotates pairs of features by angles that grow with the position (RoPE), in fp32.
+    """Rotate pairs of features by angles that grow with the position (RoPE), in fp32.
 
     Args:
         states: ``[..., sequence, width]``, an even width; feature ``i`` is paired with ``i + width / 2``.
@@ -83,7 +83,7 @@ def apply_rotary(states: torch.Tensor, positions: torch.Tensor, base: float) -> 
 
 
 def init_linear(inputs: int, outputs: int, std: float, generator: torch.Generator) -> nn.Linear:
-    """A linear layer without bias, its weight drawn from ``generator``."""
+    """Make a linear layer without bias, its weight drawn from ``generator``."""
     linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # nn.Linear's own initialisation draws globally
     init_normal(linear.weight, std, generator)
     return linear
@@ -95,5 +95,5 @@ def init_normal(weight: nn.Parameter, std: float, generator: torch.Generator) ->
 
 
 def residual_std(config: GPTConfig) -> float:
-    """GPT-2: what is added to the residual stream, twice per block, shrinks with depth."""
+    """Give the initial standard deviation of what is added to the residual stream: it shrinks with depth (GPT-2)."""
     return INIT_STD / math.sqrt(2 * config.layers)

@@ -143,7 +143,7 @@ def unproved(store: FileStore, change: Callable[[dict[str, str]], None]) -> None
 
     asking.request_job_spec()
     asking._store, asking._timeout_seconds = Changing(), 0.1
-    with pytest.raises(ConfigError, match="does not answer"):
+    with pytest.raises(ConfigError, match="gave no valid answer"):
         asking.apply(JOB, locations(4))
 
 

@@ -34,8 +34,8 @@ class ExitBlock(Block):
 
     Attributes:
         leaving: may tokens leave (see "start")?
-        tokens_ran: in this block, of the last training batch, on this rank.
-        tokens: all of that batch.
+        tokens_ran: tokens of the last training batch that ran in this block, on this rank.
+        tokens: all tokens of that batch.
     """
 
     attention: RemainingAttention
@@ -99,7 +99,7 @@ class RemainingAttention(CausalSelfAttention):
     """Causal attention, of all tokens or of some of them to all."""
 
     def remaining(self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the attention of some tokens.
+        """Compute the attention's rows of some tokens.
 
         Args:
             hidden: normalised states of all tokens, ``[batch, sequence, hidden]``: keys and values are made of them.
@@ -122,7 +122,7 @@ class RemainingAttention(CausalSelfAttention):
     def _mix_remaining(
         self, hidden: torch.Tensor, remain: torch.Tensor, index: torch.Tensor, most: int
     ) -> torch.Tensor:
-        """What :meth:`mix` gives for those that ask, ``[tokens, hidden]``; at most ``most`` of a sequence do."""
+        """Compute :meth:`mix` for the tokens ``index``, at most ``most`` of a sequence: ``[tokens, hidden]``."""
         batch, sequence, width = hidden.shape
         query_weight, key_value_weight = self.query_key_value.weight.split([width, 2 * width])
         rows = F.linear(hidden.flatten(0, 1).index_select(0, index), query_weight)
@@ -143,6 +143,6 @@ class RemainingAttention(CausalSelfAttention):
 
 
 def leave_after(exited: torch.Tensor, index: torch.Tensor, leave: torch.Tensor, depth: int) -> torch.Tensor:
-    """``exited`` with those of the tokens ``index`` gone after ``depth`` blocks where ``leave``, bool ``[tokens]``."""
+    """Let tokens ``index`` leave after ``depth`` blocks where ``leave``, bool ``[tokens]``: the new ``exited``."""
     flat = exited.flatten()
     return flat.index_copy(0, index, flat.index_select(0, index).masked_fill(leave, depth)).view_as(exited)

@@ -72,18 +72,18 @@ class EarlyExitConfig(BaseModel):
         return confidence
 
     def exits(self, blocks: int) -> tuple[int, ...]:
-        """After how many of ``blocks`` blocks there are exits."""
+        """List after how many of ``blocks`` blocks there are exits."""
         return tuple(range(1, blocks)) if self.depths is None else self.depths
 
     def loss_weight(self, depth: int, blocks: int) -> float:
-        """Of the loss of an exit, where that of the last block weighs 1: CALM's by depth, ADP-C's all alike.
+        """Weigh the loss of an exit, where the loss of the last block weighs 1: CALM by depth, ADP-C all the same.
 
         CALM's average gives exit ``i`` of ``L`` the weight ``i / sum(1..L)``: in proportion, ``i / L`` to 1.
         """
         return depth / blocks if self.method == "calm" else 1.0
 
     def confident(self, confidence: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Which tokens leave, bool ``[tokens]``, by their confidence and positions, both ``[tokens]``."""
+        """Decide which tokens leave, bool ``[tokens]``, by their confidence and positions, both ``[tokens]``."""
         if self.method == "adpc":
             return confidence > (ADPC_THRESHOLD if self.threshold is None else self.threshold)
         return confidence >= calm_threshold(
@@ -92,7 +92,7 @@ class EarlyExitConfig(BaseModel):
 
 
 def calm_threshold(level: float, positions: torch.Tensor, length: int) -> torch.Tensor:
-    """CALM's ``clip(0.9 level + 0.1 exp(-4 t / T), 0, 1)``, fp32: early tokens, that many later ones see, need more.
+    """Compute CALM's ``clip(0.9 level + 0.1 exp(-4 t / T), 0, 1)``, fp32: tokens that many later ones see need more.
 
     Args:
         positions: ``t``, ints of any shape.

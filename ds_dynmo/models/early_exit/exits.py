@@ -37,11 +37,11 @@ NO_LABEL = -100
 class ExitHead(TokenEmbedding):
     """The final norm and the output head, for the end of the model and every exit; the embedding too if it is tied.
 
-    Each use gives every parameter a gradient, zeros if no other: DeepSpeed waits for ever in the sum over the stages
-    of a tie if one of them has none.
+    Each use gives every parameter a gradient, zeros if it has no other: DeepSpeed sums the gradients of a tie over its
+    stages, and would wait for ever for a stage that has none.
 
     Args:
-        layer: what the weight is drawn by: 0 for the embedding's, the head's number for one of its own.
+        layer: the number that the weight is drawn by: 0, the embedding's, if they are tied; else the head's own.
 
     Attributes:
         leaving: may tokens leave (see "start")? A buffer, bool: uses of a tied layer on one stage share buffers, and
@@ -62,23 +62,23 @@ class ExitHead(TokenEmbedding):
         self.register_buffer("leaving", torch.tensor(exits.start == 0))
 
     def embed(self, tokens: torch.Tensor) -> Activations:
-        """As :class:`TokenEmbedding` does."""
+        """Embed ``tokens`` as :class:`TokenEmbedding` does."""
         stream = Stream.unpack(embed(self.weight, tokens, self.carries))
         return replace(stream, hidden=self._all_get_gradients(stream.hidden)).pack()
 
     def forward(self, activations: Activations) -> Activations:
-        """Logits ``[batch, sequence, vocabulary]`` of the last states, wherever tokens left, and the auxiliary loss."""
+        """Give logits ``[batch, sequence, vocabulary]``, also of tokens that left, and the auxiliary loss."""
         stream = Stream.unpack(activations)
         assert stream.auxiliary is not None
         return F.linear(self.norm(self._all_get_gradients(stream.hidden)), self.weight), stream.auxiliary
 
     def exit(self, activations: Activations, *, depth: int) -> Activations:
-        """The exit after ``depth`` blocks: adds its loss, in training, and lets confident tokens leave.
+        """Run the exit after ``depth`` blocks: add its loss, in training, and let confident tokens leave.
 
         The loss is the cross entropy of the true next tokens, for tokens that ran in the block before, over the number
         of all tokens that have a next one; a token that left before adds nothing. The classifier learns (binary
-        cross entropy, states detached) whether the exit's prediction is the true next token: CALM's target, whether
-        it is the model's final one, would have to come back from the last stage.
+        cross entropy, states detached) whether the exit's prediction is the true next token. CALM's target is
+        whether it is the model's final prediction, which would have to come back from the last stage.
         """
         stream = Stream.unpack(activations)
         hidden, auxiliary, tokens, exited = stream.hidden, stream.auxiliary, stream.tokens, stream.exited
@@ -143,7 +143,7 @@ class ExitHead(TokenEmbedding):
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Hidden states as they are; parameters get gradients of zeros."""
+    """Passes hidden states through, and gives parameters gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def _classifier(config: GPTConfig, depth: int) -> nn.Linear:
 
 
 def exit_layers(config: GPTConfig, exits: EarlyExitConfig) -> list[LayerSpec]:
-    """Embedding, blocks with an exit after those of ``exits.depths``, and final norm and head as one layer.
+    """List the layers: embedding, blocks, exits after those of ``exits.depths``, final norm and head as one.
 
     Exits and head are one ``TiedLayerSpec`` key, "embedding" with ``tied_embedding`` and then the embedding too, else
     "head". Weights are drawn as those of the model without exits.
@@ -194,7 +194,7 @@ class EarlyExit(DynamicCase):
         self._begun = config.start == 0
 
     def before_batch(self, step: int) -> None:
-        """Tells the layers that are here now whether tokens may leave, and the engine if that changed."""
+        """Tell the layers of this stage whether tokens may leave, and the engine if that changed."""
         begins = not self._begun and step >= self._first_step
         self._begun = self._begun or begins
         for _, layer in local_layers(self.engine.module):
@@ -207,9 +207,9 @@ class EarlyExit(DynamicCase):
             self.engine.model_changed("early exit: confident tokens leave from now on")
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether tokens leave: of more steps, "start" would be a later one."""
+        """Give whether tokens leave: in a run of more steps, "start" would fall on a later one."""
         return {"begun": self._begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` gave."""
         self._begun = state["begun"]

@@ -1,7 +1,7 @@
-"""Outputs of a stage's frozen layers, kept for inputs that come again (Egeria's activation cache).
+"""Keep outputs of a stage's frozen layers for inputs that come again (Egeria's activation cache).
 
-The *run* of a stage are its leading layers that are frozen. What they give depends on their input and on their
-weights, so where data comes again (epochs), a hit takes the place of their forward. It changes no number:
+The *run* of a stage is its leading layers that are frozen. Their output depends on their input and their weights
+alone. So where data comes again (epochs), an output that was kept replaces their forward pass. No number changes:
 
 - an input is found by its fingerprint and compared as a whole with the one that is kept;
 - a layer that draws random numbers ends the run, and outputs of a pass in which one drew are not kept;
@@ -9,13 +9,13 @@ weights, so where data comes again (epochs), a hit takes the place of their forw
   every layer that it was made by is still here, frozen, and has the weights it had (thawing, moves, a checkpoint).
   Attributes of a frozen layer are taken to be what they were.
 
-When the run grows, outputs of fewer layers still serve: a pass goes on from there, and its output takes their place.
+When the run grows, outputs of fewer layers are still used: a pass goes on from there, and its output replaces them.
 Evaluations run all layers. So does a batch after a move by hand; and where activations are checkpointed, the run ends
 where a segment does, so that none of it is recomputed.
 
-A profiled batch goes through the cache like any other: layers cost what they cost now, lookups included, and the
-balancer fills up a stage whose run is mostly found. After the run has grown by a move, the new layers' forward is paid,
-and measured, until the data has come again.
+A profiled batch uses the cache like any other: layers are measured as they are now, lookups included, and the balancer
+gives more layers to a stage whose run is mostly found. After the run has grown by a move, the new layers run, and are
+measured, until the data has come again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Key = tuple[tuple[torch.Size, torch.dtype, int], ...]
 
 @dataclass(frozen=True)
 class _Kept:
-    """What layers up to ``stop`` gave for ``inputs``, all in the memory of the host."""
+    """Inputs, and what the layers before number ``stop`` gave for them, in the memory of the host."""
 
     inputs: Tensors
     outputs: Tensors
@@ -59,12 +59,12 @@ class _Kept:
 
 
 class ActivationCache:
-    """Keeps outputs of this stage's run, the least recently used ones go first.
+    """Keeps outputs of this stage's run, and drops the least recently used ones first.
 
     Args:
         module: whose stage it is.
         limit_bytes: of inputs and outputs together, in the memory of the host.
-        first_block: the number of the model's first block. A run that ends before is not worth a look.
+        first_block: the number of the model's first block. A run that ends before it is not looked up.
 
     Attributes:
         lookups, hits: passes of a micro-batch through the run, and those in which an output was found.
@@ -105,7 +105,7 @@ class ActivationCache:
             functions[position] = _InRun(functions[position], number, self._layer)
 
     def remove(self) -> None:
-        """After a batch: the layers are called without the cache."""
+        """Take the cache off the layers, after a batch."""
         functions = self._module.forward_funcs
         functions[:] = [each.layer if isinstance(each, _InRun) else each for each in functions]
 
@@ -176,7 +176,7 @@ class ActivationCache:
 
 
 class _InRun:
-    """A layer of the run in the PipelineModule's ``forward_funcs``; in all else it is the layer."""
+    """A layer of the run in the PipelineModule's ``forward_funcs``; its attributes are those of the layer."""
 
     def __init__(self, layer: Any, number: int, run: Callable[[int, Any, Any], Any]) -> None:
         self.layer = layer
@@ -205,7 +205,7 @@ def _on_host(tensors: Tensors) -> Tensors:
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Of all global generators that a layer may draw from."""
+    """Read the states of all global generators that a layer may draw from."""
     accelerator = get_accelerator()
     states = [torch.get_rng_state()]
     if accelerator.device_name() != "cpu":

@@ -4,14 +4,14 @@ Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezin
 computed on a thread of the rank that holds the block while training goes on; the verdict takes effect at a fixed step,
 and only there does training wait for it, so that runs repeat.
 
-Only the frontmost active block is watched, from a reference made when it was that already. So it needs no activations
-of a reference model's earlier layers, which in a pipeline would be on other stages: those layers are frozen, they were
-in the reference what they are now, and what they give the block is what it gets in training (up to the rounding of
-a reference's weights, which is here that of the block alone). The first block is the exception: the embedding before it
-learns until they freeze together, and the block is judged by its own change, on what the embedding gives now.
+Only the frontmost active block is watched, and its reference is made when all layers before it are frozen. Egeria runs
+a whole reference model, whose earlier layers would here be on other stages. They are frozen, the same in the reference
+as in training, so the block's reference gets the input that the block gets in training (Egeria also rounds the earlier
+layers' weights; here the block's alone are rounded). The first block is the exception: the embedding before it learns
+until they freeze together, and the block is judged by its own change, on what the embedding gives now.
 
 Egeria bounds the slope itself. Plasticity has another scale in every model and block, so here the bound is a share of
-the largest average that the block had since it was watched: a slope is flat against what it fell from.
+the largest average that the block had since it was first watched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Egeria", "EgeriaController", "moving_averages", "slope"]
 
 
 def moving_averages(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and the ``window - 1`` before it, as far as there are any.
+    """Average each value with the ``window - 1`` before it, as far as there are any.
 
     >>> moving_averages([1.0, 3.0, 5.0, 7.0], 2)
     [1.0, 2.0, 4.0, 6.0]
@@ -43,7 +43,7 @@ def moving_averages(values: Sequence[float], window: int) -> list[float]:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Of the least-squares line through two or more values one apart.
+    """Give the slope of the least-squares line through two or more values, one apart.
 
     >>> slope([1.0, 3.0, 5.0])
     2.0
@@ -72,7 +72,7 @@ class EgeriaController:
         self.frozen_blocks = 0
 
     def record(self, plasticity: float | None, learning_rate: float) -> None:
-        """Takes the plasticity of the frontmost active block (None: nothing to compare), freezes it if it is time."""
+        """Record the frontmost active block's plasticity (None: nothing to compare), and freeze it if it is flat."""
         if plasticity is not None and math.isfinite(plasticity):
             self._history.append(plasticity)
         if self.frozen_blocks == self._num_blocks - 1 or not self._is_flat():
@@ -88,7 +88,7 @@ class EgeriaController:
         return abs(slope(averages[-self._window :])) < self._config.threshold * max(averages)
 
     def unfreezes(self, learning_rate: float) -> bool:
-        """Has the learning rate fallen far enough? Then all blocks are active again."""
+        """Make all blocks active again if the learning rate has fallen far enough; True if it has."""
         if self._frozen_at_rate is None or learning_rate > self._frozen_at_rate / self._config.learning_rate_factor:
             return False
         self.frozen_blocks, self._frozen_at_rate = 0, None
@@ -97,7 +97,7 @@ class EgeriaController:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Give the state as plain JSON values."""
         return {
             "frozen_blocks": self.frozen_blocks,
             "window": self._window,
@@ -106,7 +106,7 @@ class EgeriaController:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` gave."""
         self.frozen_blocks, self._window = state["frozen_blocks"], state["window"]
         self._frozen_at_rate = state["frozen_at_rate"]
         self._history = list(state["history"])
@@ -114,7 +114,7 @@ class EgeriaController:
 
 @dataclass
 class _Verdict:
-    """Under way to step ``due``: this rank's share, and what all ranks together found once they have asked."""
+    """A verdict that takes effect at step ``due``: this rank's share, and once asked for, that of all."""
 
     due: int
     mine: Future[float | None] | None = None
@@ -144,12 +144,12 @@ class Egeria(FreezingCase):
         engine.before_step(self._measure)
 
     def _blocks(self) -> list[tuple[int, Any]]:
-        """The blocks of this stage by their numbers from 0."""
+        """List this stage's blocks with their numbers, counted from 0."""
         layers = local_layers(self.engine.module)
         return [(layer - self._block_numbers.start, module) for layer, module in layers if layer in self._block_numbers]
 
     def before_batch(self, step: int) -> None:
-        """Lets a verdict that is due take effect, and has a block watched if it is time."""
+        """Let a verdict that is due take effect, and watch the frontmost active block if it is time."""
         learning_rate = self.engine.get_lr()[0]
         if self._controller.unfreezes(learning_rate):
             self._verdict = None
@@ -166,7 +166,7 @@ class Egeria(FreezingCase):
                 watch(module, block == blocks)
 
     def _measure(self) -> None:
-        """Before the step of a batch: takes what was captured, and has it compared on the thread."""
+        """Compare what was captured, on the thread; called before the optimizer's step."""
         if self._watching is None:
             return
         mine: Future[float | None] = Future()
@@ -174,13 +174,13 @@ class Egeria(FreezingCase):
             front = dict(self._blocks()).get(self._controller.frozen_blocks)
             watched = None if front is None else Watched(front)
             mine = self._thread.submit(_plasticity, watched)
-        except Exception as error:  # the others hear of it when they ask for the verdict
+        except Exception as error:  # the other ranks learn of it when they ask for the verdict
             mine.set_exception(error)
         self._verdict = _Verdict(self._watching + self._delay, mine)
         self._watching = None
 
     def _agree(self, verdict: _Verdict) -> float | None:
-        """What the block's replicas found on average, waiting for it. Collective.
+        """Wait for what the block's replicas found, and average it. Collective.
 
         Raises:
             RuntimeError: on every rank, if the comparison failed on one.
@@ -197,13 +197,13 @@ class Egeria(FreezingCase):
         return verdict.agreed[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's, and what is under way."""
+        """Give the controller's state, and the verdict that is under way."""
         verdict = self._verdict
         under_way = None if verdict is None else {"due": verdict.due, "plasticity": self._agree(verdict)}
         return {**self._controller.state_dict(), "under_way": under_way}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave; the reference is on its block."""
+        """Load what :meth:`state_dict` gave; a block holds its own reference."""
         self._loaded()
         self._controller.load_state_dict(state)
         under_way = state["under_way"]

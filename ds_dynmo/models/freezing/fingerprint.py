@@ -1,4 +1,4 @@
-"""64 bits that tell a tensor's content, computed where the tensor is."""
+"""Hash a tensor's content into 64 bits, on the tensor's device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MIXERS = (-7046029254386353131, -4417276706812531889, -49064778989728563)  # od
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum over the elements' bits, each times a weight of its place, modulo 2**64: int64, no dimension.
+    """Sum the elements' bits, each times a weight of its place, modulo 2**64: int64 ``[]``.
 
-    Two contents that were not made to collide share one about once in 2**64 times (where they differ by multiples of a
-    power of two, in high bits alone, that power more often); equal contents always do.
+    Equal contents share a fingerprint. Different ones do so about once in 2**64 times unless they were made to collide;
+    where they differ in high bits alone, by multiples of a power of two, that power more often.
     """
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -29,7 +29,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=2)
 def _weights(device: torch.device) -> torch.Tensor:
-    """One odd number per place of a chunk."""
+    """Give an odd number for each place of a chunk."""
     weights = torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device) * _MIXERS[0]
     weights = (weights ^ (weights >> 31)) * _MIXERS[1]
     return (weights ^ (weights >> 27)) | 1

@@ -1,4 +1,4 @@
-"""Freezing the front of a model as far as it is on this stage, whatever decides how much."""
+"""Freeze the front of a model, as far as it is on this stage, whatever decides how much."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["FreezingCase", "freeze_prefix", "set_frozen_prefix"]
 
 
 def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
-    """Makes the first ``num_frozen`` layers of the model untrainable and all others trainable, as far as they are here.
+    """Freeze the model's first ``num_frozen`` layers and unfreeze all others, as far as they are on this stage.
 
     A tie with one layer in the prefix is frozen on every stage. The engine has to be told by ``model_changed``.
 
     Returns:
-        Was any parameter of this stage otherwise before?
+        Did this change any parameter of this stage?
     """
     changed = False
     frozen_ties = {tie_of(module, layer) for layer in range(num_frozen)} - {None}
@@ -35,14 +35,14 @@ def set_frozen_prefix(module: PipelineModule, num_frozen: int) -> bool:
 
 
 def freeze_prefix(engine: Any, num_frozen: int) -> None:
-    """:func:`set_frozen_prefix` on all stages, and tells the engine if that changed anything on one. Collective."""
+    """Call :func:`set_frozen_prefix` on all stages, and tell the engine if that changed any. Collective."""
     changed = set_frozen_prefix(engine.module, num_frozen)
     if engine.sum_over_stages(torch.tensor([float(changed)], dtype=torch.float64)).item():
         engine.model_changed(f"freezing: first {num_frozen} layers")
 
 
 class FreezingCase(DynamicCase):
-    """Freezes what a subclass says before each batch, and keeps what frozen layers give if it may.
+    """Freezes before each batch what a subclass decides, and may keep the outputs of frozen layers.
 
     Args:
         blocks: the numbers of the blocks in the layer list.
@@ -58,7 +58,7 @@ class FreezingCase(DynamicCase):
         self._cache = ActivationCache(engine.module, cache_bytes, blocks.start) if cache_bytes else None
 
     def _freeze(self, num_frozen: int) -> None:
-        """Before a batch: as many layers are frozen in it. Collective where the number changes."""
+        """Freeze so many layers in the next batch. Collective where the number changes."""
         if num_frozen != self._frozen:
             freeze_prefix(self.engine, num_frozen)
             self._frozen = num_frozen
@@ -66,16 +66,16 @@ class FreezingCase(DynamicCase):
             self._cache.install(num_frozen, self.engine.chunks[0])
 
     def _loaded(self) -> None:
-        """State was loaded, on every rank alike: what is frozen is found out together, before the next batch."""
+        """Forget what is frozen, after a load on all ranks: before the next batch they find out together."""
         self._frozen = None
 
     def after_batch(self, steps_done: int) -> None:
-        """Layers are called without the cache."""
+        """Take the cache off the layers."""
         if self._cache is not None:
             self._cache.remove()
 
     def summary(self) -> dict[str, float]:
-        """Of all ranks' caches together: lookups, hits and bytes held. Collective."""
+        """Sum over all ranks' caches: lookups, hits and bytes held. Collective."""
         if self._cache is None:
             return {}
         numbers = [self._cache.lookups, self._cache.hits, self._cache.num_bytes]

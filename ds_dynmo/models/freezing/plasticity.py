@@ -1,4 +1,4 @@
-"""How much a block still changes: its activations against those of a reference, itself some steps ago.
+"""Measure how much a block still changes: its activations against those of the same block some steps ago, a reference.
 
 Wang et al., "Egeria: Efficient DNN Training with Knowledge-Guided Layer Freezing" (EuroSys 2023). Egeria runs a whole
 reference model; here a block's reference gets the very input that the block got, so that a stage needs nothing of
@@ -25,16 +25,16 @@ __all__ = ["Watched", "capture_first", "similarity_loss", "watch"]
 MOST_SAMPLES = 512  # their products are a square matrix
 REFERENCE_DTYPE = torch.bfloat16
 
-# On a block, as plain attributes: they are where it is.
+# Plain attributes of a block, which move with it.
 WATCHING, CAPTURED, REFERENCE = "egeria_watching", "egeria_captured", "egeria_reference"
 
 
 def similarity_loss(activations: torch.Tensor, reference: torch.Tensor) -> float:
-    """Similarity-preserving loss ``||norm(A A^T) - norm(R R^T)||_F^2 / b^2``, rows normed to length 1.
+    """Compute the similarity-preserving loss ``||norm(A A^T) - norm(R R^T)||_F^2 / b^2``.
 
     Args:
         activations, reference: ``A`` and ``R``, ``[..., width]``; each of the ``b`` tokens is a sample, or evenly
-            spaced ones where there are more than 512.
+            spaced ones where there are more than 512. ``norm`` scales rows to length 1.
     """
     similarities = []
     for states in (activations, reference):
@@ -45,14 +45,14 @@ def similarity_loss(activations: torch.Tensor, reference: torch.Tensor) -> float
 
 
 def capture_first(block: nn.Module, inputs: tuple[Activations], output: Activations) -> None:
-    """A forward hook: keeps, on the CPU, the first input and output of a block that is being watched."""
+    """Keep, on the CPU, the first input and output of a block that is being watched; a forward hook."""
     state = vars(block)
     if block.training and state.get(WATCHING) and state.get(CAPTURED) is None:
         state[CAPTURED] = (_on_cpu(inputs[0]), _on_cpu(Stream.unpack(output).hidden))
 
 
 def watch(block: nn.Module, watching: bool) -> None:
-    """Let :func:`capture_first` keep what comes next, or nothing and forget the reference too."""
+    """Let :func:`capture_first` keep the next pass; or let it keep nothing, and drop the reference too."""
     state = vars(block)
     state[WATCHING], state[CAPTURED] = watching, None
     if not watching:
@@ -60,14 +60,13 @@ def watch(block: nn.Module, watching: bool) -> None:
 
 
 class Watched:
-    """A block that was watched in a batch: what it did, and its reference, apart from the block from here on.
+    """What a block did in a batch in which it was watched, and its reference, both independent of the block.
 
-    Made before the batch's step, it leaves a new reference on the block: its present weights in bf16, on the CPU, and
-    its buffers as they are (rotary frequencies in bf16 would turn by other angles).
+    The constructor, before the batch's step, leaves a new reference on the block: its present weights in bf16, on the
+    CPU, and its buffers as they are (rotary frequencies in bf16 would turn by other angles).
 
     Attributes:
-        comparable: was there a reference of tensors like the block's, and did the block run? A pruning may have given
-            it others.
+        comparable: did the block run, and is there a reference with tensors of the block's shapes?
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -79,13 +78,13 @@ class Watched:
         self.comparable = captured is not None and reference is not None
         if captured is not None and reference is not None:
             self._inputs, self._hidden = captured
-            self._model = _twin(block, reference)
+            self._model = _reference_model(block, reference)
         state[REFERENCE] = {
             name: tensor.detach().to("cpu", _reference_dtype(tensor), copy=True) for name, tensor in _tensors(block)
         }
 
     def plasticity(self) -> float:
-        """The similarity-preserving loss between the two; on any thread."""
+        """Compute the similarity-preserving loss between the two; on any thread."""
         with torch.no_grad():
             reference = Stream.unpack(self._model(self._inputs)).hidden
         return similarity_loss(self._hidden, reference)
@@ -103,8 +102,8 @@ def _reference_dtype(tensor: torch.Tensor) -> torch.dtype:
     return REFERENCE_DTYPE if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
-def _twin(block: nn.Module, reference: dict[str, torch.Tensor]) -> nn.Module:
-    """A copy of ``block`` on the CPU that has the reference's weights, in fp32, and no hooks."""
+def _reference_model(block: nn.Module, reference: dict[str, torch.Tensor]) -> nn.Module:
+    """Copy ``block`` to the CPU with the reference's weights, in fp32, and without hooks."""
     memo: dict[int, Any] = {}
     for name, tensor in _tensors(block):
         weights = reference[name].float() if tensor.is_floating_point() else reference[name]

@@ -2,9 +2,9 @@
 
 Egeria's criterion is in :mod:`ds_dynmo.models.freezing.egeria`.
 
-Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without a word. A frozen
-block takes with it the blocks before it and what is before the blocks (the embedding, learned positions); the final
-norm and the head are never frozen. A tied embedding is the head's weight too: freezing it freezes every copy, the
+Every rank runs the same controller on the same numbers, so that all agree on the frozen prefix without communication.
+Freezing a block freezes the blocks before it and what is before the blocks (the embedding, learned positions) too; the
+final norm and the head are never frozen. A tied embedding is the head's weight too: freezing it freezes every copy, the
 head's included. A "model" block that freezes is therefore refused unless it is untied.
 """
 
@@ -73,7 +73,7 @@ class EgeriaConfig(_Block):
     @field_validator("delay")
     @classmethod
     def _before_the_next(cls, delay: float, info: ValidationInfo) -> float:
-        interval = info.data.get("interval")  # absent if it is wrong itself
+        interval = info.data.get("interval")  # absent if it is invalid
         if interval is not None and delay > interval:
             raise ValueError(f"should be at most interval, {interval}")
         return delay
@@ -126,7 +126,7 @@ class FreezingConfig(_Block):
     @field_validator("egeria")
     @classmethod
     def _one_of_them(cls, egeria: EgeriaConfig | None, info: ValidationInfo) -> EgeriaConfig | None:
-        if not info.data.keys() >= {"schedule", "automatic"}:  # one is wrong itself
+        if not info.data.keys() >= {"schedule", "automatic"}:  # one is invalid
             return egeria
         if sum(way is not None for way in (info.data["schedule"], info.data["automatic"], egeria)) != 1:
             raise ValueError('exactly one of "schedule", "automatic" and "egeria" should be given')
@@ -134,7 +134,7 @@ class FreezingConfig(_Block):
 
 
 def scheduled_blocks(schedule: Sequence[tuple[float, int]], step: int, total_steps: int) -> int:
-    """How many blocks ``schedule`` has frozen in step ``step``, counted from 0, of ``total_steps``.
+    """Count the blocks that ``schedule`` has frozen in step ``step``, counted from 0, of ``total_steps``.
 
     >>> [scheduled_blocks([(0.2, 2), (0.6, 4)], step, total_steps=10) for step in range(10)]
     [0, 0, 2, 2, 2, 2, 4, 4, 4, 4]
@@ -147,20 +147,20 @@ def scheduled_blocks(schedule: Sequence[tuple[float, int]], step: int, total_ste
 
 
 def gradient_change(previous: float, current: float) -> float:
-    """AutoFreeze's eta, ``|previous - current| / previous``; infinite where that is no number."""
+    """Compute AutoFreeze's eta, ``|previous - current| / previous``; infinite where that is not defined."""
     if not (math.isfinite(previous) and math.isfinite(current)) or previous == 0:
         return math.inf
     return abs(previous - current) / previous
 
 
 def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_blocks: int) -> int:
-    """AutoFreeze's decision: how many blocks are frozen from now on, never fewer than ``frozen_blocks``.
+    """Decide as AutoFreeze how many blocks are frozen from now on, never fewer than ``frozen_blocks``.
 
     The prefix grows up to the first active block whose gradient changed by the median of the active blocks'
     changes or more. One such block always exists: the last block is never frozen.
 
     Args:
-        previous, current: per block, sum of the gradients' magnitudes over the last interval but one and over the last.
+        previous, current: per block, the gradients' magnitudes summed over the last interval but one, and the last.
     """
     changes = [gradient_change(*pair) for pair in zip(previous[frozen_blocks:], current[frozen_blocks:], strict=True)]
     median = statistics.median(changes)
@@ -170,10 +170,9 @@ def auto_freeze(previous: Sequence[float], current: Sequence[float], frozen_bloc
 class FreezingController:
     """Decides how many layers at the front of a model are frozen.
 
-    A block is frozen whole, also where it is two layers (``layers_per_block``).
-    Before each batch ``set_frozen_prefix(module, controller.frozen_prefix(step))`` is due where that number changed.
-    With :attr:`automatic`, :meth:`add_gradients` belongs between backward and optimizer step of every batch, and
-    :meth:`evaluate` after it.
+    A block is frozen whole, also where it is two layers (``layers_per_block``). Before each batch, call
+    ``set_frozen_prefix(module, controller.frozen_prefix(step))`` where that number changed. With :attr:`automatic`,
+    call :meth:`add_gradients` between backward and optimizer step of every batch, and :meth:`evaluate` after it.
 
     Args:
         blocks: the numbers of the blocks in the layer list.
@@ -199,7 +198,7 @@ class FreezingController:
         return self._config.automatic is not None
 
     def frozen_prefix(self, step: int) -> int:
-        """How many layers of the layer list are frozen in step ``step``, counted from 0."""
+        """Count the layers of the layer list that are frozen in step ``step``, counted from 0."""
         if self._config.schedule is not None:
             blocks = scheduled_blocks(self._config.schedule, step, self._total_steps)
         else:
@@ -207,11 +206,11 @@ class FreezingController:
         return self._blocks.start + blocks * self._layers_per_block if blocks else 0
 
     def add_gradients(self, magnitudes: torch.Tensor) -> None:
-        """Adds this rank's share of the sums of gradient magnitudes of one batch, fp64 ``[num_layers]``."""
+        """Add this rank's share of the sums of gradient magnitudes of one batch, fp64 ``[num_layers]``."""
         self._sums += magnitudes
 
     def evaluate(self, steps_done: int, sum_over_world: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """After ``steps_done`` steps: at the end of an interval, decides anew. Called on every rank.
+        """Decide anew, if an interval ends after ``steps_done`` steps. Collective.
 
         Args:
             sum_over_world: adds a CPU float64 ``[num_layers]`` tensor over all ranks, collectively.
@@ -236,7 +235,7 @@ class FreezingController:
         self._previous = sums
 
     def state_dict(self, sum_over_world: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """What a checkpoint has to hold, plain JSON values, the same on every rank. Called on every rank."""
+        """Give what a checkpoint has to hold, as plain JSON values, the same on every rank. Collective."""
         return {
             "frozen_blocks": self._frozen_blocks,
             "previous": self._previous,
@@ -244,7 +243,7 @@ class FreezingController:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, first_rank: bool) -> None:
-        """Takes up what :meth:`state_dict` gave; the first rank of all takes the sums as its share."""
+        """Load what :meth:`state_dict` gave; the first rank takes the sums as its share."""
         self._frozen_blocks = state["frozen_blocks"]
         self._previous = state["previous"]
         self._sums.zero_()
@@ -273,19 +272,19 @@ class Freezing(FreezingCase):
             engine.before_step(lambda: self._controller.add_gradients(engine.gradient_magnitudes()))
 
     def before_batch(self, step: int) -> None:
-        """Freezes what the controller says, and tells the engine if that changed."""
+        """Freeze what the controller says, and tell the engine if that changed."""
         self._freeze(self._controller.frozen_prefix(step))
 
     def after_batch(self, steps_done: int) -> None:
-        """Lets the controller decide."""
+        """Take the cache off the layers, and let the controller decide."""
         super().after_batch(steps_done)
         self._controller.evaluate(steps_done, self.engine.sum_over_world)
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's."""
+        """Give the controller's state. Collective."""
         return self._controller.state_dict(self.engine.sum_over_world)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The controller's."""
+        """Load the controller's state."""
         self._loaded()
         self._controller.load_state_dict(state, first_rank=self.engine.global_rank == 0)

@@ -41,11 +41,11 @@ PART = "part."  # in each of our layers, the name of the library's module
 def layers(
     model: Any, *, seed: int = 0, sequence_length: int | None = None, vocab_size: int | None = None
 ) -> list[LayerSpec]:
-    """The layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
+    """Build the layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
 
     A tied head and the embedding are one ``TiedLayerSpec`` key, "embedding". ``loss_fn`` is
-    :func:`~ds_dynmo.models.gpt.language_model_loss`, which adds Mixtral's router loss. It is there in training and if
-    the config says ``output_router_logits``, as in the library; unlike there, an evaluation is without it.
+    :func:`~ds_dynmo.models.gpt.language_model_loss`, which adds Mixtral's router loss if the config says
+    ``output_router_logits``, as in the library. Unlike the library, evaluations leave it out.
 
     Args:
         model: a local folder with ``config.json`` and safetensors files, of which each layer reads its own tensors
@@ -103,7 +103,7 @@ def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.Path
     """
     source, saved, out = _source(model, seed=0, weights=False), _tag_folder(Path(checkpoint)), Path(folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: is there already; an empty folder or none should be")
+        raise ConfigError(f"{out}: is there already: it should be an empty folder, or not exist")
     files = [(layer, saved / f"layer_{layer:02d}-model_states.pt") for layer in range(len(source.paths) - source.tied)]
     for _, path in files:
         if not path.is_file():
@@ -156,7 +156,7 @@ class _Source:
         return self.skeleton.get_input_embeddings().weight is self.skeleton.get_output_embeddings().weight
 
     def stored(self, layer: int) -> dict[str, Stored]:
-        """Where the parameters of pipeline layer ``layer`` lie, by their names in the library's module."""
+        """Locate the parameters of pipeline layer ``layer``, by their names in the library's module."""
         path = self.paths[layer]
         return {
             name: stored(f"{path}.{name}", tuple(parameter.shape), converted=self.converted)
@@ -164,13 +164,13 @@ class _Source:
         }
 
     def of(self, layer: int) -> _Source:
-        """What pipeline layer ``layer`` is built from: the weights of no other layer are kept alive by its spec."""
+        """Narrow this to pipeline layer ``layer``, so that its spec keeps no other layer's weights alive."""
         if self.tensors is None:
             return self
         return replace(self, tensors=self.tensors.only(self._names(layer)))
 
     def build(self, layer: int) -> nn.Module:
-        """The library's module of pipeline layer ``layer`` with its weights, on the CPU."""
+        """Build the library's module of pipeline layer ``layer`` with its weights, on the CPU."""
         config, path = self.config, self.paths[layer]
         part: nn.Module = copy.deepcopy(self.skeleton.get_submodule(path), {id(config): config})
         part.to_empty(device=torch.device("cpu")).train()
@@ -183,7 +183,7 @@ class _Source:
         return part
 
     def build_rotary(self) -> nn.Module | None:
-        """The rotary positions of every decoder layer; None: the model has learned ones."""
+        """Build the rotary positions of every decoder layer; None: the model has learned ones."""
         rotary = getattr(self.skeleton.base_model, "rotary_emb", None)
         return None if rotary is None else type(rotary)(self.config)
 
@@ -191,7 +191,7 @@ class _Source:
         return [name for place in self.stored(layer).values() for name in place.names]
 
     def _initialize(self, part: nn.Module, layer: int) -> None:
-        """As the library does it, which draws from torch's generator: that one is lent a state."""
+        """Initialize as the library does. It draws from torch's generator, whose own state is put back afterwards."""
         state = torch.get_rng_state()
         torch.set_rng_state(generator_for("layer", self.seed, layer).get_state())
         try:
@@ -204,8 +204,8 @@ class _Source:
         found = tensors.read(self._names(layer))
         with torch.no_grad():
             for name, parameter in part.named_parameters():
-                for piece, room in places[name].pieces(parameter).items():
-                    room.copy_(found[piece])
+                for piece, target in places[name].pieces(parameter).items():
+                    target.copy_(found[piece])
 
 
 def _source(model: Any, seed: int, *, weights: bool = True) -> _Source:
@@ -215,7 +215,7 @@ def _source(model: Any, seed: int, *, weights: bool = True) -> _Source:
             skeleton = transformers().AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
-        except Exception as error:  # whatever sizes that do not fit make the library raise
+        except Exception as error:  # the library raises many kinds for sizes that do not fit
             raise ConfigError(f"{name_of(model)}: transformers cannot build the model: {error}") from error
     trainable: Mapping[str, bool] = {}
     tensors: Tensors | None = None
@@ -238,7 +238,7 @@ def _source(model: Any, seed: int, *, weights: bool = True) -> _Source:
 
 
 def _paths(skeleton: Any) -> tuple[str, ...]:
-    """Per pipeline layer, the path of its part."""
+    """List the path of each pipeline layer's part."""
     family, base = FAMILIES[skeleton.config.model_type], skeleton.base_model
     parts = [skeleton.get_input_embeddings()]
     parts += [getattr(base, family.positions)] if family.positions else []
@@ -260,7 +260,7 @@ def _tag_folder(checkpoint: Path) -> Path:
 
 
 def _exported(source: _Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one pipeline layer as the library names them."""
+    """Read the tensors of one pipeline layer, named as the library names them."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file

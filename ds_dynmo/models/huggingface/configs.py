@@ -1,4 +1,4 @@
-"""Configs of Hugging Face's transformers: read, checked, and what of them our layers need to know.
+"""Read and check configs of Hugging Face's transformers, and give what our layers need to know of them.
 
 This is the one module that imports transformers, when one of its functions is called.
 """
@@ -52,7 +52,7 @@ FAMILIES = {
 
 
 def transformers() -> Any:
-    """The library.
+    """Import the library.
 
     Raises:
         ConfigError: it is not installed.
@@ -83,19 +83,19 @@ def check_blocks_draw_nothing(model: Any, why: str) -> None:
 
 
 def tokenizer_files(model: Any) -> list[str]:
-    """The names of a tokenizer's files in the folder ``model``; none where it is anything else."""
+    """List the names of a tokenizer's files in the folder ``model``; empty where it is anything else."""
     if not isinstance(model, (str, os.PathLike)) or not Path(model).is_dir():
         return []
     return sorted({path.name for pattern in TOKENIZER_FILES for path in Path(model).glob(pattern)})
 
 
 def name_of(model: Any) -> str:
-    """In messages."""
+    """Name a model in messages."""
     return str(model) if isinstance(model, (str, os.PathLike)) else f"the {type(model).__name__}"
 
 
 def config_of(model: Any) -> Any:
-    """A config object of our own.
+    """Make a config object of our own of what :func:`ds_dynmo.models.huggingface.layers` takes.
 
     Raises:
         ConfigError: as :func:`ds_dynmo.models.huggingface.layers`.
@@ -133,7 +133,7 @@ def _read(library: Any, values: dict[str, Any], place: str) -> Any:
 
 
 def _check_keys(config: Any, values: dict[str, Any]) -> None:
-    """Refuse keys that the library would keep and never look at."""
+    """Refuse keys that the library would keep and ignore."""
     known = {
         *type(config)().to_dict(),
         *config.attribute_map,
@@ -160,7 +160,7 @@ def _check_family(config: Any, place: str) -> None:
 
 
 def _check_sizes(config: Any, place: str) -> None:
-    """Refuse sizes of which the library takes note in the first pass only."""
+    """Refuse sizes that the library would notice in the first pass only."""
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if groups is not None and (groups < 1 or heads % groups):
         raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
@@ -178,7 +178,7 @@ def _check_sizes(config: Any, place: str) -> None:
 
 
 def window(config: Any, block: int) -> int | None:
-    """Sliding-window attention of decoder layer ``block``."""
+    """Give the sliding window of decoder layer ``block``, in tokens; None: it attends to all."""
     kinds = getattr(config, "layer_types", None)
     if config.model_type == "mixtral" or (kinds and kinds[block] == "sliding_attention"):
         return getattr(config, "sliding_window", None)
@@ -186,7 +186,7 @@ def window(config: Any, block: int) -> int | None:
 
 
 def router_loss(config: Any) -> RouterLoss | None:
-    """What routers add to the loss, where the config asks for it."""
+    """Describe what routers add to the loss; None where the config does not ask for it."""
     router = FAMILIES[config.model_type].router
     if router is None or not config.output_router_logits or not config.router_aux_loss_coef:
         return None

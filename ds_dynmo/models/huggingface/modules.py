@@ -35,10 +35,10 @@ class Parts(Protocol):
     """Where the library's modules come from."""
 
     def build(self, layer: int) -> nn.Module:
-        """The module of pipeline layer ``layer`` with its weights."""
+        """Build the module of pipeline layer ``layer`` with its weights."""
 
     def build_rotary(self) -> nn.Module | None:
-        """The rotary positions of every decoder layer; None: the model has learned ones."""
+        """Build the rotary positions of every decoder layer; None: the model has learned ones."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class RouterLoss:
     router: str
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """The sums before the first layer, fp32 ``[2, experts]``: choices, probabilities."""
+        """Give the sums before the first layer, fp32 ``[2, experts]``: choices, probabilities."""
         return torch.zeros(2, self.experts, device=device)
 
     def add(self, sums: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The sums after one more layer."""
+        """Add one more layer to the sums."""
         probabilities = logits.softmax(dim=-1)
         chosen = probabilities.topk(self.top_k, dim=-1).indices
         choices = F.one_hot(chosen, self.experts).sum(dim=(0, 1)).float()
         return sums + torch.stack((choices, probabilities.float().sum(dim=0)))
 
     def loss(self, sums: torch.Tensor, tokens: int) -> torch.Tensor:
-        """fp32 ``[1]``; ``tokens``: of the micro-batch."""
+        """Compute the loss of a micro-batch of ``tokens`` tokens, fp32 ``[1]``."""
         choices, probabilities = (sums / (self.layers * tokens)).unbind()
         return (self.coefficient * ((choices * probabilities).sum() * self.experts)).reshape(1)
 
@@ -169,7 +169,7 @@ class OutputHead(nn.Module):
 
 
 def tied_logits(embedding: TokenEmbedding, activations: Activations) -> Activations:
-    """What :class:`OutputHead` gives, by the embedding's weights."""
+    """Compute what :class:`OutputHead` does, with the embedding's weights."""
     weight = embedding.get_parameter("part.weight")
     return _outputs(lambda hidden: F.linear(hidden, weight), embedding.router_loss, activations)
 
@@ -211,7 +211,7 @@ class Rotary(nn.Module):
 
 @contextmanager
 def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
-    """What ``module`` gives inside, call by call."""
+    """Collect what ``module`` gives inside, call by call."""
     found: list[Any] = []
     handle = module.register_forward_hook(lambda module, inputs, output: found.append(output))
     try:

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face model: how they are named and shaped in its files, and where they are read from.
+"""Read the tensors of a Hugging Face model, which have names and shapes of their own in its files.
 
 Only the header of a file is read before a layer is built, and then only that layer's tensors.
 """
@@ -37,12 +37,12 @@ class Stored:
     shape: tuple[int, ...]
 
     def pieces(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``parameter`` by names; views of its memory."""
+        """Split ``parameter`` by ``names``, into views of its memory."""
         return dict(zip(self.names, parameter.view(len(self.names), *self.shape)))
 
 
 def stored(name: str, shape: tuple[int, ...], *, converted: bool) -> Stored:
-    """Where parameter ``name`` lies.
+    """Locate parameter ``name`` in the library's files.
 
     Args:
         converted: files of Mixtral's, which have a tensor for each expert's matrix: ``w1`` and ``w3`` of each
@@ -75,10 +75,10 @@ class Tensors(Protocol):
     shapes: Mapping[str, tuple[int, ...]]
 
     def only(self, names: Collection[str]) -> Tensors:
-        """The same place with these tensors and no other; nothing is read or copied."""
+        """Narrow this to the tensors ``names``; nothing is read or copied."""
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """These tensors alone."""
+        """Read these tensors alone."""
 
 
 class InMemory:
@@ -90,11 +90,11 @@ class InMemory:
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def only(self, names: Collection[str]) -> InMemory:
-        """A holder of these tensors and no other."""
+        """Narrow this to the tensors ``names``."""
         return InMemory({name: self._tensors[name] for name in names})
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """These tensors alone."""
+        """Read these tensors alone."""
         return {name: self._tensors[name].detach() for name in names}
 
 
@@ -120,14 +120,14 @@ class Folder:
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def only(self, names: Collection[str]) -> Folder:
-        """A holder of the places of these tensors and no other."""
+        """Narrow this to the tensors ``names``; nothing is read."""
         kept = copy.copy(self)
         kept.shapes = {name: self.shapes[name] for name in names}
         kept._found = {name: self._found[name] for name in names}
         return kept
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """These tensors alone."""
+        """Read these tensors alone."""
         from safetensors import SafetensorError, safe_open
 
         tensors = {}

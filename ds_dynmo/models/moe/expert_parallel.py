@@ -20,7 +20,7 @@ Table = Sequence[Sequence[int]]  # per replica, in the order of their indices, r
 class Replicas:
     """The replicas of the stage that a layer is on now.
 
-    They belong to the place and not to the layer: in a copy, and where a pickle of it is loaded, they are unknown.
+    They belong to the stage and not to the layer: a copy of it, or what a pickle of it gives, does not know them.
 
     Args:
         group: their process group; None: they are unknown.
@@ -43,7 +43,7 @@ class Replicas:
         return dist.get_rank(self._group)
 
     def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """``numbers`` of every replica, in the order of their indices; all have equally many. Collective."""
+        """Gather ``numbers`` of every replica, in the order of their indices; all have equally many. Collective."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         every = mine.new_empty(self.size * len(numbers))
         dist.all_gather_into_tensor(every, mine, group=self._group)
@@ -51,7 +51,7 @@ class Replicas:
         return table
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Sends rows to every replica and receives some from each; the gradients go back. Collective, backward too.
+        """Send rows to every replica and receive some from each; the gradients go back. Collective, backward too.
 
         Args:
             rows: ``[sum(sent), width]``, those for replica 0 first.
@@ -84,7 +84,7 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
 
 
 def share_of(replica: int, replicas: int, experts: int) -> slice:
-    """The experts that a replica holds.
+    """Give the experts that a replica holds.
 
     >>> share_of(1, replicas=2, experts=6)
     slice(3, 6, None)
@@ -94,7 +94,7 @@ def share_of(replica: int, replicas: int, experts: int) -> slice:
 
 
 def loads_of_replicas(table: Table) -> list[int]:
-    """The rows that the experts of each replica get.
+    """Count the rows that the experts of each replica get.
 
     >>> loads_of_replicas([[5, 0, 1, 2], [1, 1, 0, 0]])
     [7, 3]
@@ -110,7 +110,7 @@ def through_replicas(
     replicas: Replicas,
     transform: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
 ) -> torch.Tensor:
-    """What all experts make of this replica's rows: they travel to their expert's replica and back. Collective.
+    """Apply all experts to this replica's rows, which travel to their expert's replica and back. Collective.
 
     An expert finds its rows in the order of replicas, and of each replica in the order that it has them in: sums over
     them are the same in every run.
@@ -134,7 +134,7 @@ def through_replicas(
 
 
 def _by_expert(own: Table, device: torch.device) -> torch.Tensor:
-    """Where the rows that came, by replica and of each by expert, are in the order of experts first: int64."""
+    """Order the rows that arrived, sorted by replica and then expert, by expert and then replica: indices, int64."""
     counts = torch.tensor(own, device=device)
     experts = torch.arange(counts.shape[1], device=device).repeat(len(own))
     return experts.repeat_interleave(counts.flatten()).argsort(stable=True)

@@ -1,4 +1,4 @@
-"""A linear layer per group of rows: what each expert does to its own tokens."""
+"""Apply a linear layer to each group of rows: what each expert does to its own tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["grouped_linear"]
 
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """``F.linear(rows of group g, weight[g])`` for each group; nothing is computed for groups without rows.
+    """Compute ``F.linear(rows of group g, weight[g])`` for each group; nothing is computed for groups without rows.
 
     Args:
         rows: ``[rows, inputs]``, the groups one after the other.
@@ -21,7 +21,7 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[in
     Returns:
         ``[rows, outputs]``.
     """
-    if torch.is_autocast_enabled(rows.device.type):  # as it does to torch's own products
+    if torch.is_autocast_enabled(rows.device.type):  # as autocast casts the inputs of torch's own products
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
     outputs: torch.Tensor = _GroupedLinear.apply(rows, weight, list(counts))
@@ -29,7 +29,7 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[in
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Every product goes straight to its place; autograd over slices would add up whole gradients, one per group."""
+    """Writes every product straight to its place; autograd over slices would add up a whole gradient per group."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -58,7 +58,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The groups that have rows, and where those are."""
+    """Iterate over the groups that have rows, and where these are."""
     start = 0
     for group, count in enumerate(counts):
         if count:

@@ -1,7 +1,7 @@
 """Mixture of experts: tokens go to some of a layer's feed-forward networks (paper, section 2, MoE).
 
-Their weights are ``[experts, ...]``. A rank that has the layer has all of them; with ``expert_parallel`` a slice, its
-share of what the data-parallel replicas hold together.
+Their weights are ``[experts, ...]``. A rank holds those of all experts; with ``expert_parallel`` a slice, its share of
+what the data-parallel replicas hold together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MixtureOfExperts(nn.Module):
         contract: ``[experts, hidden, mlp_ratio * hidden]``, likewise.
         choices_per_expert: how many tokens of the last training batch, on this rank, chose each expert of all.
         tokens_per_expert: how many of them it took; the same without capacity.
-        busiest_tokens: what the replica with most to do in a micro-batch had, summed over the last training batch's.
+        busiest_tokens: tokens of the busiest replica of each micro-batch, summed over the last training batch.
         mean_choices: choices in the last training batch, the mean over the replicas that share the experts.
     """
 
@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         return self.expert_parallel
 
     def use_replicas(self, group: Any) -> None:
-        """Says who the data-parallel replicas are, here and now: the engine does, after every move.
+        """Set the data-parallel replicas of the present stage. The engine calls this after every move.
 
         With ``expert_parallel``, the first call leaves this replica's share of the experts, as they were initialised.
 
@@ -121,25 +121,26 @@ class MixtureOfExperts(nn.Module):
         return mixed if routing.auxiliary is None else (mixed, routing.auxiliary)
 
     def load_signal(self) -> float:
-        """The paper's load of a worker, ``L_j = sum_{e on j} sum_{t in R^-1(e)} c_e`` (section 2, MoE), of the one with
-        most to do, over its work if every token went to every expert: tokens taken by its experts, over experts times
-        the tokens of a replica. For the last training batch; the same on all replicas.
+        """The paper's load of a worker, ``L_j = sum_{e on j} sum_{t in R^-1(e)} c_e`` (section 2, MoE), as a share.
 
-        They wait for one another in every micro-batch, so the largest ``L_j`` of each counts. For a rank that has all
-        experts, and where replicas share the work evenly, it is ``top_k / experts`` (as before any batch) times what
-        capacity leaves of the choices.
+        It is that of the busiest replica, over its load if every token went to every expert: tokens taken by its
+        experts, over experts times the tokens of a replica. For the last training batch; the same on all replicas.
+
+        Replicas wait for one another in every micro-batch, so the largest ``L_j`` of each counts. For a rank that has
+        all experts, and where replicas share the work evenly, it is ``top_k / experts`` (as before any batch) times
+        what capacity leaves of the choices.
         """
         share = self.busiest_tokens / self.mean_choices if self.mean_choices else 1.0
         return share * self.top_k / self.num_experts
 
     def start_batch(self) -> None:
-        """From here on tokens are counted anew."""
+        """Count tokens anew from here on."""
         self.choices_per_expert = [0] * self.num_experts
         self.tokens_per_expert = [0] * self.num_experts
         self.busiest_tokens, self.mean_choices = 0, 0.0
 
     def _experts(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """What the experts here make of ``rows``, ``[rows, hidden]``, by expert; ``counts``: rows of each."""
+        """Apply the experts here to ``rows``, ``[rows, hidden]``, sorted by expert; ``counts``: rows of each."""
         return grouped_linear(F.gelu(grouped_linear(rows, self.expand, counts)), self.contract, counts)
 
     def _count(self, chosen: list[int], taken: list[int]) -> None:
@@ -158,12 +159,12 @@ class ExpertBalance(DynamicCase):
         self._num_layers = num_layers
 
     def before_batch(self, step: int) -> None:
-        """Lets the layers count anew."""
+        """Let the layers count anew."""
         for _, layer in self._local_moe():
             layer.start_batch()
 
     def after_batch(self, steps_done: int) -> None:
-        """Routing "bias": one update by what the whole batch chose: all micro-batches, all replicas."""
+        """Update the biases, with routing "bias", by what all micro-batches of all replicas chose."""
         if self._config.routing != "bias":
             return
         choices = torch.zeros(self._num_layers, self._config.experts, dtype=torch.int64)
@@ -171,7 +172,7 @@ class ExpertBalance(DynamicCase):
             choices[number] = torch.tensor(layer.choices_per_expert)
         choices = self.engine.sum_over_replicas(choices)  # they hold the same layers
         for number, layer in self._local_moe():
-            if layer.router.affinity.weight.requires_grad:  # a frozen layer is to stay the function that it is
+            if layer.router.affinity.weight.requires_grad:  # a frozen layer must not change
                 layer.router.balance(choices[number].tolist())
 
     def _local_moe(self) -> Iterator[tuple[int, MixtureOfExperts]]:

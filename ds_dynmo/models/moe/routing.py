@@ -1,4 +1,4 @@
-"""Which experts a token goes to: token choice, each token takes its best ``top_k`` (paper, section 2, MoE).
+"""Route tokens to experts by token choice: each token takes its best ``top_k`` (paper, section 2, MoE).
 
 What keeps experts about equally busy is one of three: Mixtral's auxiliary loss, S-BASE's assignment by optimal
 transport (Sinkhorn), or DeepSeek's bias without a loss.
@@ -19,7 +19,7 @@ from ds_dynmo.models.transformer import INIT_STD, init_linear
 
 __all__ = ["MoEConfig", "Router", "Routing", "load_balancing_loss", "moe_blocks", "sinkhorn"]
 
-LEAST_AFFINITY = 1e-100  # under a row's largest: what Sinkhorn divides by is never zero
+LEAST_AFFINITY = 1e-100  # relative to a row's largest, so that Sinkhorn never divides by zero
 OF_ONE_ROUTING = {
     "auxiliary_coefficient": "aux_loss",
     "sinkhorn_tolerance": "sbase",
@@ -56,7 +56,7 @@ class MoEConfig(BaseModel):
     @field_validator("top_k")
     @classmethod
     def _enough_experts(cls, top_k: int, info: ValidationInfo) -> int:
-        experts = info.data.get("experts")  # absent if it is wrong itself
+        experts = info.data.get("experts")  # absent if it is invalid
         if experts is not None and top_k > experts:
             raise ValueError(f"should be at most the number of experts, {experts}")
         return top_k
@@ -72,7 +72,7 @@ class MoEConfig(BaseModel):
 
 
 def moe_blocks(config: MoEConfig, num_blocks: int) -> list[int]:
-    """The blocks, counted from 0, that have experts.
+    """List the blocks, counted from 0, that have experts.
 
     >>> moe_blocks(MoEConfig(every=2), 6), moe_blocks(MoEConfig(dense_blocks=2), 6)
     ([1, 3, 5], [2, 3, 4, 5])
@@ -125,13 +125,13 @@ class Router(nn.Module):
         return self.bias_steps * self.config.bias_rate
 
     def forward(self, tokens: torch.Tensor) -> Routing:
-        """Routes ``tokens``, ``[tokens, hidden]``. The auxiliary loss is there in training with routing "aux_loss"."""
+        """Route ``tokens``, ``[tokens, hidden]``. There is an auxiliary loss in training with routing "aux_loss"."""
         with torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.affinity.weight.float())
         return {"aux_loss": self._mixtral, "sbase": self._sbase, "bias": self._deepseek}[self.config.routing](logits)
 
     def balance(self, choices: Sequence[int]) -> None:
-        """DeepSeek's update after a batch: ``b += rate * sign(mean - count)``.
+        """Update the biases after a batch as DeepSeek does: ``b += rate * sign(mean - count)``.
 
         Args:
             choices: per expert, how many tokens of the batch chose it, on all replicas.
@@ -163,13 +163,13 @@ class Router(nn.Module):
 
 
 def _renormalised(log_scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Each chosen expert's score over the sum of those chosen; by their logarithms, for scores that come out as 0."""
+    """Divide each chosen expert's score by the sum of those chosen; in logarithms, as scores may come out as 0."""
     chosen = log_scores.gather(-1, experts)
     return chosen.exp() if chosen.shape[-1] == 1 else chosen.softmax(dim=-1)
 
 
 def load_balancing_loss(probabilities: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Mixtral's auxiliary loss ``E * sum_i f_i P_i`` of one layer and micro-batch; ``top_k`` if all experts are equal.
+    """Compute Mixtral's auxiliary loss ``E * sum_i f_i P_i`` of a layer and micro-batch; ``top_k`` for equal experts.
 
     ``f_i`` is the fraction of tokens that choose expert ``i`` (over all ``i`` they sum to ``top_k``), without gradient;
     ``P_i`` the mean probability of expert ``i``.
@@ -187,12 +187,12 @@ def load_balancing_loss(probabilities: torch.Tensor, experts: torch.Tensor) -> t
 
 
 def sinkhorn(logits: torch.Tensor, *, tolerance: float, iterations: int) -> torch.Tensor:
-    """``exp(logits)`` with rows and columns scaled in turn until every token gives 1 and every expert takes its share.
+    """Scale rows and columns of ``exp(logits)`` in turn until every token gives 1 and every expert takes its share.
 
     Args:
         logits: ``[tokens, experts]``, without gradient.
         tolerance: the most that a row's sum may be off by in the end. Columns are exact.
-        iterations: ends it at the latest.
+        iterations: after which it ends at the latest.
 
     Returns:
         float64 ``[tokens, experts]``: rows sum to 1, columns to tokens / experts.

@@ -1,10 +1,10 @@
 """Gradual global magnitude pruning (paper, section 2, parameter pruning, and Algorithm 1; Zhu and Gupta, 2017).
 
 At a few steps of the run the smallest weights of the whole model are set to zero, for good: their gradients, fp32
-master weights and optimizer state are zero from then on. Pruned are the linear weights of all blocks; embedding, norms
-and head are not. Compared are the weights that the model computes with, bf16 ones under bf16: they are the same on
-every replica, while fp32 master weights may be spread over replicas. Equal magnitudes, which bf16 has many of, are told
-apart by layer and position.
+master weights and optimizer state are zero from then on. The linear weights of all blocks are pruned; embedding, norms
+and head are not. Magnitudes are compared in compute precision, bf16 under bf16: those weights are the same on every
+replica, while fp32 master weights may be sharded. Among equal magnitudes, of which bf16 has many, layer and position
+decide.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PruningConfig(BaseModel):
     @field_validator("end")
     @classmethod
     def _ends_later(cls, end: float, info: ValidationInfo) -> float:
-        start = info.data.get("start")  # absent if it is wrong itself
+        start = info.data.get("start")  # absent if it is invalid
         if start is not None and end <= start:
             raise ValueError(f"should be greater than start, {start}")
         return end
@@ -72,7 +72,7 @@ class PruningConfig(BaseModel):
 
 
 def scheduled_sparsity(config: PruningConfig, pruning: int) -> float:
-    """Zhu and Gupta's ``S_t`` at the ``pruning``-th of ``0 .. times``, the last one included.
+    """Compute Zhu and Gupta's ``S_t`` at pruning number ``pruning``, 0 to ``times``.
 
     >>> [round(scheduled_sparsity(PruningConfig(), pruning), 4) for pruning in range(5)]
     [0.0, 0.5203, 0.7875, 0.8859, 0.9]
@@ -82,9 +82,9 @@ def scheduled_sparsity(config: PruningConfig, pruning: int) -> float:
 
 
 def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
-    """Before which steps, counted from 0, there is a pruning, and to what sparsity.
+    """List the steps, counted from 0, before which there is a pruning, and to what sparsity.
 
-    The last is never later than before the last step. Of several that fall on one step the last counts.
+    The last pruning is before the last step at the latest. Of several that fall on one step the last counts.
 
     >>> pruning_steps(PruningConfig(start=0.25, end=0.75, times=2, final_sparsity=0.5), total_steps=8)
     {2: 0.0, 4: 0.4375, 6: 0.5}
@@ -95,7 +95,7 @@ def pruning_steps(config: PruningConfig, total_steps: int) -> dict[int, float]:
 
 
 class _Prunable(BlockPart):
-    """Gives the class after it linear layers that can be pruned; every other part is as that made it."""
+    """Makes the linear layers of the class that it is mixed into prunable, and keeps its other parts."""
 
     def __init__(self, config: GPTConfig, layer: int, *, csr_from: float | None = None, **parts: Any) -> None:
         super().__init__(config, layer, **parts)
@@ -124,20 +124,20 @@ class PrunableFeedForwardHalf(_Prunable, FeedForwardHalf):
 
 
 def prunable_linears(layer: nn.Module) -> list[PrunableLinear]:
-    """The prunable linear layers of a layer, in the order of their weights' positions in it."""
+    """List the prunable linear layers of a layer, in the order of their weights' positions in it."""
     return [part for part in layer.modules() if isinstance(part, PrunableLinear)]
 
 
 def local_linears(module: PipelineModule) -> Linears:
-    """:func:`prunable_linears` of every layer of this stage that has any, by layer number."""
+    """List :func:`prunable_linears` by layer number, for every layer of this stage that has any."""
     found = {number: prunable_linears(layer) for number, layer in local_layers(module)}
     return {number: linears for number, linears in found.items() if linears}
 
 
 class Pruning(DynamicCase):
-    """Prunes the model on schedule. It keeps nothing itself: a resumed run finds the masks in the layers.
+    """Prunes the model on schedule. It has no state of its own: a resumed run finds the masks in the layers.
 
-    Masks may have been loaded beside an optimizer that holds other moments; before the first batch those are zeroed.
+    Masks may have been loaded without the optimizer's moments; those of pruned weights are zeroed before a batch.
     """
 
     name = "pruning"
@@ -146,11 +146,11 @@ class Pruning(DynamicCase):
         super().__init__(engine)
         self._num_layers = num_layers
         self._steps = pruning_steps(config, total_steps)
-        self._loaded = True  # the layers, perhaps
+        self._loaded = True  # layers may have been, before this was built
         engine.before_step(self._zero_gradients)
 
     def before_batch(self, step: int) -> None:
-        """Prunes if that is due, and tells the engine."""
+        """Prune if that is due, and tell the engine."""
         if self._loaded:
             self._zero_pruned()
             self._loaded = False
@@ -159,7 +159,7 @@ class Pruning(DynamicCase):
             self.prune(sparsity)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to take up, but layers were loaded."""
+        """Note that layers were loaded; this has no state of its own."""
         self._loaded = True
 
     def _zero_pruned(self) -> None:
@@ -167,11 +167,11 @@ class Pruning(DynamicCase):
             self.engine.zero_elements(weight, pruned)
 
     def _zero_gradients(self) -> None:
-        """In CSR they are 0 already."""
+        """Zero the gradients of pruned weights; in CSR they are 0 already."""
         self.engine.zero_gradients(self._pruned(lambda linear: not linear.computes_in_csr))
 
     def _pruned(self, of: Callable[[PrunableLinear], bool]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Weights of this stage, and where they are pruned."""
+        """Iterate over weights of this stage, and where they are pruned."""
         for members in local_linears(self.engine.module).values():
             for linear in members:
                 if linear.mask is not None and of(linear):

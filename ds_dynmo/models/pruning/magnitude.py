@@ -1,4 +1,4 @@
-"""The largest weights of a model that is spread over stages, exactly as sorting the whole of it would find them.
+"""Find the largest weights of a model that is spread over stages, exactly as sorting all of them would.
 
 Algorithm 1 of the paper gathers every rank's largest weights on rank 0. Here the k-th magnitude is found instead by
 counting: the bit pattern of a non-negative fp32 number, read as an integer, grows with the number, so four rounds
@@ -36,7 +36,7 @@ class Selection:
     equal: Mapping[int, int]
 
     def masks(self, layer: int, linears: Sequence[PrunableLinear]) -> Iterator[torch.Tensor]:
-        """The mask of each linear layer of a layer, bool in the shape of its weight: True stays."""
+        """Iterate over the masks of a layer's linear layers, bool in the shape of the weight: True stays."""
         left = self.equal[layer]
         for linear in linears:
             mask = torch.empty_like(linear.weight, dtype=torch.bool, memory_format=torch.contiguous_format)
@@ -50,7 +50,7 @@ class Selection:
 
 
 def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_stages: Sum) -> Selection:
-    """Of all unpruned weights of all stages the ``keep`` of the largest magnitude. Collective.
+    """Select the ``keep`` unpruned weights of all stages that are largest in magnitude. Collective.
 
     Of equal ones the first stay, by layer and by position in the layer. Magnitudes are compared in fp32, in which
     those of bf16 and fp16 weights are exact.
@@ -73,7 +73,7 @@ def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_sta
 
 
 def _kth(linears: Linears, k: int, sum_over_stages: Sum) -> tuple[int, int]:
-    """The bit pattern of the ``k``-th largest magnitude, and how many of that magnitude are among the ``k``."""
+    """Find the bit pattern of the ``k``-th largest magnitude, and how many of that magnitude are among the ``k``."""
     prefix = 0
     for shift in (24, 16, 8, 0):
         counts = torch.zeros(256, dtype=torch.float64)
@@ -91,7 +91,7 @@ def _kth(linears: Linears, k: int, sum_over_stages: Sum) -> tuple[int, int]:
 
 
 def _chunks(linear: PrunableLinear) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of a linear layer, a chunk after the other: where it starts, bits of its magnitudes, and what is unpruned."""
+    """Iterate over chunks of a linear layer: where each starts, bits of its magnitudes, and which are unpruned."""
     weight = linear.weight.detach().reshape(-1)
     mask = None if linear.mask is None else linear.mask.view(-1)
     for start in range(0, weight.numel(), CHUNK):

@@ -26,8 +26,8 @@ Structure = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class PrunableLinear(nn.Module):
     """``hidden @ weight.T``, at first dense.
 
-    Of a pruned weight that is computed densely the gradient is dense too: whoever steps it sets that to 0 where the
-    mask is False, after the last micro-batch, so that the weight stays 0 there.
+    Where it computes densely, pruned weights get gradients too. The caller sets these to 0 where the mask is False,
+    after the last micro-batch and before the step, so that pruned weights stay 0.
 
     Args:
         weight: ``[outputs, inputs]``.
@@ -110,7 +110,7 @@ def csr_is_faster(outputs: int, inputs: int, kept: int) -> bool:
 
 
 def csr_structure(mask: torch.Tensor) -> Structure:
-    """Where the True of a bool matrix ``[rows, columns]`` are, in the order of rows.
+    """List where a bool matrix ``[rows, columns]`` is True, in the order of rows.
 
     Returns:
         The first entry of each row, int32 ``[rows + 1]``; columns and places in the flattened matrix, int32 each.
@@ -123,7 +123,7 @@ def csr_structure(mask: torch.Tensor) -> Structure:
 
 
 def csr_linear(hidden: torch.Tensor, weight: torch.Tensor, structure: Structure, transposed: Structure) -> torch.Tensor:
-    """``hidden @ weight.T`` by the weight's kept entries alone, forward and backward.
+    """Compute ``hidden @ weight.T`` by the weight's kept entries alone, forward and backward.
 
     Args:
         hidden: ``[..., inputs]``.
@@ -136,7 +136,7 @@ def csr_linear(hidden: torch.Tensor, weight: torch.Tensor, structure: Structure,
 
 
 def no_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``hidden @ weight.T`` of a weight of which nothing is kept, without a product; all gradients are 0 too."""
+    """Compute ``hidden @ weight.T`` of a weight of which nothing is kept, without a product; gradients are 0 too."""
     result: torch.Tensor = _Nothing.apply(hidden, weight)
     return result
 
@@ -158,7 +158,7 @@ class _Nothing(torch.autograd.Function):
 class _Csr(torch.autograd.Function):
     """``Y = X W^T``: ``Y^T = W X^T``, ``dX^T = W^T dY^T``, ``dW = dY^T X`` at the kept places only (SDDMM).
 
-    All three want ``X^T`` and ``dY^T`` in rows: each is transposed once.
+    All three need ``X^T`` and ``dY^T`` in rows: each is transposed once.
     """
 
     @staticmethod

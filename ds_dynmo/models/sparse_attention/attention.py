@@ -60,8 +60,8 @@ class SparseAttentionConfig(BaseModel):
 
 
 def _of_kind(kind: str, value: Any, default: Any, info: ValidationInfo) -> Any:
-    """A setting that one kind has; for the other it has to stay away."""
-    if "kind" not in info.data:  # wrong itself
+    """Give a setting of ``kind`` its default, and refuse it for the other kind."""
+    if "kind" not in info.data:  # it is invalid
         return value
     if info.data["kind"] == kind:
         return default if value is None else value
@@ -93,7 +93,7 @@ class SparseAttention(nn.Module, ABC):
         self._new_batch = True
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[batch, sequence, hidden]`` to the same.
+        """Attend: ``[batch, sequence, hidden]`` to the same shape.
 
         Args:
             positions: int64 ``[sequence]`` or ``[batch, sequence]``, ascending: a token sees what stands before it.
@@ -107,7 +107,7 @@ class SparseAttention(nn.Module, ABC):
 
     @abstractmethod
     def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixed values ``[batch, heads, sequence, head width]``, and the number of pairs, int64 ``[]``.
+        """Mix values, ``[batch, heads, sequence, head width]``, and count the pairs, int64 ``[]``.
 
         Args:
             projected: ``[projections, batch, heads, sequence, head width]``.
@@ -115,7 +115,7 @@ class SparseAttention(nn.Module, ABC):
         """
 
     def train(self, mode: bool = True) -> SparseAttention:
-        """As ``nn.Module``'s. Training mode begins a batch: what was counted is dropped when the next pass counts."""
+        """Set the mode as ``nn.Module`` does. Training mode begins a batch: the next pass counts anew."""
         if mode:
             self._new_batch = True
         return super().train(mode)
@@ -148,7 +148,7 @@ class HashSparseAttention(SparseAttention):
         self.buckets: int = config.sparse_attention.buckets
 
     def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the base class says."""
+        """Attend as :meth:`SparseAttention.attend` says."""
         query, value = projected
         query = apply_rotary(query, positions, self.rope_base)
         directions = torch.randn(query.shape[-1], self.buckets // 2, device=query.device)
@@ -170,7 +170,7 @@ class QKSparseAttention(SparseAttention):
         self.keep_keys: float = config.sparse_attention.keep_keys
 
     def attend(self, projected: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the base class says."""
+        """Attend as :meth:`SparseAttention.attend` says."""
         query, key, value = projected
         query, key = (apply_rotary(states, positions, self.rope_base) for states in (query, key))
         drawn = torch.rand(2, *query.shape[:-1], device=query.device)
@@ -179,7 +179,7 @@ class QKSparseAttention(SparseAttention):
 
 
 def hash_buckets(query: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """The bucket of each vector: which of the directions and their opposites it points to most, int64 ``[...]``.
+    """Hash each vector: which of the directions and their opposites it points to most, int64 ``[...]``.
 
     Locality-sensitive hashing for angles, ``argmax [x R; -x R]``; no gradient.
 
@@ -193,6 +193,6 @@ def hash_buckets(query: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
 
 
 def unit_keys(query: torch.Tensor) -> torch.Tensor:
-    """Queries ``[..., width]`` at length 1, computed in fp32; zeros stay zeros."""
+    """Scale queries ``[..., width]`` to length 1, in fp32; zeros stay zeros."""
     exact = query.float()
     return (exact * (exact.square().sum(-1, keepdim=True) + KEY_EPS).rsqrt()).to(query.dtype)

@@ -30,7 +30,7 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 def bucket_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: torch.Tensor, num_buckets: int
 ) -> torch.Tensor:
-    """Every token attends to itself and to the earlier tokens of its bucket.
+    """Let every token attend to itself and to the earlier tokens of its bucket.
 
     Args:
         buckets: int64 ``[batch, heads, sequence]``, each in ``range(num_buckets)``.
@@ -45,13 +45,13 @@ def bucket_attention(
 
 
 def bucket_pairs(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
-    """How many (query, key) pairs :func:`bucket_attention` has over all heads and sequences, int64 ``[]``."""
+    """Count the (query, key) pairs of :func:`bucket_attention` over all heads and sequences, int64 ``[]``."""
     sizes = _bucket_sizes(buckets, num_buckets)
     return (sizes * (sizes + 1) // 2).sum()
 
 
 def _bucket_sizes(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
-    """Tokens in each bucket of each head of each sequence, one after the other."""
+    """Count the tokens in each bucket of each head of each sequence, one after the other."""
     rows = buckets.flatten(0, 1)
     first = torch.arange(rows.shape[0], device=rows.device) * num_buckets
     return (rows + first[:, None]).flatten().bincount(minlength=rows.shape[0] * num_buckets)
@@ -65,7 +65,7 @@ def _bucket_attention_batched(
     order: torch.Tensor,
     num_buckets: int,
 ) -> torch.Tensor:
-    """One causal attention per bucket, buckets of about the same size in one batch.
+    """Compute one causal attention per bucket, those of about the same size in one batch.
 
     A bucket is filled up at its end with its last token: what is there comes after all that is real, so the causal
     mask hides it, and nobody reads its output.
@@ -91,7 +91,7 @@ def _bucket_attention_batched(
 
 
 def _size_classes(sizes: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(padded size, numbers of the buckets that get it); empty buckets are left out.
+    """Iterate over (padded size, numbers of the buckets that get it); empty buckets are left out.
 
     Sizes are rounded up to one of four steps per power of two, 16 at least: that costs at most a quarter of the
     places, and there are few different shapes to run one after the other.
@@ -113,7 +113,7 @@ def kept_attention(
     keep_query: torch.Tensor,
     keep_key: torch.Tensor,
 ) -> torch.Tensor:
-    """Every token attends to itself; a kept query also to the earlier kept keys.
+    """Let every token attend to itself, and a kept query also to the earlier kept keys.
 
     What a dropped query gives is therefore its own value.
 
@@ -152,7 +152,7 @@ def kept_attention(
 
 
 def kept_pairs(keep_query: torch.Tensor, keep_key: torch.Tensor) -> torch.Tensor:
-    """How many (query, key) pairs :func:`kept_attention` has over all heads and sequences, int64 ``[]``."""
+    """Count the (query, key) pairs of :func:`kept_attention` over all heads and sequences, int64 ``[]``."""
     earlier_keys = keep_key.cumsum(-1) - keep_key.long()
     return (earlier_keys * keep_query).sum() + keep_query.numel()
 
@@ -165,7 +165,7 @@ def _kept_tiles(
     own_value: torch.Tensor,
     keys_up_to: torch.Tensor,
 ) -> torch.Tensor:
-    """Tiles of queries, each over the keys that its queries see, and every query over its own key besides.
+    """Compute tiles of queries, each over the keys that its queries see, and every query over its own key besides.
 
     Args:
         query, own_value: ``[batch, heads, queries, width]``, compacted; key, value likewise.
@@ -196,7 +196,7 @@ def _kept_tiles(
 
 
 def _flex_takes(query: torch.Tensor) -> bool:
-    """FlexAttention's kernels are for CUDA, and for heads whose width is a power of two, 16 or more."""
+    """Can FlexAttention compute this? It is for CUDA, and for heads whose width is a power of two, 16 or more."""
     width = query.shape[-1]
     return query.is_cuda and width >= 16 and width & (width - 1) == 0
 
@@ -207,7 +207,7 @@ def _compiled_flex() -> Any:
 
 
 def _block_mask(first: torch.Tensor, count: torch.Tensor, mask: MaskMod, lengths: tuple[int, int]) -> BlockMask:
-    """Query tile ``t`` computes key tiles ``first[t]`` to ``first[t] + count[t] - 1``, and ``mask`` within them.
+    """Let query tile ``t`` compute key tiles ``first[t]`` to ``first[t] + count[t] - 1``, and ``mask`` within them.
 
     Made from the tiles alone: ``create_block_mask`` would look at every pair.
 
@@ -229,7 +229,7 @@ def _bucket_attention_flex(
     *,
     flex: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Tokens sorted by bucket; a tile of queries computes the key tiles from where its first bucket begins.
+    """Sort tokens by bucket; a tile of queries computes the key tiles from where its first bucket begins.
 
     The forward pass has been compared with the tiles above on a CPU. Nothing here has run on a CUDA device yet.
     """
@@ -242,7 +242,7 @@ def _bucket_attention_flex(
 
 
 def _bucket_block_mask(buckets: torch.Tensor) -> BlockMask:
-    """``buckets``, ``[batch, heads, sequence]``, ascending."""
+    """Mask pairs of different buckets; ``buckets``: ``[batch, heads, sequence]``, ascending."""
     sequence = buckets.shape[-1]
     begin = torch.searchsorted(buckets, buckets[..., ::FLEX_TILE].contiguous())  # of each tile's first bucket
     first = begin // FLEX_TILE
@@ -264,7 +264,7 @@ def _kept_flex(
     *,
     flex: Callable[..., Any],
 ) -> torch.Tensor:
-    """What :func:`_kept_tiles` gives. The column of the own keys is put in by the rows' log-sum-exp.
+    """Compute what :func:`_kept_tiles` does. The rows' log-sum-exp adds the column of the own keys.
 
     The forward pass has been compared with the tiles above on a CPU. Nothing here has run on a CUDA device yet.
     """
