@@ -102,8 +102,8 @@ class Repacker:
 
         Args:
             num_stages: how many to go on with; None: as many as ``dynmo.repack`` finds best.
-            partition: exactly the boundaries to go to; None: as ``dynmo.balancer`` finds, and before the first profile
-                layers are spread by parameters.
+            partition: exactly the boundaries to go to; None: ``dynmo.balancer`` chooses them. Before the first profile
+                it spreads parameters evenly.
             train: trains a batch on the data that the engine has, where a profile is needed first. Collective.
 
         Raises:
@@ -211,7 +211,7 @@ class Repacker:
     # -- wiring ---------------------------------------------------------------------------------------
 
     def _optimizer_changed(self, _: None) -> None:
-        """Ask ranks of other launches for the new optimizer from now on."""
+        """Require the new optimizer of launches that join from now on."""
         self.ranks.update_job(self._describe)
 
     def _describe(self) -> JobSpec:
