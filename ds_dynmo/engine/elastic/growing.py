@@ -47,7 +47,7 @@ def grow(change: WorldChange, plan: RepackPlan, first_seconds: float | None = No
 
 
 def rejoin(change: WorldChange, recall: Recall) -> None:
-    """Take part in :func:`grow` on a rank that was called; it is released again where a layer cannot be taken in."""
+    """Take part in :func:`grow` on a rank that was called; it is released again if a layer cannot be taken in."""
     change.ranks.released = change.ranks.has_new = False
     with fatal_from_here():
         _enlarge(change, recall, None)

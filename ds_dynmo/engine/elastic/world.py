@@ -90,7 +90,7 @@ class World:
 
     @property
     def timeout_seconds(self) -> float:
-        """How long collectives of the default group wait, and whoever makes it anew."""
+        """How long collectives of the default group wait, and so do ranks that make it anew."""
         return self._timeout.total_seconds()
 
     @property

@@ -194,5 +194,5 @@ def _csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, shape: tor
 
 
 def _can_csr(weight: torch.Tensor) -> bool:
-    """Is CSR possible and measured here? torch has none in bf16 on the CPU; on accelerators nobody measured it yet."""
+    """Is CSR possible and measured here? torch has none in bf16 on the CPU; accelerators were not measured."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and torch.backends.mkl.is_available()

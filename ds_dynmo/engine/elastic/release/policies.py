@@ -15,8 +15,8 @@ from ds_dynmo.engine.elastic.release.slurm import Slurm, check_scontrol
 class _Silent:
     silent = True
 
-    def release(self, gone: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
-        """No-op: nobody else has to be told."""
+    def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
+        """No-op: there is no resource manager to tell."""
         return ""
 
 

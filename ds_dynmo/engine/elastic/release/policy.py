@@ -39,19 +39,19 @@ class RankLocation:
 
 
 class ReleaseRefused(RuntimeError):
-    """Whoever hands out accelerators did not take them back. The ranks are released all the same."""
+    """The resource manager did not take accelerators back. The ranks are released all the same."""
 
 
 class ReleasePolicy(Protocol):
-    """Tells whoever hands out accelerators which ones are free.
+    """Tells the resource manager, which hands out accelerators, which ones are free.
 
-    The ranks have left the job by then: training goes on without them whatever comes of it. Calls are made on rank 0,
-    in a thread of their own, one at a time, and again after :class:`ReleaseRefused`, so they have to be idempotent.
+    The ranks have left the job by then, and training goes on without them in any case. Calls are made on rank 0, in a
+    thread of their own, one at a time, and again after :class:`ReleaseRefused`, so they have to be idempotent.
     """
 
     @property
     def silent(self) -> bool:
-        """Is there nobody to tell, so that ``release`` does nothing?"""
+        """Does ``release`` do nothing, as there is no resource manager to tell?"""
         ...
 
     @property

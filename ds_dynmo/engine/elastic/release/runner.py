@@ -1,7 +1,7 @@
 """Call a release policy in a thread beside the training, retry it where it is refused, and report the first refusal.
 
-Whoever takes an accelerator back may kill what still runs there, and a killed process can fail the whole job. So the
-policy is called only when the released processes have said that they end, and have had time to do so.
+The resource manager may kill what still runs on an accelerator that it takes back, and a killed process can fail the
+whole job. So the policy is called only when the released processes have said that they end, and have had time to do so.
 """
 
 from __future__ import annotations
