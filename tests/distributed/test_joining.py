@@ -7,7 +7,6 @@ import os
 import pickle
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,6 @@ from torch.distributed import TCPStore
 
 from ds_dynmo.engine.elastic import job_spec, secret
 from ds_dynmo.engine.elastic.world import store_at, store_part
-from ds_dynmo.engine.profiling.profiler import CpuClock
 from ds_dynmo.errors import ConfigError, MigrationError
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
@@ -35,7 +33,15 @@ from tests.distributed.support.elastic import (
     train_alone,
 )
 from tests.distributed.support.script import flags, run_script
-from tests.distributed.support.training import batches, build, give_optimizer, sleeping_engine, whole, without_optimizer
+from tests.distributed.support.training import (
+    batches,
+    build,
+    give_optimizer,
+    sleeping_engine,
+    use_virtual_clock,
+    whole,
+    without_optimizer,
+)
 
 LAYER_SECONDS = [0.02] * 4
 STEPS = 6
@@ -305,17 +311,6 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
     assert joined[0]["losses"] == alone[0]["losses"][ranks.count(1) - 1 :]  # it was called at the end of a step
     assert of_run[0]["validation"] == alone[0]["validation"]
     assert whole([*of_run, *joined]) == whole(alone)
-
-
-def use_virtual_clock() -> None:
-    """On this rank layers sleep and are measured on a clock that nothing but their sleep advances."""
-    elapsed = [0.0]
-
-    def sleep(seconds: float) -> None:
-        elapsed[0] += seconds
-
-    time.sleep = sleep
-    CpuClock.now = lambda _: elapsed[0]  # type: ignore[method-assign]
 
 
 def job_of_known_times(block: dict[str, Any], steps: int) -> list[int]:

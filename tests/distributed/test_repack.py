@@ -24,7 +24,15 @@ from tests.distributed.support.elastic import (
     train_and_repack,
     train_through_checkpoint,
 )
-from tests.distributed.support.training import batches, build, drop_decision, layers_of, sleeping_engine, state
+from tests.distributed.support.training import (
+    batches,
+    build,
+    drop_decision,
+    layers_of,
+    sleeping_engine,
+    state,
+    use_virtual_clock,
+)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +149,7 @@ def repack_by_itself(
     block: dict[str, Any], milliseconds: Sequence[float], later: Mapping[int, float], steps: int
 ) -> Any:
     """Sleeping layers that take another share of their time after the steps of ``later``."""
+    use_virtual_clock()
     stages = dist.get_world_size()
     engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], stages)
     sizes = {}

@@ -15,7 +15,15 @@ from ds_dynmo.partitioners import uniform
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.elastic import DIFFER, attributes, losses, merged
-from tests.distributed.support.training import batches, build, layers_of, micro_batch, sleeping_engine, state
+from tests.distributed.support.training import (
+    batches,
+    build,
+    layers_of,
+    micro_batch,
+    sleeping_engine,
+    state,
+    use_virtual_clock,
+)
 
 SIZES, STEPS = {1: 2, 2: 1, 4: 3}, 5
 BY_HAND = {"interval": 0, "repack": {"freed_ranks": "replicas", "release": "park"}}
@@ -201,6 +209,7 @@ def test_they_are_parked_where_they_cannot_be_replicas() -> None:
 
 def fold_by_itself(block: dict[str, Any], steps: int) -> list[tuple[int, int]]:
     """Stages and replicas after each step; layers that sleep get quicker, and slow again."""
+    use_virtual_clock()
     stages = dist.get_world_size()
     engine, data = sleeping_engine(block, [0.012] * 8, stages)
     shapes = []

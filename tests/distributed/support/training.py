@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.migration.tensors import dense_parts
+from ds_dynmo.engine.profiling.profiler import CpuClock
 from ds_dynmo.models import local_layers
 from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss
@@ -252,6 +254,17 @@ def sleeping_engine(block: dict[str, Any], seconds: Sequence[float], stages: int
             yield torch.ones(2, 4), torch.zeros(2, 4)
 
     return engine, data()
+
+
+def use_virtual_clock() -> None:
+    """On this rank layers sleep and are measured on a clock that nothing but their sleep advances."""
+    elapsed = [0.0]
+
+    def sleep(seconds: float) -> None:
+        elapsed[0] += seconds
+
+    time.sleep = sleep
+    CpuClock.now = lambda _: elapsed[0]  # type: ignore[method-assign]
 
 
 def freeze(engine: Any, prefix: int) -> None:
