@@ -280,6 +280,30 @@ class FlatState:
         self._inventory.settled()
         self._weights_lead = False
 
+    def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+        """Give a group that was empty here its options, such as the learning rate, from what arrives."""
+        joining = {id(p) for content in arrived.values() for p in content.parameters}
+        for number, group in enumerate(self._wrapper.inner.param_groups):
+            if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
+                for content in arrived.values():
+                    group.update(content.group_options.get(number, {}))
+
+    def _resharding(self, plan: ReshardingPlan) -> Resharding:
+        return Resharding(
+            plan,
+            {key: dict(self.shards.held(key)) for key in plan.old[self._stage]},
+            owner=self._shard_owner,
+            rank_of=lambda owner: int(self._grid.stage_to_global(owner[0], data=owner[1])),
+            device=self.shards.device,
+        )
+
+    def _run(self, resharding: Resharding) -> None:
+        scalars = resharding.plan.scalars
+        resharding.run(self._comm.p2p, lambda kind, fresh: self.shards.replace(kind, fresh, scalars))
+
+    def _mark_tied(self) -> None:
+        self._wrapper.mark_tied(self._layers.tied_parameters())
+
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def load(
@@ -323,30 +347,3 @@ class FlatState:
         self._weights_lead = True
         for old in self._inventory.exchange(before, after):
             self.drop([old])
-
-    # -- settling -------------------------------------------------------------------------------------
-
-    def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
-        """Give a group that was empty here its options, such as the learning rate, from what arrives."""
-        joining = {id(p) for content in arrived.values() for p in content.parameters}
-        for number, group in enumerate(self._wrapper.inner.param_groups):
-            if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
-                for content in arrived.values():
-                    group.update(content.group_options.get(number, {}))
-
-    def _resharding(self, plan: ReshardingPlan) -> Resharding:
-        return Resharding(
-            plan,
-            {key: dict(self.shards.held(key)) for key in plan.old[self._stage]},
-            owner=self._shard_owner,
-            rank_of=lambda owner: int(self._grid.stage_to_global(owner[0], data=owner[1])),
-            device=self.shards.device,
-        )
-
-    def _run(self, resharding: Resharding) -> None:
-        """Carry out the resharding."""
-        scalars = resharding.plan.scalars
-        resharding.run(self._comm.p2p, lambda kind, fresh: self.shards.replace(kind, fresh, scalars))
-
-    def _mark_tied(self) -> None:
-        self._wrapper.mark_tied(self._layers.tied_parameters())
