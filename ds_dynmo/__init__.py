@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.errors import CheckpointError, ConfigError, MigrationError, PartitionError, ReleasedError
 from ds_dynmo.launchers import end_with_launcher
+from ds_dynmo.old_names import lookup, register_modules
 from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ __all__ = [
     "skip_shm_operator",
 ]
 
+register_modules(__name__)
+
 
 def __getattr__(name: str) -> Any:
     if name in ("DynMoPipelineEngine", "initialize", "skip_shm_operator"):
         from ds_dynmo import engine
 
         return getattr(engine, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lookup(__name__, name)

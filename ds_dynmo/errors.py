@@ -6,8 +6,7 @@ __all__ = ["CheckpointError", "ConfigError", "MigrationError", "PartitionError",
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read: the message names the file.
 
-    Raised on every rank. The engine, and the checkpoints that were there, are as they were, unless the message
-    says otherwise.
+    Raised on every rank. The engine and earlier checkpoints are unchanged unless the message says otherwise.
     """
 
 
@@ -19,7 +18,7 @@ class ConfigError(ValueError):
 
 
 class PartitionError(ValueError):
-    """Boundaries that are no partition, layer costs that are no costs, or a memory limit that no partition meets.
+    """Invalid boundaries, negative or non-finite layer costs, or a memory limit that no partition meets.
 
     Training state is untouched.
     """
@@ -29,8 +28,8 @@ class MigrationError(RuntimeError):
     """A rebalance could not be carried out.
 
     Attributes:
-        harmless: nothing has moved, every rank raised this error, and training can go on. Otherwise the job has to
-            be resumed from its last checkpoint; the message says so.
+        harmless: nothing has moved, every rank raised this error, and training can go on. Otherwise resume the job from
+            its last checkpoint; the message says so.
     """
 
     def __init__(self, message: str, *, harmless: bool = False) -> None:

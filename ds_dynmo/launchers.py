@@ -1,7 +1,7 @@
-"""Ranks end when a launcher above them has died.
+"""End ranks when a launcher above them has died.
 
-The ``deepspeed`` command starts a launcher on each node, which starts the ranks. Killed with SIGKILL, either leaves
-what it started to go on by itself.
+The ``deepspeed`` command starts a launcher on each node, which starts the ranks. If either is killed with SIGKILL, the
+processes that it started go on.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NODE_LAUNCHER = "deepspeed.launcher.launch"
 
 
 def end_with_launcher() -> None:
-    """End this process, and its children, soon after one of its launchers has died, or has died already.
+    """End this process and its children soon after one of its launchers dies, at once if one has died already.
 
-    With SIGTERM, as DeepSpeed's launcher ends its ranks, and SIGKILL ten seconds later. Launchers are the parents,
-    upwards without a gap, whose command lines end with this program and its arguments: ``deepspeed``, its launcher on
-    the node, ``torchrun``, ``mpirun``, ... A program that was started otherwise is left alone.
+    It sends SIGTERM, as DeepSpeed's launcher does, and SIGKILL ten seconds later. The launchers are the unbroken line
+    of parents whose command lines end with this program and its arguments: ``deepspeed``, its launcher on the node,
+    ``torchrun``, ``mpirun``, ... A program without such a parent is left alone.
     """
     launchers = _launchers()
     if _has_lost_launcher(launchers[-1] if launchers else psutil.Process()):
@@ -36,7 +36,7 @@ def end_with_launcher() -> None:
 
 
 def _launchers() -> list[psutil.Process]:
-    """The launchers of this process, from its parent up."""
+    """Find the launchers of this process, from its parent up."""
     rank = psutil.Process()
     program = _program(rank.cmdline())
     found = []
@@ -48,7 +48,7 @@ def _launchers() -> list[psutil.Process]:
 
 
 def _program(command_line: Sequence[str]) -> list[str]:
-    """The program that an interpreter runs, with its arguments, but those that DeepSpeed's launcher adds."""
+    """Give the program that an interpreter runs, with its arguments, without those that DeepSpeed's launcher adds."""
     given = dropwhile(lambda word: word.startswith("-"), command_line[1:])
     return [word for word in given if not word.startswith("--local_rank=")]
 
@@ -60,10 +60,13 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 def _has_lost_launcher(top: psutil.Process) -> bool:
-    """Has who started ``top``, the uppermost launcher that is there or this process itself, died before we looked?
+    """Tell whether the process that started ``top`` has died already.
 
-    That can be told of what DeepSpeed starts: ranks are the children of a launcher on their node, whose parent is the
-    ``deepspeed`` command, unless it was given its node's number, over ssh for example.
+    Only what DeepSpeed started shows it: ranks are children of a launcher on their node, whose parent is the
+    ``deepspeed`` command unless it was given its node's number, over ssh for example.
+
+    Args:
+        top: the uppermost launcher that runs, or this process.
     """
     if top.pid == os.getpid():
         started_by_deepspeed = "CROSS_RANK" in os.environ
@@ -74,7 +77,7 @@ def _has_lost_launcher(top: psutil.Process) -> bool:
 
 
 def _is_adopted(process: psutil.Process) -> bool:
-    """Did the process that started this one die? Then its parent is that of all orphans, in another session."""
+    """Tell whether the parent of ``process`` has died: an orphan's parent is in another session."""
     with suppress(psutil.Error, OSError):
         parent = process.ppid()
         session = os.getsid(process.pid)
@@ -83,7 +86,7 @@ def _is_adopted(process: psutil.Process) -> bool:
 
 
 def _end_after(launchers: Sequence[psutil.Process]) -> None:
-    """End this process once one of ``launchers`` has died."""
+    """End this process when one of ``launchers`` has died."""
     while all(map(_runs, launchers)):
         time.sleep(POLL_SECONDS)
     _end()
@@ -100,7 +103,7 @@ def _end() -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """A process that has ended stays, as a zombie, until its parent has taken note."""
+    """Tell whether ``process`` runs. One that has ended is a zombie until its parent has waited for it."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

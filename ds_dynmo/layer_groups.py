@@ -1,8 +1,7 @@
-"""Layers that stay on one stage together: where a partition may cut, and the same partition counted in groups.
+"""Layers that stay on one stage together (``keep_together``), as groups that no partition cuts.
 
-A model of ``num_layers`` layers falls into groups of neighbours that nothing may cut. Whoever chooses a partition can
-take each group for one layer: its costs and bytes are its layers', summed. So what is the best partition of the groups
-is the best one of the layers that cuts where it may.
+A balancer takes each group for one layer: its costs and bytes are the sums over its layers. So the best partition of
+the groups is the best partition of the layers that cuts no group.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class LayerGroups:
 
     Attributes:
         bounds: group ``g`` is layers ``[bounds[g], bounds[g + 1])``; a partition may cut at these.
-        reasons: per layer that no stage may begin with, why not.
+        reasons: the layers that no stage may begin with, each with the reason.
 
     >>> groups = LayerGroups.of([(1, 2)], ["Embedding", "Norm", "Head"])
     >>> groups.bounds
@@ -42,12 +41,12 @@ class LayerGroups:
 
     @classmethod
     def single(cls, num_layers: int) -> LayerGroups:
-        """A group for every layer: any cut is allowed."""
+        """Build a group for every layer: any cut is allowed."""
         return cls(tuple(range(num_layers + 1)))
 
     @classmethod
     def of(cls, rules: Sequence[KeepRule], names: Sequence[str]) -> LayerGroups:
-        """What ``keep_together`` makes of a model.
+        """Apply the rules of ``keep_together`` to a model.
 
         Args:
             rules: runs of layer numbers, inside which there is no cut; and ``"type:REGEX"``: no cut directly before a
@@ -74,16 +73,16 @@ class LayerGroups:
 
     @property
     def num_groups(self) -> int:
-        """The most stages that there can be."""
+        """The number of groups, which is the largest number of stages."""
         return len(self.bounds) - 1
 
     @property
     def single_layers(self) -> bool:
-        """Is every group one layer, so that counting in groups changes nothing?"""
+        """Tell whether every group is one layer."""
         return self.num_groups == self.num_layers
 
     def allows(self, partition: Sequence[int]) -> bool:
-        """Does ``partition`` cut only where it may?"""
+        """Tell whether ``partition`` cuts no group."""
         return set(partition) <= set(self.bounds)
 
     def check(self, partition: Sequence[int]) -> None:
@@ -98,7 +97,7 @@ class LayerGroups:
                 raise PartitionError(f"partition {list(partition)} cuts before layer {cut}: {forbidden[cut]}")
 
     def shortage(self, num_stages: int) -> str | None:
-        """Why there are not enough groups for so many stages, in words; None: there are."""
+        """Say why there are too few groups for ``num_stages`` stages; None if there are enough."""
         if num_stages <= self.num_groups:
             return None
         if self.single_layers:
@@ -109,13 +108,13 @@ class LayerGroups:
         )
 
     def fold(self, numbers: Sequence[float], start: int = 0) -> list[float]:
-        """Per group, the sum of its layers' ``numbers``: ints exactly, floats rounded once.
+        """Sum ``numbers`` over the layers of each group: ints exactly, floats rounded once.
 
         Args:
-            numbers: of the layers from ``start`` on, which begin and end with a group.
+            numbers: one per layer from ``start`` on; they begin and end with a group.
 
         Raises:
-            PartitionError: they do not.
+            PartitionError: they begin or end within a group.
         """
         cuts = [cut - start for cut in self.bounds if start <= cut <= start + len(numbers)]
         if not cuts or cuts[0] != 0 or cuts[-1] != len(numbers):
@@ -126,11 +125,11 @@ class LayerGroups:
         return [_sum(numbers[low:high]) for low, high in pairwise(cuts)]
 
     def fold_ints(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Per group, the sum of its layers' ``numbers``."""
+        """Sum ``numbers`` over the layers of each group."""
         return tuple(sum(numbers[low:high]) for low, high in pairwise(self.bounds))
 
     def fold_partition(self, partition: Sequence[int]) -> tuple[int, ...]:
-        """``partition`` with boundaries counted in groups.
+        """Convert boundaries from layers to groups.
 
         Raises:
             PartitionError: it cuts a group.
@@ -140,11 +139,11 @@ class LayerGroups:
         return tuple(number[cut] for cut in partition)
 
     def unfold_partition(self, partition: Sequence[int]) -> tuple[int, ...]:
-        """The boundaries in layers of a ``partition`` that is counted in groups."""
+        """Convert boundaries from groups to layers."""
         return tuple(self.bounds[group] for group in partition)
 
     def nearest(self, partition: Sequence[int]) -> tuple[int, ...]:
-        """The partition that cuts where it may and whose boundaries are moved least, in layers, all together.
+        """Find the nearest partition that cuts no group: the sum of its boundaries' distances, in layers, is least.
 
         >>> LayerGroups((0, 1, 2, 5, 6)).nearest([0, 3, 4, 6])
         (0, 2, 5, 6)
@@ -158,7 +157,7 @@ class LayerGroups:
             return wanted
         if (problem := self.shortage(num_stages)) is not None:
             raise PartitionError(problem)
-        # best[group]: how far boundaries moved, and where they are, with the latest before this group
+        # best[group]: the distance so far and the boundaries, the latest of which is at this group
         best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
         for stage in range(1, num_stages):
             least: tuple[int, tuple[int, ...]] | None = None
@@ -172,7 +171,7 @@ class LayerGroups:
 
 
 def _joined(place: int, rule: KeepRule, names: Sequence[str]) -> list[int]:
-    """Layers that stay with the one before them."""
+    """List the layers that stay with the one before them."""
     key = f"dynmo.keep_together[{place}] = {_shown(rule)}"
     if isinstance(rule, str):
         pattern = rule.removeprefix(TYPE_RULE)

@@ -1,4 +1,4 @@
-"""Which stage holds which layers. Pure; whoever has to know asks a :class:`Placement`.
+"""Which stage holds which layers: the value type :class:`Placement`. Pure.
 
 Layers are numbered 0 .. num_layers - 1 for life. A *chunk* is a run of consecutive layers, chunk ``c`` is layers
 ``[boundaries[c], boundaries[c + 1])``. A *stage* is a position on the pipeline axis (DeepSpeed's ``stage_id``), and
@@ -14,7 +14,7 @@ V      two                     ``2 * p + 1``   chunks ``s`` and ``2 * p - 1 - s`
 ``engine.partition`` is the list of boundaries: DeepSpeed's ``PipelineModule.parts``, or ``DualPipeVModule.parts``.
 
 Balancers are functions over costs and a chain's boundaries, and slice those (:mod:`ds_dynmo.partitioners`,
-:mod:`ds_dynmo.layer_groups`). Nothing else calculates with boundaries; tests/pure/test_placement.py reads the code.
+:mod:`ds_dynmo.layer_groups`). No other module calculates with boundaries; tests/pure/test_placement.py checks that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Placement", "check_partition", "stage_of"]
 def check_partition(
     partition: Sequence[int], num_layers: int, num_stages: int, *, empty: Container[int] = ()
 ) -> tuple[int, ...]:
-    """The boundaries of a chain, as plain ints.
+    """Check the boundaries of a chain, and return them as plain ints.
 
     Args:
         empty: stages that may own no layer: they are being released, or were just taken back.
@@ -47,7 +47,7 @@ def check_partition(
 
 
 def stage_of(layer: int, partition: Sequence[int]) -> int:
-    """The stage of a chain that owns ``layer``."""
+    """Return the stage of a chain that owns ``layer``."""
     return Placement.chain(partition).stage_of(layer)
 
 
@@ -103,14 +103,14 @@ class Placement:
         num_stages: int | None = None,
         empty: Container[int] = (),
     ) -> Placement:
-        """One chunk per stage, in the order of the stages.
+        """Build a chain: one chunk per stage, in the order of the stages.
 
         Args:
-            num_layers, num_stages: that it has to have; None: as many as it has.
+            num_layers, num_stages: the required numbers; None: any.
             empty: stages that may own no layer.
 
         Raises:
-            PartitionError: it has not, or is no placement.
+            PartitionError: other numbers than required, or invalid boundaries.
 
         >>> Placement.chain([0, 3, 3, 8], empty=[1]).empty_stages
         (1,)
@@ -122,7 +122,7 @@ class Placement:
 
     @staticmethod
     def stages_of_chain(boundaries: Sequence[int]) -> int:
-        """How many stages boundaries are meant for that may be no chain's yet.
+        """Count the stages of a chain with ``boundaries``, which need not be valid.
 
         >>> Placement.stages_of_chain([0, 3, 8]), Placement.stages_of_chain([])
         (2, 0)
@@ -131,7 +131,7 @@ class Placement:
 
     @classmethod
     def v(cls, boundaries: Sequence[int], *, num_layers: int | None = None, num_stages: int | None = None) -> Placement:
-        """Two chunks per stage: down the stages and back up, so that the last layers are where the first ones are.
+        """Build a V: two chunks per stage, down the stages and back up. Stage 0 has the first layers and the last ones.
 
         Raises:
             PartitionError: as for :meth:`chain`, or an odd number of chunks.
@@ -143,11 +143,11 @@ class Placement:
 
     @classmethod
     def of(cls, boundaries: Sequence[int], owners: Sequence[int] | None = None) -> Placement:
-        """The placement that was written down as :attr:`boundaries` and, unless it is a chain, :attr:`owners`."""
+        """Build a placement from saved :attr:`boundaries` and :attr:`owners`; without owners it is a chain."""
         return cls.chain(boundaries) if owners is None else cls(_ints(boundaries), _ints(owners))
 
     def at(self, boundaries: Sequence[int]) -> Placement:
-        """The same chunks on the same stages, of the same layers, cut elsewhere.
+        """Return a placement of the same layers and the same owners with other boundaries.
 
         Raises:
             PartitionError: boundaries of other layers, or of another number of chunks.
@@ -160,7 +160,7 @@ class Placement:
         return f"{list(self.boundaries)}" + ("" if self.is_chain else f" on stages {list(self.owners)}")
 
     def as_record(self, name: str) -> dict[str, tuple[int, ...]]:
-        """For JSON: the boundaries under ``name``, and the owners beside them unless this is a chain.
+        """Return a dict for JSON: the boundaries under ``name``, and unless this is a chain the owners.
 
         >>> Placement.v([0, 1, 2]).as_record("old_partition")
         {'old_partition': (0, 1, 2), 'old_partition_owners': (0, 0)}
@@ -169,7 +169,7 @@ class Placement:
         return record if self.is_chain else {**record, f"{name}_owners": self.owners}
 
     def among(self, places: Sequence[int], num_stages: int) -> Placement:
-        """This chain on the stages ``places`` of ``num_stages``, of which the others own no layer.
+        """Put this chain on the stages ``places`` of ``num_stages``; the other stages own no layer.
 
         >>> str(Placement.chain([0, 3, 8]).among([0, 3], 4))
         '[0, 3, 3, 3, 8]'
@@ -179,7 +179,7 @@ class Placement:
         return Placement.chain([0, *itertools.accumulate(counts)], empty={*range(num_stages)} - {*places})
 
     def without_empty_stages(self) -> Placement:
-        """This chain on the stages that own a layer.
+        """Drop the stages of this chain that own no layer.
 
         >>> str(Placement.chain([0, 3, 3, 8], empty=[1]).without_empty_stages())
         '[0, 3, 8]'
@@ -207,7 +207,7 @@ class Placement:
 
     @property
     def is_chain(self) -> bool:
-        """Does every stage own one chunk, in the order of the stages?"""
+        """Tell whether every stage owns one chunk, in the order of the stages."""
         return self.owners == tuple(range(len(self.owners)))
 
     @property
@@ -218,7 +218,7 @@ class Placement:
     # -- from a layer to its stage --------------------------------------------------------------------
 
     def chunk_of(self, layer: int) -> int:
-        """The chunk that ``layer`` is in.
+        """Return the chunk that ``layer`` is in.
 
         Raises:
             PartitionError: there is no such layer.
@@ -228,13 +228,13 @@ class Placement:
         return bisect.bisect_right(self.boundaries, layer) - 1
 
     def stage_of(self, layer: int) -> int:
-        """The stage that owns ``layer``."""
+        """Return the stage that owns ``layer``."""
         return self.owners[self.chunk_of(layer)]
 
     # -- from a stage to its layers -------------------------------------------------------------------
 
     def chunk(self, number: int) -> range:
-        """The layers of a chunk.
+        """Return the layers of a chunk.
 
         >>> Placement.v([0, 2, 4, 5, 8]).chunk(3)
         range(5, 8)
@@ -242,7 +242,7 @@ class Placement:
         return range(self.boundaries[number], self.boundaries[number + 1])
 
     def chunks_of(self, stage: int) -> tuple[range, ...]:
-        """The layers of each chunk of ``stage``, in the order of the model.
+        """Return the layers of each chunk of ``stage``, in the order of the model.
 
         >>> Placement.v([0, 2, 4, 5, 8]).chunks_of(0)
         (range(0, 2), range(5, 8))
@@ -250,14 +250,14 @@ class Placement:
         return tuple(self.chunk(number) for number, owner in enumerate(self.owners) if owner == stage)
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
-        """The layers of ``stage``, in the order of the model."""
+        """Return the layers of ``stage``, in the order of the model."""
         return self._layers[stage]
 
     def run_of(self, stage: int) -> range:
-        """The layers of ``stage``, where they are one run of consecutive layers.
+        """Return the layers of ``stage``, which has to own one chunk.
 
         Raises:
-            PartitionError: they are not: whoever asks is made for a chain.
+            PartitionError: it owns several: the caller supports chains only.
 
         >>> Placement.chain([0, 3, 8]).run_of(1)
         range(3, 8)

@@ -1,7 +1,7 @@
 """The "dynmo" block of the DeepSpeed JSON, as frozen pydantic models that refuse unknown keys and loose types.
 
-Nothing here imports torch or DeepSpeed, so a configuration can be checked before anything is started.
-:func:`parse_block` turns any object into any such model with errors that name the full key path.
+Nothing here imports torch or DeepSpeed, so a configuration can be checked before a job starts. :func:`parse_block`
+parses an object into such a model; its errors name the full key path.
 """
 
 from ds_dynmo.config.dynmo import DynMoConfig, ProfileConfig, RandomnessConfig, TraceConfig

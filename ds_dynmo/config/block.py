@@ -1,4 +1,4 @@
-"""What every object of the "dynmo" block has in common."""
+"""The base class of all objects in the "dynmo" block."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Block(BaseModel):
-    """Frozen; refuses unknown keys, loose types and numbers that are none."""
+    """A frozen model that refuses unknown keys, loose types, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -39,7 +39,7 @@ class RandomnessConfig(Block):
 
 
 class TraceConfig(Block):
-    """The measured timeline of some batches, for Perfetto: the "trace" object in the "dynmo" block."""
+    """Which batches are traced, for Perfetto: the "trace" object in the "dynmo" block."""
 
     path: str = Field(min_length=1, description="file that rank 0 writes, in Chrome's trace format")
     steps: tuple[int, int] = Field(description="[first, last] batch that is traced, counted from 1")
@@ -55,40 +55,40 @@ class TraceConfig(Block):
 
 
 class DynMoConfig(Block):
-    """The "dynmo" block. Every key has a default; each field's ``description`` says what it means.
+    """The "dynmo" block. Every key has a default and a ``description``.
 
-    Build it with :func:`read_dynmo_config` or :func:`parse_block`, which raise :class:`ConfigError`;
-    the constructor itself raises pydantic's ``ValidationError`` (a ``ValueError`` too).
+    Build it with :func:`read_dynmo_config` or :func:`parse_block`, which raise :class:`ConfigError`. The constructor
+    raises pydantic's ``ValidationError``, which is a ``ValueError`` too.
     """
 
     enabled: bool = Field(default=True, description="false: begins at initial_partition and never moves")
     interval: int = Field(default=100, ge=0, description="steps between automatic rebalances; 0: by hand only")
     start_step: int = Field(default=0, ge=0, description="first step at which an automatic rebalance may happen")
     stop_step: int | None = Field(
-        default=None, ge=0, description="last such step, at least start_step; null: no last one"
+        default=None, ge=0, description="last step at which one may happen, at least start_step; null: no last one"
     )
     balancer: str = Field(
         default="makespan",
-        description="makespan, partition, diffusion, or the name of a registered balancer; where parameters are "
-        "balanced, partition is the default",
+        description='"makespan", "partition", "diffusion" or the name of a registered balancer; with balance_by '
+        '"parameters" the default is "partition"',
     )
     balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
     decentralized: bool = Field(
         default=False,
-        description="neighbouring ranks settle point to point where layers should go; the profile is reduced over all "
-        'ranks all the same, for the judgement and the report; only with balancer "diffusion"',
+        description="neighbouring ranks decide point to point where layers go; the profile is still reduced over all "
+        'ranks, to accept a move and to report it; only with balancer "diffusion"',
     )
     profile: ProfileConfig = Field(default=ProfileConfig(), description="how per-layer costs are measured")
     min_improvement: float = Field(
         default=0.03,
         ge=0,
         lt=1,
-        description="least predicted fall of the bottleneck, as a fraction, that is worth a move; where it stays as it "
-        'is, and with balancer "makespan", of an iteration\'s seconds',
+        description="least predicted fall of the bottleneck, as a fraction, that is worth a move; with balancer "
+        '"makespan", or where the bottleneck stays the same, of the seconds of an iteration',
     )
     memory_limit: int | float | None = Field(
         default=None,
-        description="per device, of training and of moving layers: an int is bytes, a float in (0, 1] a fraction of "
+        description="per device, for training and for moving layers: an int is bytes, a float in (0, 1] a fraction of "
         "the device's memory",
     )
     repack: RepackConfig = Field(
@@ -107,8 +107,8 @@ class DynMoConfig(Block):
     )
     rank_attributes: tuple[str, ...] = Field(
         default=(),
-        description="names of attributes, in whatever module of a layer, that belong to the rank: a layer that arrives "
-        "has what it has when it is built anew there",
+        description="names of attributes, in any module of a layer, that belong to the rank: they do not travel, and a "
+        "layer that arrives has the values with which it is built there",
     )
     randomness: RandomnessConfig = Field(
         default=RandomnessConfig(), description="what random draws in a layer depend on"
@@ -119,9 +119,9 @@ class DynMoConfig(Block):
         description="how long a rebalance waits for the other ranks, and a release for processes to end",
     )
     report: str | None = Field(default=None, min_length=1, description="path of the JSON lines that rank 0 writes")
-    log: bool = Field(default=True, description="one line per rebalance on rank 0")
-    monitor: bool = Field(default=True, description="numbers to DeepSpeed's monitor under DynMo/")
-    trace: TraceConfig | None = Field(default=None, description="the measured timeline of some batches; null: none")
+    log: bool = Field(default=True, description="true: rank 0 logs one line per rebalance")
+    monitor: bool = Field(default=True, description="true: DeepSpeed's monitor gets numbers, under DynMo/")
+    trace: TraceConfig | None = Field(default=None, description="which batches are traced; null: none")
 
     @model_validator(mode="before")
     @classmethod
@@ -142,7 +142,7 @@ class DynMoConfig(Block):
     @field_validator("balancer")
     @classmethod
     def _registered(cls, balancer: str) -> str:
-        from ds_dynmo.partitioners.registry import current_name, names  # here: reading a block needs no numpy
+        from ds_dynmo.partitioners.registry import current_name, names  # here, so that reading a block needs no numpy
 
         balancer, known = current_name(balancer), names()
         if balancer not in known:
@@ -159,7 +159,7 @@ class DynMoConfig(Block):
     @field_validator("decentralized")
     @classmethod
     def _only_diffusion(cls, decentralized: bool, info: ValidationInfo) -> bool:
-        balancer = info.data.get("balancer", "diffusion")  # absent if it is wrong itself
+        balancer = info.data.get("balancer", "diffusion")  # absent if it is wrong
         if decentralized and balancer != "diffusion":
             raise ValueError(f'needs balancer "diffusion", not "{balancer}"')
         return decentralized

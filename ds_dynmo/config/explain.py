@@ -1,4 +1,4 @@
-"""What is wrong with an object, one line per key, in the words of whoever wrote the JSON."""
+"""Explain what is wrong with an object, one line per key, in terms of the JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 
 def explain(error: ValidationError, model_class: type[BaseModel], data: Any, name: str) -> Iterator[str]:
-    """One line per key that is wrong; the branches of a union, each with a complaint of its own, share one."""
+    """Write one line per key that is wrong; the complaints of a union's branches share one line."""
     complaints: dict[tuple[int | str, ...], list[Any]] = {}
     for detail in error.errors(include_url=False):
         complaints.setdefault(_key_path(detail["loc"], data, detail["type"]), []).append(detail)
@@ -20,7 +20,7 @@ def explain(error: ValidationError, model_class: type[BaseModel], data: Any, nam
         owners = _models_at(model_class, path[:-1])
         fields = {key: field for owner in owners for key, field in owner.model_fields.items()}
         description = fields[str(path[-1])].description if path and path[-1] in fields else None
-        own_words = details[0]["type"] == "value_error"  # a validator of the model says itself what is allowed
+        own_words = details[0]["type"] == "value_error"  # our own validators say what is allowed
         suffix = f" ({description})" if description and not own_words else ""
         if details[0]["type"] == "missing":
             yield f"{dotted}: is required{suffix}"
@@ -40,7 +40,7 @@ def _problem(detail: Mapping[str, Any]) -> str:
 
 
 def _key_path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | str, ...]:
-    """``loc`` without what pydantic puts in to tell the branches of a union apart: those are not keys of ``data``."""
+    """Drop from ``loc`` the names of union branches, which pydantic adds and which are not keys of ``data``."""
     path: list[int | str] = []
     for part in loc:
         in_list = isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
@@ -53,7 +53,7 @@ def _key_path(loc: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | s
 
 
 def _models_at(model_class: type[BaseModel], path: Iterable[int | str]) -> list[type[BaseModel]]:
-    """The models that the object at ``path`` may be."""
+    """List the models that the object at ``path`` may be."""
     models = [model_class]
     for key in path:
         if isinstance(key, str):
@@ -70,7 +70,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The nearest of the ``known`` words, or all of them, for the end of a complaint."""
+    """Suggest the nearest of the ``known`` words, or else all of them."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     nearest = difflib.get_close_matches(word.lower(), by_lower, n=1)
     if nearest:
@@ -79,6 +79,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """``value`` as the JSON has it, shortened."""
+    """Format ``value`` as JSON, shortened."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Layers that stay on one stage together, ``[[6, 7], "type:REGEX"]``: what can be checked without a model."""
+"""The rules of ``keep_together``, ``[[6, 7], "type:REGEX"]``, checked without a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _ALLOWED = f'should be a list of runs such as [6, 7], and of "{TYPE_RULE}REGEX"'
 
 
 def parse_keep_together(rules: Any) -> tuple[KeepRule, ...]:
-    """The rules as tuples and strings.
+    """Check the rules, and return them as tuples and strings.
 
     The regular expression of a ``type:`` rule is all that follows, ``|`` and ``:`` too.
 
     Raises:
-        ValueError: anything else; says which rule, and what is allowed.
+        ValueError: an invalid rule; says which one, and what is allowed.
     """
     if not isinstance(rules, list | tuple):
         raise ValueError(_ALLOWED)

@@ -1,4 +1,4 @@
-"""From a DeepSpeed configuration, or any object, to a model, with errors that name the full key path."""
+"""Read a DeepSpeed configuration and parse its objects, with errors that name the full key path."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_dynmo_config(config: str | os.PathLike[str] | dict[str, Any]) -> DynMoConfig | None:
-    """The "dynmo" block of a DeepSpeed configuration, None if there is none.
+    """Read the "dynmo" block of a DeepSpeed configuration; None if there is none.
 
     Args:
-        config: what ``deepspeed.initialize`` takes, a path to a JSON file, a dict or the JSON in URL-safe
-            base64; or a ``pathlib.Path``.
+        config: as for ``deepspeed.initialize``: a path to a JSON file, a dict, or the JSON in URL-safe base64.
 
     Raises:
-        ConfigError: a configuration that cannot be read, a wrong block, or a top-level key that looks like a
-            misspelt "dynmo". All that is wrong with the block is in the one message, a line each.
+        ConfigError: a configuration that cannot be read, an invalid block, or a top-level key that looks like a
+            misspelt "dynmo". The message has one line for each problem of the block.
     """
     settings = _load_deepspeed_config(config)
     for key in settings:
@@ -42,11 +41,11 @@ def read_dynmo_config(config: str | os.PathLike[str] | dict[str, Any]) -> DynMoC
 
 
 def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in the file at ``path``.
+    """Read the JSON object in the file at ``path``.
 
     Raises:
-        ConfigError: no such file, no JSON (comments and trailing commas, which DeepSpeed itself lets pass,
-            are none), no object, or a key given twice in one object.
+        ConfigError: no such file, invalid JSON (comments and trailing commas too, which DeepSpeed accepts), no
+            object, or a key given twice in one object.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -57,10 +56,13 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_block(model_class: type[Model], data: Any, name: str) -> Model:
-    """``data`` as a ``model_class``; ``name`` is its key in the configuration, the head of every key path.
+    """Parse ``data`` into a ``model_class``.
+
+    Args:
+        name: its key in the configuration, with which every key path begins.
 
     Raises:
-        ConfigError: one line for each thing that is wrong: its full key path, its value, what is allowed.
+        ConfigError: one line for each problem: the full key path, the value, and what is allowed.
     """
     if not isinstance(data, dict):
         raise ConfigError(f"{name} = {show(data)}: should be an object, such as {{}} for all defaults")
@@ -104,6 +106,6 @@ def _parse_object(text: str, source: str) -> dict[str, Any]:
 
 
 def _is_misspelt(key: str) -> bool:
-    """Is ``key`` "dynmo" but for case, punctuation or a letter? No key of DeepSpeed's is."""
+    """Tell whether ``key`` differs from "dynmo" only in case, punctuation or a letter. No key of DeepSpeed does."""
     letters = re.sub(r"[\W_]", "", key.lower())
     return difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8

@@ -10,9 +10,9 @@ from ds_dynmo.config.block import Block
 
 
 class KubernetesConfig(Block):
-    """How released ranks are given back to Kubernetes: the "kubernetes" object in the "repack" object.
+    """How pods are released: the "kubernetes" object in the "repack" object.
 
-    Credentials are those that Kubernetes gives the pod; none is configured.
+    Credentials are those that Kubernetes gives the pod; none are configured.
     """
 
     action: Literal["delete_pod", "resize"] = Field(
@@ -36,15 +36,15 @@ class KubernetesConfig(Block):
 
 
 class RepackConfig(Block):
-    """Fewer ranks for a model whose work has shrunk: the "repack" object in the "dynmo" block."""
+    """Re-packing a model whose work has shrunk onto fewer ranks: the "repack" object in the "dynmo" block."""
 
-    enabled: bool = Field(default=False, description="true: re-pack at decisions; false: by engine.repack alone")
+    enabled: bool = Field(default=False, description="true: re-pack at decisions; false: only by engine.repack")
     planner: Literal["throughput", "first_fit"] = Field(
         default="throughput",
-        description='"throughput": the fewest stages that are as fast as the run was at its start, less max_slowdown; '
+        description='"throughput": the fewest stages that are as fast as the start of the run, less max_slowdown; '
         '"first_fit": the paper\'s algorithm 2, by memory alone',
     )
-    min_stages: int = Field(default=1, ge=1, description="never go on with fewer stages")
+    min_stages: int = Field(default=1, ge=1, description="the fewest stages to go on with")
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
@@ -56,31 +56,31 @@ class RepackConfig(Block):
     freed_ranks: Literal["release", "replicas"] = Field(
         default="release",
         description='"replicas": where half of the stages or more are free, they become further data-parallel '
-        "replicas, with the batch size held; what is left of them is released",
+        "replicas with the same batch size, and the rest is released",
     )
     release: Literal["exit", "park", "checkpoint", "command", "kubernetes", "slurm"] = Field(
         default="exit",
-        description='what becomes of a released rank: "exit": its process ends; "park": it waits and can be taken '
-        'back; "checkpoint": all ranks stop after a checkpoint, to be launched anew; "command": its process ends and '
-        'a program of yours is told; "kubernetes": likewise, its pod is released; "slurm": likewise, nodes '
-        "on which all ranks were released leave the job",
+        description='what happens to a released rank: "exit": its process ends; "park": it waits and can be taken '
+        'back; "checkpoint": all ranks stop after a checkpoint, to be launched again; "command": its process ends and '
+        'a program of yours is called; "kubernetes": its process ends and its pod is released; "slurm": its process '
+        "ends, and nodes on which all ranks were released leave the job",
     )
     checkpoint: str | None = Field(
-        default=None, min_length=1, description='for release "checkpoint": the folder that it goes to'
+        default=None, min_length=1, description='for release "checkpoint": the folder for it'
     )
     command: tuple[str, ...] | None = Field(
         default=None, description='for release "command": the program and its arguments; it gets JSON on standard input'
     )
     kubernetes: KubernetesConfig = Field(
-        default=KubernetesConfig(), description='for release "kubernetes": what becomes of pods'
+        default=KubernetesConfig(), description='for release "kubernetes": what happens to pods'
     )
     release_delay_seconds: float = Field(
         default=5.0,
         ge=0,
-        description="how long the process of a released rank has to end, after its script has, before anybody is told",
+        description="how long the process of a released rank may take to end, after its script, before the policy acts",
     )
     release_attempts: int = Field(
-        default=5, ge=1, description="how often a release is tried that is refused, with longer and longer pauses"
+        default=5, ge=1, description="how often a refused release is tried, with growing pauses"
     )
     release_timeout_seconds: float = Field(
         default=60.0, gt=0, description="how long one attempt, or one of its requests, may take"

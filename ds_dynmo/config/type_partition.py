@@ -1,4 +1,4 @@
-"""Initial partitions by the types of layers, ``type:<regex>[:weight][|...]``."""
+"""Initial partitions by the types of layers: ``type:<regex>[:weight][|...]``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TYPE_PREFIX = "type:"
 
 
 def parse_type_partition(text: str) -> tuple[tuple[str, float], ...]:
-    """The patterns and weights of ``"type:<regex>[:weight][|<regex>[:weight]...]"``, in the order given.
+    """Parse the patterns and weights of ``"type:<regex>[:weight][|<regex>[:weight]...]"``, in the order given.
 
     A weight is the cost of each layer whose class name (function name, for a plain function) the regular
     expression matches: searched anywhere in the name, ignoring case, as DeepSpeed's ``type:`` does. The
-    first pattern that matches counts; a layer that none matches costs 0. ``:`` and ``|`` separate, so a
-    regular expression cannot hold either.
+    first pattern that matches counts; a layer that matches none costs 0. ``:`` and ``|`` separate, so a regular
+    expression cannot contain them.
 
     >>> parse_type_partition("type:embed:2|block")
     (('embed', 2.0), ('block', 1.0))
@@ -32,7 +32,7 @@ def parse_type_partition(text: str) -> tuple[tuple[str, float], ...]:
 
 def _parse_type(text: str) -> tuple[str, float]:
     pattern, _, weight_text = text.partition(":")
-    separators = '":" and "|" separate, a regex cannot hold them'
+    separators = '":" and "|" separate, a regex cannot contain them'
     if not pattern:
         raise ConfigError(f'no regex in "{text}", should be <regex>[:weight]; {separators}')
     try:

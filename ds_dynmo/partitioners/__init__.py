@@ -1,13 +1,13 @@
-"""DECIDE: which contiguous layers each stage should own, as pure functions over plain sequences.
+"""Pure functions over plain sequences that decide which layers each stage should own.
 
-A *balancer* takes per-layer costs, a number of stages, the partition in force and a memory model, and gives
+A *balancer* takes costs per layer, a number of stages, the partition in force and a memory model, and returns
 boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusion`) and ``"makespan"``
 (:func:`makespan`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
 """
 
-import warnings
 from typing import Any
 
+from ds_dynmo.old_names import lookup, register_modules
 from ds_dynmo.partitioners.balanced import balanced, balanced_groups, uniform
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
 from ds_dynmo.partitioners.diffusion_messages import message_capacity
@@ -70,11 +70,8 @@ __all__ = [
     "uniform",
 ]
 
+register_modules(__name__)
+
 
 def __getattr__(name: str) -> Any:
-    """Give :func:`makespan` by its old name, with a DeprecationWarning."""
-    if name == "shortest":
-        message = "ds_dynmo.partitioners.shortest is called makespan now: write ds_dynmo.partitioners.makespan"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return makespan
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return lookup(__name__, name)

@@ -1,7 +1,7 @@
-"""The paper's Partition: binary search on the bottleneck, linear probing; exact.
+"""The paper's Partition: an exact binary search on the bottleneck with linear probing.
 
-Costs become integers (every finite float is one times a power of two, and one power serves all), so prefix
-sums and comparisons are exact whatever the ratios, and the search ends on sums of layers, not on an epsilon.
+Costs are scaled to integers by one power of two, which every finite float allows. So prefix sums and comparisons are
+exact, and the search ends on sums of layers instead of an epsilon.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def balanced(
 ) -> list[int]:
     """Find a partition of the smallest possible bottleneck (Lemma 1), among those that fit if ``memory`` is given.
 
-    Among these it takes one of least imbalance (equation 2; with unlike speeds, whose lightest stage has most), and
-    among those the one to which fewest bytes move from ``start``. Without a start no two neighbours can be evened out
-    further.
+    Ties are broken by the least imbalance (equation 2; with unlike speeds by the largest load of the lightest stage),
+    then by the fewest bytes that move from ``start``. Without a start no two neighbours can be evened out further.
 
     Args:
         costs: per layer, finite and >= 0; ints are compared exactly, floats as the numbers they are.
@@ -67,8 +66,8 @@ def balanced(
     [0, 1, 4]
 
     Raises:
-        PartitionError: negative or non-finite costs, more stages than layers, no partition that fits (says
-            the stage, the bytes and the limit of the one that overshoots least).
+        PartitionError: negative or non-finite costs, more stages than layers, or no partition fits (names the stage,
+            the bytes and the limit of the one that exceeds its limits least).
     """
     weights = to_integers(check_costs(costs))
     check_num_stages(len(weights), num_stages)
@@ -116,14 +115,14 @@ def balanced_groups(
 
 
 def to_integers(costs: Sequence[float]) -> list[int]:
-    """``costs`` times the one power of two that makes integers of all."""
+    """Multiply ``costs`` by the power of two that makes all of them integers."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     scale = max(denominator for _, denominator in ratios) if ratios else 1
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
 def _least_bottleneck(prefix: list[int], num_stages: int, largest: int) -> int:
-    """The smallest bottleneck of any partition; between probes both ends snap to sums of layers."""
+    """Search for the smallest bottleneck of any partition. Between probes both ends snap to sums of layers."""
     low = max(largest, -(-prefix[-1] // num_stages))
     high = _first_bound_beyond(prefix, _fill(prefix, num_stages, low), low)
     if high == low:
@@ -140,9 +139,12 @@ def _least_bottleneck(prefix: list[int], num_stages: int, largest: int) -> int:
 
 
 def _fill(prefix: list[int], num_stages: int, bound: int) -> list[int]:
-    """Each stage takes all it can under ``bound``, at least the largest layer; the last takes the rest.
+    """Fill stages from the left with all that ``bound`` allows; the last one takes the rest.
 
-    Stages may be left empty at the end: then fewer meet the bound, and splitting theirs meets it too.
+    The last stages may stay empty: then fewer stages meet the bound, and so do all when those are split.
+
+    Args:
+        bound: at least the largest layer.
     """
     bounds, stop = [0], 0
     for _ in range(num_stages - 1):
@@ -153,7 +155,7 @@ def _fill(prefix: list[int], num_stages: int, bound: int) -> list[int]:
 
 
 def _first_bound_beyond(prefix: list[int], bounds: list[int], bound: int) -> int:
-    """``bound`` if the filled ``bounds`` meet it, else the smallest one that would have filled otherwise."""
+    """Give ``bound`` if the filled ``bounds`` meet it, else the smallest bound that fills stages differently."""
     rest = prefix[-1] - prefix[bounds[-2]]
     if rest <= bound:
         return bound
@@ -161,7 +163,7 @@ def _first_bound_beyond(prefix: list[int], bounds: list[int], bound: int) -> int
 
 
 def _largest_floor(prefix: list[int], num_stages: int) -> int:
-    """The most that the lightest stage can have, whatever the others take; the mirror of :func:`_least_bottleneck`."""
+    """Search for the largest load of the lightest stage, without a bottleneck; mirrors :func:`_least_bottleneck`."""
     low, high = 0, prefix[-1] // num_stages
     while low < high:
         middle = (low + high + 1) // 2
@@ -178,7 +180,7 @@ def _largest_floor(prefix: list[int], num_stages: int) -> int:
 
 
 def _fill_least(prefix: list[int], num_stages: int, floor: int) -> list[int]:
-    """Each stage takes as few layers as come to ``floor``, at least one; the last takes the rest, which may be none."""
+    """Fill stages from the left with the fewest layers that reach ``floor``; the last takes the rest, maybe none."""
     bounds, stop, num_layers = [0], 0, len(prefix) - 1
     for _ in range(num_stages - 1):
         stop = min(bisect_left(prefix, prefix[stop] + floor, min(stop + 1, num_layers)), num_layers)
@@ -188,10 +190,10 @@ def _fill_least(prefix: list[int], num_stages: int, floor: int) -> list[int]:
 
 
 def _spread(prefix: list[int], num_stages: int, floor: int, bound: int) -> list[int] | None:
-    """A partition of loads from ``floor`` to ``bound``: from the last boundary to the first, nearest to an even share.
+    """Choose boundaries, the last one first, nearest to an even share, so that loads are from ``floor`` to ``bound``.
 
-    With a floor of 0 there is one: everything up to the greedy filling's boundary can be held by the stages before it,
-    so any choice not beyond it leads to a partition. Else None where the choices lead to none, though there may be one.
+    With a floor of 0 it always succeeds: the stages before a boundary can hold all layers up to the greedy filling's
+    boundary. With a larger floor None means that these choices led to no partition; another one may exist.
     """
     latest, earliest = _fill(prefix, num_stages, bound), _fill_least(prefix, num_stages, floor)
     bounds = [0] * num_stages + [len(prefix) - 1]

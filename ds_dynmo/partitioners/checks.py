@@ -1,4 +1,4 @@
-"""What every balancer refuses: costs that are no costs, and stages that no layer is left for."""
+"""What every balancer refuses: invalid costs, and more stages than layers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["check_costs", "check_num_stages"]
 
 
 def check_costs(costs: Sequence[float]) -> list[float]:
-    """``costs`` as plain numbers, ints staying ints (so that their sums are exact), anything else as a float.
+    """Check costs and return them as plain numbers: ints stay ints, so that their sums are exact; others become floats.
 
     Raises:
-        PartitionError: a cost that is missing, no number, NaN, infinite or negative, naming its layer; costs
-            whose sum no float holds.
+        PartitionError: a cost that is not a finite number >= 0 (names its layer), or costs whose sum exceeds the
+            range of a float.
     """
     checked = [_check_cost(layer, cost) for layer, cost in enumerate(costs)]
     try:
         math.fsum(checked)
     except OverflowError as error:
-        raise PartitionError(f"the costs of the {len(checked)} layers add up to more than a float holds") from error
+        raise PartitionError(f"the costs of the {len(checked)} layers add up to more than a float can hold") from error
     return checked
 
 

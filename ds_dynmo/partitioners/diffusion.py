@@ -1,4 +1,4 @@
-"""The paper's diffusion-based balancer: every stage's state machine, with messages delivered in memory."""
+"""The paper's diffusion-based balancer, run in one process: messages between stages are delivered in memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["DiffusionTrace", "diffusion", "diffusion_trace"]
 
 @dataclass(frozen=True)
 class DiffusionTrace:
-    """One run, round by round.
+    """One run of the balancer, round by round.
 
     Attributes:
         partitions: before the first round and after each: ``rounds + 1`` of them.
-        potentials: the paper's phi of each. It falls with every step between neighbours of equal speed; the one commit
-            of the sweeps before them lowers the bottleneck and may raise it.
+        potentials: the paper's phi of each partition. It falls with every step between neighbours of equal speed. The
+            sweeps before those steps lower the bottleneck, which may raise phi.
         floats_sent: summed over all messages.
     """
 
@@ -35,12 +35,12 @@ class DiffusionTrace:
 
     @property
     def rounds(self) -> int:
-        """Message hops from the start to the round in which every stage was done."""
+        """The number of message hops until every stage was done."""
         return len(self.partitions) - 1
 
     @property
     def partition(self) -> list[int]:
-        """Where it ended."""
+        """The final partition."""
         return list(self.partitions[-1])
 
 
@@ -53,23 +53,23 @@ def diffusion(
     memory: MemoryModel | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[int]:
-    """The partition on which a decentralised run lands, in which a stage hears from its neighbours only (Lemma 2).
+    """Balance as stages that hear only from their neighbours do (Lemma 2).
 
-    Without ``memory`` and with equal speeds its bottleneck is the smallest possible one, to the rounding of a stage's
-    load. With ``memory`` every stage fits; then, and with unlike speeds, the bottleneck is no larger than the start's,
-    or than any if the start does not fit.
+    Without ``memory`` and with equal speeds the bottleneck is the smallest possible one, up to rounding of a stage's
+    load. With ``memory`` every stage fits. With ``memory`` or unlike speeds the bottleneck is at most that of the
+    start, if the start fits.
 
     Args:
         costs: per layer, finite and >= 0.
-        start: the partition in force; uniform if not given.
+        start: the partition in force; None: uniform.
         speeds: per stage: its load is its layers' costs over its speed; None: all are equal.
 
     >>> diffusion([4, 9, 7, 5], 3)
     [0, 1, 2, 4]
 
     Raises:
-        PartitionError: costs that are no costs, more stages than layers, speeds that are none, a start that does not
-            fit and from which passing layers on finds none that does.
+        PartitionError: invalid costs or speeds, more stages than layers, or a start that does not fit and from which
+            neighbours find no partition that does.
     """
     checked, bounds = _checked(costs, num_stages, start, memory)
     nodes = _nodes(checked, bounds, memory, speeds)
@@ -86,7 +86,7 @@ def diffusion_trace(
     memory: MemoryModel | None = None,
     speeds: Sequence[float] | None = None,
 ) -> DiffusionTrace:
-    """The same run as :func:`diffusion`, with what happened in every round."""
+    """Run :func:`diffusion` and record every round."""
     checked, bounds = _checked(costs, num_stages, start, memory)
     nodes = _nodes(checked, bounds, memory, speeds)
     partitions = [bounds]
@@ -131,7 +131,7 @@ def _potential(costs: Sequence[float], partition: Sequence[int], speeds: Sequenc
 
 
 def _deliver(nodes: list[DiffusionNode]) -> int:
-    """One round; how many floats it took."""
+    """Deliver the messages of one round, and count their floats."""
     sent = [node.messages() for node in nodes]
     nobody = (None, None)
     for node, before, after in zip(nodes, [nobody, *sent], [*sent[1:], nobody]):

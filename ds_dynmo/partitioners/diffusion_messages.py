@@ -1,4 +1,4 @@
-"""What stages say to each other in the decentralised balancer, and how it becomes flat lists of floats."""
+"""The messages between stages in the decentralised balancer, and how they are encoded as flat lists of floats."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Message = list[float]
 
 
 class Survey(NamedTuple):
-    """What the first sweep collects, from the last stage to the first."""
+    """What the first sweep, from the last stage to the first, collects."""
 
-    bottleneck: float  # of the partition that they start from
+    bottleneck: float  # of the start
     largest_cost: float
     total: float
     smallest_cost: float  # of those > 0, inf if there is none
@@ -27,7 +27,7 @@ class Survey(NamedTuple):
     slowest: float
 
     def joined(self, other: Survey) -> Survey:
-        """Survey both."""
+        """Combine two surveys."""
         return Survey(
             max(self.bottleneck, other.bottleneck),
             max(self.largest_cost, other.largest_cost),
@@ -41,9 +41,9 @@ class Survey(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Stage 0's verdict on the sweeps before."""
+    """Stage 0's decision on the latest pair of sweeps."""
 
-    adopt: float  # place of the attempt that is the best so far; FAILED: what was, stays
+    adopt: float  # index of the best attempt; FAILED: keep the best one before
     stop: float  # 1.0: the search is over
     low: float
     high: float
@@ -53,12 +53,12 @@ class Verdict(NamedTuple):
 
     @property
     def bracket(self) -> Bracket:
-        """Between what the least bottleneck lies."""
+        """The range in which the least bottleneck lies."""
         return Bracket(self.low, self.high, bool(self.reached))
 
 
 class RightSweep(NamedTuple):
-    """From a stage to its right neighbour, which is handed the layers beyond each attempt's bound."""
+    """The message of a sweep to the right: the right neighbour gets the layers beyond each attempt's bound."""
 
     verdict: Verdict
     window: Stretch  # the layers that any attempt hands on, up to the sender's last
@@ -66,12 +66,12 @@ class RightSweep(NamedTuple):
 
     @classmethod
     def handing_on(cls, verdict: Verdict, known: Stretch, stop: int, attempts: list[Attempt]) -> RightSweep:
-        """Hand on what attempts leave of ``known`` up to ``stop``."""
+        """Build the message from the layers of ``known`` that attempts leave up to ``stop``."""
         handed = min((attempt.bound for attempt in attempts if attempt.bound != FAILED), default=stop)
         return cls(verdict, known.part(handed, stop), attempts)
 
     def encoded(self) -> Message:
-        """Flat floats."""
+        """Encode as flat floats."""
         return [*self.verdict, *self.window.encoded(), *_encoded(self.attempts)]
 
     @classmethod
@@ -83,19 +83,19 @@ class RightSweep(NamedTuple):
 
 
 class LeftSweep(NamedTuple):
-    """From a stage to its left neighbour, which is handed the layers before each attempt's bound."""
+    """The message of a sweep to the left: the left neighbour gets the layers before each attempt's bound."""
 
     window: Stretch  # the layers that any attempt hands on, from the sender's first
     attempts: list[Attempt]
 
     @classmethod
     def handing_on(cls, known: Stretch, start: int, attempts: list[Attempt]) -> LeftSweep:
-        """Hand on what attempts leave of ``known`` from ``start``."""
+        """Build the message from the layers of ``known`` that attempts leave from ``start`` on."""
         handed = max((attempt.bound for attempt in attempts), default=FAILED)
         return cls(known.part(start, handed), attempts)
 
     def encoded(self) -> Message:
-        """Flat floats."""
+        """Encode as flat floats."""
         return [*self.window.encoded(), *_encoded(self.attempts)]
 
     @classmethod
@@ -106,15 +106,15 @@ class LeftSweep(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What a stage tells the neighbour with which it evens out."""
+    """What a stage tells the neighbour with which it evens out its load."""
 
-    quiet: int  # rounds since something changed, as far as the sender has heard
+    quiet: int  # rounds since the last change that the sender knows of
     limit_bytes: float
     speed: float
     layers: Stretch
 
     def encoded(self) -> Message:
-        """Flat floats."""
+        """Encode as flat floats."""
         return [float(self.quiet), self.limit_bytes, self.speed, *self.layers.encoded()]
 
     @classmethod
@@ -125,9 +125,9 @@ class Offer(NamedTuple):
 
 
 def message_capacity(num_layers: int) -> int:
-    """Give the most floats that a message between two stages of a model of ``num_layers`` holds.
+    """Give the largest number of floats in a message of a model of ``num_layers`` layers.
 
-    It holds for groups of them too: of two layers or more, what a group says is no longer than what they would.
+    It is enough for groups of layers too: the record of a group is no longer than those of its layers.
     """
     window = 2 + num_layers * RECORD_WIDTH
     return len(Verdict._fields) + window + (TARGETS + 1) * len(dataclasses.fields(Attempt))

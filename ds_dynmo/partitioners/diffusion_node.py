@@ -1,20 +1,20 @@
-"""One stage's part in the decentralised balancer, fed with its two neighbours' messages.
+"""One stage of the decentralised balancer, which only its two neighbours' messages reach.
 
-Every stage runs a :class:`DiffusionNode` and nothing else; a round is one hop of messages. There are three phases, each
-a generator below:
+Every stage runs a :class:`DiffusionNode`. A round is one hop of messages. There are three phases, each a generator
+below:
 
 1. *Survey*: one sweep from the last stage to the first collects the largest and the summed load.
-2. *Search*: overload is passed on (module ``overload``). Stage 0 starts pairs of sweeps, right and back left, each of
-   which tries several targets for the bottleneck; the next sweep to the right carries its verdict. The last one says
-   stop, and when it has reached the last stage every stage takes the layers it kept for the best target.
+2. *Search*: stages pass overload on (module ``overload``). Stage 0 starts pairs of sweeps, right and back left. Each
+   pair tries several targets for the bottleneck, and the next sweep to the right carries stage 0's verdict. When the
+   verdict to stop has reached the last stage, every stage takes the layers that it kept for the best target.
 3. *Even out* (:func:`diffusion_step`). In turn, the pairs (0, 1), (2, 3), ... and (1, 2), (3, 4), ... tell each other
    their layers, and both come to the same new boundary: the one that makes the heavier of the two lightest. Each such
    step lowers the paper's potential, if the two are equally fast, and never raises a bottleneck.
 
-The end is decentralised too. A stage's quiet counter is 0 after a round in which it changed, else one more
-than the smaller of its own and its partner's. The pairs of two rounds cover every boundary, so two rounds
-without a change are the end, and news of a change takes at most ``num_stages - 2`` rounds to reach every stage:
-no counter can pass ``num_stages + 1`` early, and all do so in the same round.
+The stages agree on the end without a coordinator. A stage's quiet counter is 0 after a round in which it changed, else
+one more than the smaller of its own and its partner's. The pairs of two rounds cover every boundary, so two rounds
+without a change are the end. News of a change reaches every stage within ``num_stages - 2`` rounds. So no counter
+passes ``num_stages + 1`` early, and all pass it in the same round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DiffusionNode"]
 
 
 class _Turn(NamedTuple):
-    """What one stage does in one round: it hears from one neighbour at most, and an idle one does nothing."""
+    """What a stage does in one round: it hears from one neighbour at most. An idle stage does nothing."""
 
     to_left: Message | None = None
     to_right: Message | None = None
@@ -42,28 +42,28 @@ class _Turn(NamedTuple):
 
 
 Result = TypeVar("Result")
-Turns = Generator[_Turn, Message, Result]  # gives each round's turn, is sent what was heard in it ([]: nothing)
+Turns = Generator[_Turn, Message, Result]  # yields each round's turn, is sent the message of the round ([]: none)
 
 
 class DiffusionNode:
-    """One stage. Round after round: deliver what :meth:`messages` gives, then :meth:`receive`, until :attr:`done`.
+    """One stage. In each round, deliver :meth:`messages` and call :meth:`receive`, until it is :attr:`done`.
 
     Args:
-        stage, num_stages: its place.
+        stage, num_stages: its position.
         start: number of its first layer.
-        costs: of its own layers (or groups of layers, which are counted then), at least one, on a stage of speed 1.
-        memory: bytes of its own layers and its own limit; None where memory does not count.
+        costs: of its own layers (or groups of layers), at least one, on a stage of speed 1.
+        memory: bytes of its own layers and its own limit; None: no limit.
         speed: its own, relative to the others'.
 
-    Every message is a flat list of floats or None: nothing travels. What a stage is about to receive is known
-    from the round alone (:attr:`expects`), its length is not: at most ``message_capacity(num_layers)``.
+    A message is a flat list of floats; None: no message. The round alone says from whom a stage receives
+    (:attr:`expects`), but not the length, which is at most ``message_capacity(num_layers)``.
 
     Attributes:
-        rounds: received so far; the same on every stage.
-        layers: the layers that it owns now, with what travels with them.
+        rounds: how many have ended; the same on every stage.
+        layers: the layers that it owns now, with their costs and bytes.
         start_bottleneck: of the whole pipeline before the first round, known to all once done.
-        end_bottleneck: of the whole pipeline when done (an upper bound if memory counts or speeds differ); ``inf``, as
-            long as no partition that fits was found.
+        end_bottleneck: of the whole pipeline when done (an upper bound with memory limits or unlike speeds); ``inf``
+            until a partition that fits is found.
     """
 
     def __init__(
@@ -92,27 +92,27 @@ class DiffusionNode:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Layers ``[start, stop)`` that it owns now."""
+        """The layers ``[start, stop)`` that it owns now."""
         return self.layers.start, self.layers.stop
 
     @property
     def done(self) -> bool:
-        """True on every stage after the same round."""
+        """Tell whether the run has ended; on every stage after the same round."""
         return self._turn is None
 
     @property
     def fits(self) -> bool:
-        """Once done: whether a partition within every stage's limit was found (or was there from the start)."""
+        """Tell, once done, whether the partition is within every stage's limit."""
         return self.end_bottleneck < math.inf
 
     @property
     def expects(self) -> tuple[bool, bool]:
-        """Whether a message comes from the (left, right) neighbour in this round."""
+        """Tell whether a message comes from the (left, right) neighbour in this round."""
         turn = self._turn or _Turn()
         return turn.from_left, turn.from_right
 
     def messages(self) -> tuple[Message | None, Message | None]:
-        """Give what to deliver in this round to the (left, right) neighbour; None: nothing."""
+        """Give the messages of this round to the (left, right) neighbour; None: no message."""
         turn = self._turn or _Turn()
         return turn.to_left, turn.to_right
 
@@ -135,7 +135,7 @@ class DiffusionNode:
             self.end_bottleneck = verdict.high
             yield from self._even_out(verdict.max_rounds)
 
-    # A sweep passes each stage once; the rounds in which it is elsewhere are idle.
+    # A sweep passes each stage once; a stage is idle in the rounds in which the sweep is elsewhere.
 
     def _idle(self, rounds: int) -> Turns[None]:
         for _ in range(rounds):
@@ -164,7 +164,7 @@ class DiffusionNode:
     # Phase 1: one sweep to the left.
 
     def _survey(self) -> Turns[Survey]:
-        """Join all stages' surveys; stage 0 ends with that of the whole pipeline."""
+        """Combine the surveys of this stage and those to its right; stage 0 gets that of the whole pipeline."""
         costs = [record.cost for record in self.layers.records]
         smallest = min((cost for cost in costs if cost > 0), default=math.inf)
         speed = self._room.speed
@@ -183,7 +183,7 @@ class DiffusionNode:
         """Try targets until the verdict says stop; give it, and this stage's layers for the best target that was met.
 
         Args:
-            survey: of the whole pipeline on stage 0; what the others have does not count.
+            survey: on stage 0, of the whole pipeline; unused elsewhere.
         """
         best = known = self.layers
         kept: list[tuple[int, int]] = []  # for each target of the last pair of sweeps
@@ -207,7 +207,7 @@ class DiffusionNode:
             if self.stage < self._last:
                 window, back = LeftSweep.decoded((yield from self._hear_right()), self._group_sizes)
                 known = known.joined(window)
-            else:  # there is nobody further right: the sweep turns around
+            else:  # the last stage: the sweep turns around
                 back = [Attempt(attempt.target, known.stop) for attempt in given]
             settled = [keep_right(known, self._room, left.bound, right) for left, right in zip(given, back)]
             kept = [(own.bound, right.bound) for own, right in zip(settled, back)]
@@ -217,21 +217,21 @@ class DiffusionNode:
                 verdict = self._next_verdict(verdict, settled)
 
     def _first_verdict(self, survey: Survey) -> Verdict:
-        """Say between what the least bottleneck lies, from the survey alone."""
+        """Bound the least bottleneck from the survey."""
         longest, briefest = survey.total / survey.slowest, survey.smallest_cost / survey.fastest
-        # Sums of what stages say are off by some roundings; no partition is below this.
+        # The sums have rounding errors; no partition is below this.
         low = max(survey.largest_cost / survey.fastest, survey.total / survey.speed * (1 - 1e-9))
         high = survey.bottleneck if survey.fits else longest * (1 + 1e-9)
         max_rounds = lemma2_bound(self.num_stages, longest, briefest)
         return self._verdict(FAILED, Bracket(low, high, bool(survey.fits)), max_rounds, survey.bottleneck)
 
     def _next_verdict(self, last: Verdict, attempts: Sequence[Attempt]) -> Verdict:
-        """Say what the finished pair of sweeps has shown."""
+        """Judge the finished pair of sweeps."""
         place, bracket = choose(last.bracket, attempts)
         return self._verdict(place, bracket, int(last.max_rounds), last.start_bottleneck)
 
     def _verdict(self, place: int, bracket: Bracket, max_rounds: int, start_bottleneck: float) -> Verdict:
-        # After another try: two sweeps, the stop, and the rounds that it takes to see that all is quiet.
+        # Another try takes two sweeps, the sweep that says stop, and the rounds in which all stages notice the end.
         last_chance = self.rounds + 3 * self._last + self.num_stages + 2 > max_rounds
         stop = bracket.closed or last_chance
         return Verdict(place, stop, bracket.low, bracket.high, bracket.reached, max_rounds, start_bottleneck)
@@ -239,7 +239,7 @@ class DiffusionNode:
     # Phase 3: neighbours even out.
 
     def _even_out(self, max_rounds: float) -> Turns[None]:
-        """Settle the boundary with one neighbour a round, the right and the left one in turn, until all is quiet."""
+        """Settle the boundary with one neighbour per round, right and left in turn, until no stage changes."""
         first_round, quiet = self.rounds, 0
         while True:
             to_right = (self.stage - (self.rounds - first_round)) % 2 == 0
@@ -257,7 +257,7 @@ class DiffusionNode:
                 return
 
     def _settled(self, partner: int, offer: Offer) -> Stretch:
-        """Give this stage's layers after it met ``partner``, which comes to the same boundary."""
+        """Give this stage's layers after evening out with ``partner``, which finds the same boundary."""
         in_flight = min(self.num_stages - partner, self._micro_batches)
         room = Room(offer.limit_bytes, in_flight, self._room.checkpoint_interval, offer.speed)
         if partner > self.stage:
@@ -268,7 +268,7 @@ class DiffusionNode:
 
 
 def _meet(left: Stretch, right: Stretch, left_room: Room, right_room: Room) -> tuple[Stretch, int]:
-    """Give two neighbours' layers, and the boundary that they come to."""
+    """Give the layers of two neighbours, and their new boundary."""
     both = left.joined(right)
 
     def fits(left_layers: int) -> bool:
@@ -294,5 +294,5 @@ def _records(costs: Sequence[float], memory: StageMemory | None) -> list[LayerRe
 
 
 def _inner_sizes(memory: StageMemory | None) -> Sequence[int]:
-    """Of each group of the model, where what its layers hold by themselves counts: segments begin within groups."""
+    """The size of each group of the model, where segments of checkpointing may begin within a group; else empty."""
     return memory.group_sizes if memory is not None and memory.checkpoint_interval else ()

@@ -1,4 +1,4 @@
-"""What two neighbouring stages do with what they know alone, and how soon it ends (the paper's Lemma 2)."""
+"""One step of the paper's diffusion between two neighbours, and the bound on its rounds (Lemma 2)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def diffusion_step(
     *,
     speeds: tuple[float, float] = (1.0, 1.0),
 ) -> int:
-    """How many of their layers the left one of two neighbours should own, from what the two know alone.
+    """Decide how many of two neighbours' layers the left one should own, from what the two know.
 
-    The heavier hands over layers at their common boundary, one after the other, for as long as the larger of the
-    two loads falls (so with equal speeds the gap between them closes, and no gap to any third stage opens), neither
-    is left empty, and both fit. A stage's load is what its layers cost over its speed.
+    The heavier stage hands over layers at their common boundary, one by one, as long as the larger of the two loads
+    falls, neither stage is left empty, and both fit. So with equal speeds the gap between them closes and no gap to a
+    third stage opens. A stage's load is the cost of its layers over its speed.
 
     Args:
         left_costs, right_costs: per layer, in layer order, each at least one.
@@ -52,10 +52,10 @@ def diffusion_step(
 
 
 def lemma2_bound(num_stages: int, total: float, gamma: float) -> int:
-    """Rounds within which Lemma 2 has the balancer converge, with the constants of its proof:
+    """Bound the rounds until the balancer converges (Lemma 2, with the constants of its proof).
 
-    ``60 ln(2 N) N min(N ln(S N^2 / gamma), S / gamma)`` for N stages and a total load S. Gamma is the gap in load
-    that is left alone; a pipeline lighter than gamma counts as gamma.
+    It is ``60 ln(2 N) N min(N ln(S N^2 / gamma), S / gamma)`` for N stages and a total load S. Gamma is the gap in load
+    that is tolerated; a total below gamma counts as gamma.
 
     >>> lemma2_bound(4, total=8.0, gamma=1.0)
     3993

@@ -1,7 +1,7 @@
-"""What profiles and moves say together: layers' costs without jitter, how sure they are, stages' speeds, a move's cost.
+"""Estimates from all profiles and moves: smoothed layer costs with their errors, stage speeds, the cost of a move.
 
-A layer whose cost stays within what noise explains is averaged over the latest profiles. One that leaves that range,
-or whose whole stage has shifted, has changed: from then on only the new value counts.
+A cost that stays within the noise is averaged over the latest profiles. A cost that leaves this range, or a whole stage
+that shifts, has changed: from then on only the new value counts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["CostHistory", "MoveCosts"]
 
 _WINDOW = 8  # profiles in an average of costs, and in the estimate of noise
 _EVIDENCE = 32  # latest pieces of evidence for speeds
-_NOISE_UNKNOWN = 0.05  # relative, before two profiles could be compared, and one vote among what they say
-_NOISE_RANGE = (0.01, 0.1)  # what is beyond is no noise
+_NOISE_UNKNOWN = 0.05  # relative; used before two profiles can be compared, later one vote in the median
+_NOISE_RANGE = (0.01, 0.1)  # the estimate stays within
 _CHANGED = 4.0  # standard errors from a layer's average that are a change
 _SHIFTED = 3.5  # likewise of a stage's layers together
-_SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: the noise of smaller layers is another one, and matters less
-_SAME_LOAD = 0.02  # difference of load signals that is none
+_SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: smaller layers have other noise, and matter less
+_SAME_LOAD = 0.02  # load signals that differ by less count as equal
 _MOVES = 16  # latest ones, in the estimate of what a move costs
 
 
 class CostHistory:
-    """Feed it every profile, in order; :meth:`forget` when the model says that its work changed."""
+    """The history of layer costs. It observes every profile, in order."""
 
     def __init__(self) -> None:
         self._placement: Placement | None = None  # of the latest profile
@@ -41,7 +41,7 @@ class CostHistory:
 
     @property
     def noise(self) -> float:
-        """Relative standard deviation of one measurement of one layer."""
+        """The relative standard deviation of one measurement of one layer."""
         least, most = _NOISE_RANGE
         return min(max(statistics.median([_NOISE_UNKNOWN, *self._noises]), least), most)
 
@@ -53,7 +53,7 @@ class CostHistory:
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
-        """Per stage, relative; None where there is no evidence that they differ."""
+        """The relative speed of each stage; None without evidence that they differ."""
         if not self._evidence or self._placement is None:
             return None
         evidence = [SpeedEvidence(int(a), int(b), ratio, int(layers)) for a, b, ratio, layers in self._evidence]
@@ -61,15 +61,15 @@ class CostHistory:
         return speeds if max(speeds) > 1.05 * min(speeds) else None
 
     def forget(self) -> None:
-        """Layers cost something else from here on. What is known of noise and speeds stays."""
+        """Discard the costs, because the model says that its work changed. Noise and speeds are kept."""
         self._means = []
 
     def forget_stages(self) -> None:
-        """The stages are others from here on; what is known of noise stays."""
+        """Discard costs and speeds, because the stages are other ones. The noise is kept."""
         self._placement, self._means, self._evidence = None, [], []
 
     def observe(self, profile: Profile) -> None:
-        """Take in one more profile."""
+        """Add one profile."""
         old, new = self._placement, profile.placement
         if old is not None and old.num_stages == new.num_stages and len(self._means) == len(profile.layers):
             logs = self._logs(profile.layers)
@@ -86,7 +86,7 @@ class CostHistory:
         self._loads = [[cost.trainable_parameters, cost.load_signal] for cost in profile.layers]
 
     def smoothed(self, profile: Profile) -> Profile:
-        """The profile that was observed last, with averages for its costs."""
+        """Return ``profile``, the one observed last, with smoothed costs."""
         layers = tuple(
             replace(cost, forward_seconds=forward, backward_seconds=backward)
             for cost, (forward, backward, _) in zip(profile.layers, self._means)
@@ -94,7 +94,7 @@ class CostHistory:
         return replace(profile, layers=layers)
 
     def _logs(self, layers: Sequence[LayerCost]) -> dict[int, float]:
-        """Log of new over known cost, of layers that are comparable: of the same load, and not tiny."""
+        """Compute log(new cost / known cost) of layers that are comparable: of the same load, and not tiny."""
         least = _SIGNIFICANT_SHARE * max(cost.seconds for cost in layers)
         logs = {}
         for layer, (cost, mean, (trainable, signal)) in enumerate(zip(layers, self._means, self._loads)):
@@ -105,7 +105,7 @@ class CostHistory:
         return logs
 
     def _shifted(self, logs: dict[int, float], stayed: Sequence[int], placement: Placement) -> set[int]:
-        """All layers of stages that got faster or slower as a whole by more than noise."""
+        """Find all layers of stages that got faster or slower as a whole by more than noise."""
         if not self._noises:
             return set()
         shifted: set[int] = set()
@@ -135,7 +135,7 @@ class CostHistory:
         self._evidence = self._evidence[-_EVIDENCE:]
 
     def _rescale(self, old: Placement, new: Placement) -> None:
-        """Averages of layers that moved, as they would be on their new stage."""
+        """Convert the averages of layers that moved to the speed of their new stage."""
         speeds = self.speeds
         if speeds is not None:
             for layer, mean in enumerate(self._means):
@@ -157,7 +157,7 @@ class CostHistory:
             mean[2] = count
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return the state as plain values, for a checkpoint."""
         values, placement = dict(vars(self)), self._placement
         del values["_placement"]
         values["_partition"] = [] if placement is None else list(placement.boundaries)
@@ -166,7 +166,7 @@ class CostHistory:
         return values
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from where :meth:`state` was taken."""
+        """Restore what :meth:`state` returned."""
         values = dict(state)
         boundaries, owners = values.pop("_partition"), values.pop("_owners", None)
         self._placement = Placement.of(boundaries, owners) if boundaries else None
@@ -178,20 +178,20 @@ def _close(a: float | None, b: float | None) -> bool:
 
 
 class MoveCosts:
-    """Learn what moving layers costs: fixed seconds, and seconds per byte. The same on ranks that are told the same."""
+    """Learn the cost of moving layers: fixed seconds, and seconds per byte. It depends on the recorded moves alone."""
 
     def __init__(self, moves: Sequence[tuple[int, float]] = ()) -> None:
         self._moves = [(int(moved_bytes), float(seconds)) for moved_bytes, seconds in moves][-_MOVES:]
 
     def record(self, moved_bytes: int, seconds: float) -> None:
-        """Take in a move of so many bytes that took so long on the slowest rank."""
+        """Add a move of ``moved_bytes`` that took ``seconds`` on the slowest rank."""
         self._moves = [*self._moves, (moved_bytes, seconds)][-_MOVES:]
 
     def seconds(self, moved_bytes: int) -> float:
-        """Predict what a move takes; 0 before the first.
+        """Predict the seconds of a move; 0 before the first move.
 
-        A least-squares line, neither of whose terms is negative. From moves of one size alone a smaller one is
-        expected to take as long, a larger one in proportion.
+        The prediction is a least-squares line without negative terms. After moves of one size only, a smaller move is
+        expected to take as long, and a larger one in proportion.
 
         >>> costs = MoveCosts([(100, 3.0), (300, 5.0)])
         >>> costs.seconds(200), MoveCosts([(100, 3.0)]).seconds(50), MoveCosts([(100, 3.0)]).seconds(200)
@@ -209,5 +209,5 @@ class MoveCosts:
         return mean_seconds + per_byte * (moved_bytes - mean_bytes)
 
     def state(self) -> list[Any]:
-        """Give plain values from which to build another."""
+        """Return the state as plain values, the argument of the constructor."""
         return [list(move) for move in self._moves]

@@ -1,8 +1,8 @@
-"""The exact optimum among the partitions that fit in memory, and among stages of different speeds.
+"""The exact optimum with memory limits or stages of different speeds.
 
-Filling stages greedily is not exact here: a stage's limit depends on its place (early stages hold more
-micro-batches, slow ones have less time), so layers may fit only late, and no stage may be empty. So each
-probe keeps, for every stage, the whole set of boundaries that some legal choice of the stages before can reach.
+Filling stages greedily is not exact here: a stage's limit depends on its position (early stages hold more
+micro-batches, slow ones have less time), so layers may fit only late, and no stage may be empty. So each probe keeps,
+for every stage, all boundaries that some legal choice of the stages before can reach.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def balanced_within(
     Args:
         prefix: exact prefix sums of the layers' costs.
         start: the partition in force.
-        slowness: per stage, what a unit of cost takes there.
+        slowness: per stage, the time of a unit of cost.
         layer_bytes: per layer, what moves with it.
 
     Raises:
-        PartitionError: none fits; says the stage, the bytes and the limit of the one that overshoots least.
+        PartitionError: none fits; names the stage, the bytes and the limit of the one that exceeds its limits least.
     """
     num_layers, num_stages = len(prefix) - 1, len(slowness)
     if memory is not None:
@@ -63,7 +63,7 @@ def balanced_within(
 
 
 def _least_bottleneck(prefix: list[int], slowness: list[int], room: list[Stops]) -> list[int] | None:
-    """A partition of least bottleneck that fits, or None; between probes both ends snap to loads of stages."""
+    """Find a partition of least bottleneck that fits, or None. Between probes both ends snap to loads of stages."""
     largest = max(b - a for a, b in zip(prefix, prefix[1:]))
     low = max(-(-prefix[-1] * min(slowness) // len(slowness)), largest * min(slowness))
     best, _ = _probe(prefix, slowness, room, prefix[-1] * max(slowness))
@@ -81,12 +81,12 @@ def _least_bottleneck(prefix: list[int], slowness: list[int], room: list[Stops])
 
 
 def _room(memory: MemoryModel, extra_bytes: int = 0) -> list[Stops]:
-    """Per stage and first layer, how far the stage may reach."""
+    """Compute how far each stage may reach from each first layer."""
     return [np.array(memory.furthest_stops(stage, extra_bytes)) for stage in range(len(memory.limits))]
 
 
 def _probe(prefix: list[int], slowness: list[int], room: list[Stops], bound: int) -> tuple[list[int] | None, int]:
-    """A partition that fits and whose stages take at most ``bound``, or None; and the next larger load of a stage."""
+    """Find a partition that fits with loads of at most ``bound``, or None; and the next larger load of a stage."""
     under, following = {}, []
     for slow in set(slowness):
         ends = [bisect_right(prefix, before + bound // slow, lo=at) for at, before in enumerate(prefix)]
@@ -101,7 +101,7 @@ def _probe(prefix: list[int], slowness: list[int], room: list[Stops], bound: int
 
 
 def _reach(starts: npt.NDArray[np.bool_], stops: Stops) -> npt.NDArray[np.bool_]:
-    """Boundaries in some ``(start, stops[start]]``."""
+    """Mark the boundaries in ``(start, stops[start]]`` of any start."""
     size = len(starts)
     firsts = np.flatnonzero(starts)
     opened = np.bincount(firsts + 1, minlength=size + 1)
@@ -110,7 +110,7 @@ def _reach(starts: npt.NDArray[np.bool_], stops: Stops) -> npt.NDArray[np.bool_]
 
 
 def _trace_back(prefix: list[int], reached: list[npt.NDArray[np.bool_]], stops: list[Stops]) -> list[int]:
-    """From the last boundary to the first, the one nearest to an even share of what lies before."""
+    """Choose boundaries, the last one first, nearest to an even share of the layers before."""
     num_stages = len(stops)
     bounds = [0] * num_stages + [len(prefix) - 1]
     for stage in range(num_stages - 1, 0, -1):
@@ -130,7 +130,7 @@ def _bottleneck(prefix: list[int], slowness: list[int], bounds: list[int]) -> in
 
 
 def _none_fits(prefix: list[int], memory: MemoryModel) -> PartitionError:
-    """The error of the partition that fits if every limit is raised by the same, smallest number of bytes."""
+    """Build the error from the partition that fits if all limits are raised by the same, smallest number of bytes."""
     equal = [1] * len(memory.limits)
     activations, inputs = memory.layer_bytes(0, len(memory.static_bytes))
     held = sum(activations) + sum(inputs)

@@ -1,9 +1,9 @@
-"""The partition whose simulated iteration is shortest, which is not always the one of least bottleneck.
+"""The partition of the shortest simulated iteration, which is not always the one of least bottleneck.
 
-With few micro-batches filling and draining count, and where forward and backward shares differ between layers, stages
-wait for each other although their sums are even. Where there are few partitions all are simulated. Else the best of
-some seeds is improved step by step: one boundary, or a run of neighbouring ones, moves by a layer. What cannot be
-shorter, by a bound that costs no simulation, is not simulated.
+With few micro-batches, filling and draining the pipeline count. Where the ratio of forward to backward differs between
+layers, stages wait for each other although their sums are even. If there are few partitions, all are simulated. Else
+the best of some seeds are improved step by step: one boundary, or a run of neighbouring ones, moves by a layer.
+Partitions that a lower bound excludes are not simulated.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["makespan"]
 
 Floats = npt.NDArray[np.float64]
 Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
-_ALL = 1000  # partitions, at most, that are all simulated
-_BATCH = 192  # neighbours that are simulated at once; fewer would not be faster
-_NEIGHBOURS = 1200  # that are looked at in a round
+_ALL = 1000  # up to so many partitions all are simulated
+_BATCH = 192  # neighbours simulated at once; fewer would not be faster
+_NEIGHBOURS = 1200  # neighbours considered in a round
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 
 
@@ -42,10 +42,10 @@ def makespan(
     memory: MemoryModel | None = None,
     pipeline: PipelineModel | None = None,
 ) -> list[int]:
-    """The partition of the shortest iteration found, among those that fit; of equals the one that moves fewest bytes.
+    """Find a partition of the shortest iteration among those that fit; of equals the one that moves fewest bytes.
 
     Args:
-        costs: per layer; used alone, as :func:`balanced` does, where there is no ``pipeline``.
+        costs: per layer; without ``pipeline`` they alone count, as in :func:`balanced`.
         start: the partition in force, from which bytes move; None: nothing has to move.
         pipeline: how long an iteration takes.
 
@@ -54,7 +54,7 @@ def makespan(
     [0, 1, 4]
 
     Raises:
-        PartitionError: as :func:`balanced`; a pipeline model of other layers or stages.
+        PartitionError: as :func:`balanced`; or a pipeline model of other layers or stages.
     """
     if pipeline is None:
         return balanced(costs, num_stages, memory=memory, start=start)
@@ -79,7 +79,7 @@ def _every_partition(num_layers: int, num_stages: int) -> Bounds:
 
 
 def _fitting(memory: MemoryModel | None, num_layers: int, num_stages: int) -> Bounds | None:
-    """Per stage and first layer how far the stage may reach."""
+    """Compute how far each stage may reach from each first layer; None: no limit."""
     if memory is None:
         return None
     memory.check_shape(num_layers, num_stages)
@@ -87,7 +87,7 @@ def _fitting(memory: MemoryModel | None, num_layers: int, num_stages: int) -> Bo
 
 
 def _fitted(candidates: Bounds, furthest: Bounds | None) -> Bounds:
-    """Those that are partitions and fit."""
+    """Keep the candidates that are partitions and fit."""
     legal = (candidates[:-1] < candidates[1:]).all(axis=0)
     candidates = candidates[:, legal]
     if furthest is not None:
@@ -99,7 +99,7 @@ def _fitted(candidates: Bounds, furthest: Bounds | None) -> Bounds:
 def _preferred(
     candidates: Bounds, seconds: Floats, pipeline: PipelineModel, given: list[int] | None, best_seconds: float
 ) -> list[int]:
-    """Of those as short as the best, the one that moves fewest bytes, then fewest layers."""
+    """Choose among those as short as the best the one that moves fewest bytes, then fewest layers."""
     equal = candidates[:, seconds <= best_seconds * (1 + _TIE)]
     if given is not None:
         moved_bytes, layers = pipeline.moved(given, equal)
@@ -115,7 +115,7 @@ def _search(
     memory: MemoryModel | None,
     given: list[int] | None,
 ) -> list[int]:
-    """The few best partitions found so far breed neighbours until those bring nothing better."""
+    """Simulate neighbours of the best partitions so far until none is better."""
     num_stages = len(pipeline.speeds)
     beam = _seeds(pipeline, furthest)
     if not beam.shape[1]:
@@ -144,7 +144,7 @@ def _search(
 def _homeward(
     best: list[int], best_seconds: float, pipeline: PipelineModel, furthest: Bounds | None, given: list[int]
 ) -> list[int]:
-    """``best`` with boundaries put back where they are now, as long as that makes nothing longer."""
+    """Put boundaries of ``best`` back to where they are now, as long as the iteration gets no longer."""
     runs = _shifts(len(best) - 1)[:, ::2].astype(bool)
     near = _fitted(np.where(runs, np.array(given)[:, None], np.array(best)[:, None]), furthest)
     near = near[:, _lower_bounds(near, pipeline) <= best_seconds * (1 + _TIE)]
@@ -155,7 +155,7 @@ def _homeward(
 
 
 def _fresh(near: Bounds, bounds: Floats, best_seconds: float, seen: set[bytes]) -> Bounds:
-    """Those that may be better and have not been simulated, the most promising first."""
+    """Keep those that may be better and have not been simulated, the most promising first."""
     promising = np.argsort(bounds, kind="stable")[: np.count_nonzero(bounds < best_seconds)]
     columns = np.ascontiguousarray(near[:, promising].T)
     chosen = []
@@ -171,7 +171,7 @@ def _fresh(near: Bounds, bounds: Floats, best_seconds: float, seen: set[bytes]) 
 
 @lru_cache(maxsize=8)
 def _shifts(num_stages: int) -> Bounds:
-    """Every run of neighbouring boundaries, one layer to the left or to the right."""
+    """List the moves of every run of neighbouring boundaries by one layer to the left or right."""
     runs = []
     for first in range(1, num_stages):
         for end in range(first + 1, num_stages + 1):
@@ -182,7 +182,7 @@ def _shifts(num_stages: int) -> Bounds:
 
 
 def _lower_bounds(bounds: Bounds, pipeline: PipelineModel) -> Floats:
-    """No iteration is shorter: a stage's own passes come after one pass each way through the stages before it."""
+    """Bound iterations from below: a stage's own passes come after one pass each way through the stages before it."""
     forward, backward = pipeline.stages_seconds(bounds)
     both = forward + backward
     before = np.cumsum(both, axis=0) - both
@@ -191,10 +191,10 @@ def _lower_bounds(bounds: Bounds, pipeline: PipelineModel) -> Floats:
 
 
 def _seeds(pipeline: PipelineModel, furthest: Bounds | None) -> Bounds:
-    """Optima of what an iteration's time is made of: the largest load of a stage, and the sum of all.
+    """Find partitions that minimise parts of an iteration's time: the largest load of a stage, and the sum of loads.
 
-    The load counts forward and backward in several shares, with or without the passes through the stages before. With
-    equal speeds the sum is the same everywhere; else it is smallest under several limits of a stage's load.
+    The load weighs forward and backward in several ways, with or without the passes through the stages before. With
+    equal speeds the sum is the same everywhere; else it is minimised under several limits of a stage's load.
     """
     forward, backward = pipeline.prefixes
     shares = np.array([0.5, 0.5, 0.3, 0.7])[:, None]
@@ -216,7 +216,7 @@ def _seeds(pipeline: PipelineModel, furthest: Bounds | None) -> Bounds:
 
 
 def _chain(stage_costs: Sequence[Floats], combine: np.ufunc) -> tuple[Bounds, Floats]:
-    """Per kind, the partition whose stages' costs, ``[kind, stop, start]``, come to least by ``combine``, and that."""
+    """Find, per kind, the partition of least cost, and its cost: ``combine`` over ``costs[kind, stop, start]``."""
     kinds, size, _ = stage_costs[0].shape
     least = np.full((kinds, size), np.inf)
     least[:, 0] = 0.0

@@ -1,11 +1,11 @@
-"""What a stage needs of its device's memory, and whether a partition fits.
+"""The memory that a stage needs on its device, and whether a partition fits.
 
 A stage holds the static bytes of its layers (weights, gradients, optimizer state, buffers) and, for every
 micro-batch in flight under 1F1B, what its layers save for their backward pass. Stage ``s`` of ``N`` has
 ``min(N - s, micro_batches)`` micro-batches in flight, so early stages need more for the same layers.
 With activation checkpointing every ``k`` layers, counted from the stage's first, a micro-batch in flight
-holds only each segment's input, and one segment's activations exist while it is recomputed. What a migration holds
-beside, between two batches, is in :mod:`ds_dynmo.partitioners.move_memory`.
+holds only each segment's input, and one segment's activations exist while it is recomputed. What a migration adds is in
+:mod:`ds_dynmo.partitioners.move_memory`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_dynmo.plan import check_partition
 
 __all__ = ["LayerBytes", "MemoryModel", "StageMemory", "check_fits", "resident_bytes"]
 
-LayerBytes = tuple[int, int]  # of one layer: its activations, its input
+LayerBytes = tuple[int, int]  # a layer's activations, and its input
 
 
 def resident_bytes(
@@ -32,7 +32,7 @@ def resident_bytes(
     in_flight: int,
     checkpoint_interval: int,
 ) -> int:
-    """Bytes that a stage of just these layers holds at its peak.
+    """Compute the bytes that a stage of these layers holds at its peak.
 
     >>> resident_bytes([10, 10, 10], [4, 5, 6], [1, 2, 3], in_flight=2, checkpoint_interval=0)
     60
@@ -48,13 +48,14 @@ def resident_bytes(
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage knows of memory: its own layers' bytes, its own limit, and how the job runs.
+    """The memory model of one stage: the bytes of its own layers, and its own limit.
 
     Attributes:
         static_bytes, activation_bytes, input_bytes: per layer that the stage owns now.
         limit: bytes that the stage may use.
         micro_batches, checkpoint_interval: the same for every stage.
-        inner_bytes, group_sizes: as in a :class:`MemoryModel`, of the layers that the stage owns now; of all.
+        inner_bytes: as in a :class:`MemoryModel`, of the layers that the stage owns now.
+        group_sizes: as in a :class:`MemoryModel`, of all layers.
     """
 
     static_bytes: tuple[int, ...]
@@ -69,7 +70,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes per layer, and the limit of every stage.
+    """The bytes of each layer, and the limit of each stage.
 
     Attributes:
         static_bytes: per layer: weights, gradients, optimizer state, buffers.
@@ -78,11 +79,11 @@ class MemoryModel:
         limits: per stage, the bytes that it may use.
         micro_batches: per iteration.
         checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
-        inner_bytes: empty, or this model counts groups of layers for layers (:meth:`folded`), and here is what each
-            layer of each group holds: a segment may begin and end within a group.
+        inner_bytes: the bytes of each layer of each group, where groups count as layers (:meth:`folded`): a segment may
+            begin and end within a group. Else empty.
 
     Raises:
-        PartitionError: unlike numbers of layers, negative bytes, no micro-batch, a negative interval.
+        PartitionError: values for different numbers of layers, negative bytes, no micro-batch, or a negative interval.
     """
 
     static_bytes: tuple[int, ...]
@@ -123,14 +124,14 @@ class MemoryModel:
             )
 
     def on(self, num_stages: int) -> MemoryModel:
-        """The same layers on so many stages, each with the least of the present limits."""
+        """Return a model of ``num_stages`` stages, each with the smallest of the present limits."""
         return replace(self, limits=(min(self.limits),) * num_stages)
 
     def folded(self, groups: LayerGroups) -> MemoryModel:
-        """The same model with groups of layers for layers: what a stage needs is the same, to the byte.
+        """Return a model whose layers are ``groups``: what a stage needs is the same, to the byte.
 
         Raises:
-            PartitionError: the groups are another model's.
+            PartitionError: the groups are of another number of layers.
         """
         self.check_shape(groups.num_layers, len(self.limits))
         if groups.single_layers:
@@ -146,26 +147,26 @@ class MemoryModel:
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """How many layers each group has; empty where layers are counted."""
+        """The number of layers in each group; empty without groups."""
         return tuple(map(len, self.inner_bytes))
 
     def in_layers(self, bounds: Sequence[int]) -> list[int]:
-        """Boundaries as numbers of layers, where groups of them are counted."""
+        """Convert boundaries from groups to layers."""
         return [self._first_layers[bound] for bound in bounds]
 
     def layer_bytes(self, start: int, stop: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Activation and input bytes of each layer of ``[start, stop)``, of groups those of each layer in them."""
+        """Give the activation and input bytes of layers ``[start, stop)``, or of the layers in these groups."""
         if not self.inner_bytes:
             return self.activation_bytes[start:stop], self.input_bytes[start:stop]
         layers = [layer for group in self.inner_bytes[start:stop] for layer in group]
         return [activation for activation, _ in layers], [inputs for _, inputs in layers]
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations ``stage`` holds at its peak."""
+        """Return the number of micro-batches whose activations ``stage`` holds at its peak."""
         return min(len(self.limits) - stage, self.micro_batches)
 
     def stage_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Bytes that ``stage`` needs for layers ``[start, stop)``."""
+        """Compute the bytes that ``stage`` needs for layers ``[start, stop)``."""
         return resident_bytes(
             self.static_bytes[start:stop],
             *self.layer_bytes(start, stop),
@@ -174,20 +175,20 @@ class MemoryModel:
         )
 
     def bytes_per_stage(self, partition: Sequence[int]) -> list[int]:
-        """Bytes that each stage needs for its layers under ``partition``.
+        """Compute the bytes that each stage needs under ``partition``.
 
         Raises:
-            PartitionError: no partition of the model's layers and stages.
+            PartitionError: ``partition`` is invalid for the model's layers and stages.
         """
         bounds = check_partition(partition, len(self.static_bytes), len(self.limits))
         return [self.stage_bytes(stage, *bounds[stage : stage + 2]) for stage in range(len(self.limits))]
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
-        """May ``stage`` own layers ``[start, stop)``?"""
+        """Tell whether layers ``[start, stop)`` fit on ``stage``."""
         return self.stage_bytes(stage, start, stop) <= self.limits[stage]
 
     def of_stage(self, stage: int, start: int, stop: int) -> StageMemory:
-        """What ``stage``, owning layers ``[start, stop)``, knows by itself."""
+        """Return the part of this model that ``stage`` knows when it owns layers ``[start, stop)``."""
         return StageMemory(
             self.static_bytes[start:stop],
             self.activation_bytes[start:stop],
@@ -200,7 +201,7 @@ class MemoryModel:
         )
 
     def furthest_stops(self, stage: int, extra_bytes: int = 0) -> list[int]:
-        """For each ``start`` in ``0 .. num_layers``, the largest ``stop`` with which ``stage`` fits (``start``: none).
+        """Compute, for each ``start`` in ``0 .. num_layers``, the largest ``stop`` that fits (``start``: none).
 
         Args:
             extra_bytes: added to the limit.
@@ -213,14 +214,14 @@ class MemoryModel:
 
     @cached_property
     def _by_layer(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """Static, activation and input bytes of each layer; static ones of a group as if its first layer had all."""
+        """The static, activation and input bytes of each layer; a group's static bytes count for its first layer."""
         statics = zip(self.static_bytes, self.group_sizes)
         spread = [value for static, size in statics for value in (static, *[0] * (size - 1))]
         return spread or self.static_bytes, *self.layer_bytes(0, len(self.static_bytes))
 
     @cached_property
     def _first_layers(self) -> list[int]:
-        """Where each layer, or group of them, begins, and where the last one ends."""
+        """The first layer of each layer or group, and the number of layers."""
         return list(itertools.accumulate(self.group_sizes or (1,) * len(self.static_bytes), initial=0))
 
     @cached_property
@@ -257,8 +258,8 @@ def check_fits(partition: Sequence[int], memory: MemoryModel) -> None:
     """Refuse a partition that does not fit.
 
     Raises:
-        PartitionError: no partition of the model's layers and stages, or naming the stage that is furthest
-            above its limit, the bytes it needs and the limit.
+        PartitionError: ``partition`` is invalid, or does not fit: names the stage that is furthest above its limit, the
+            bytes it needs and the limit.
     """
     needed = memory.bytes_per_stage(partition)
     over = max(range(len(needed)), key=lambda stage: needed[stage] - memory.limits[stage])

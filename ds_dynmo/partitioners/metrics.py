@@ -1,7 +1,7 @@
-"""How good a partition is, from per-layer costs.
+"""Measures of a partition, from the costs of its layers.
 
-A stage's load is the correctly rounded sum of its layers' costs (``math.fsum``): it does not depend on the
-order of summation, and it never falls when a layer is added. Every balancer here compares loads that way.
+A stage's load is the correctly rounded sum of its layers' costs (``math.fsum``). So it does not depend on the order of
+summation, and it never falls when a layer is added. Every balancer here compares loads that way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["bottleneck", "bubble_ratio", "imbalance", "loads", "potential"]
 
 
 def loads(costs: Sequence[float], partition: Sequence[int]) -> list[float]:
-    """The load of each stage.
+    """Compute the load of each stage.
 
     >>> loads([4, 9, 7, 5], [0, 1, 2, 4])
     [4.0, 9.0, 12.0]
 
     Raises:
-        PartitionError: costs that are no costs, or boundaries that are no partition of these layers.
+        PartitionError: invalid costs, or an invalid partition of these layers.
     """
     checked = check_costs(costs)
     bounds = check_partition(partition, len(checked), len(partition) - 1)
@@ -31,7 +31,7 @@ def loads(costs: Sequence[float], partition: Sequence[int]) -> list[float]:
 
 
 def bottleneck(costs: Sequence[float], partition: Sequence[int]) -> float:
-    """The largest load of a stage: what bounds the pipeline's throughput.
+    """Compute the largest load of a stage, which bounds the pipeline's throughput.
 
     >>> bottleneck([4, 9, 7, 5], [0, 1, 2, 4])
     12.0
@@ -40,7 +40,7 @@ def bottleneck(costs: Sequence[float], partition: Sequence[int]) -> float:
 
 
 def imbalance(costs: Sequence[float], partition: Sequence[int]) -> float:
-    """The paper's equation 2: (largest - smallest load) / mean load; 0 where nothing costs anything.
+    """Compute the paper's equation 2: (largest - smallest load) / mean load; 0 if all costs are 0.
 
     >>> imbalance([1, 1, 4], [0, 2, 3])
     0.6666666666666666
@@ -53,7 +53,7 @@ def imbalance(costs: Sequence[float], partition: Sequence[int]) -> float:
 
 
 def potential(stage_loads: Sequence[float]) -> float:
-    """The paper's phi (proof of Lemma 2): the sum of ``|x_u - x_v|`` over all pairs of stages, each pair once.
+    """Compute the paper's phi (proof of Lemma 2): the sum of ``|x_u - x_v|`` over all pairs of stages, each once.
 
     >>> potential([1.0, 4.0, 6.0])
     10.0
@@ -70,7 +70,7 @@ def bubble_ratio(
     micro_batches: int,
     link_seconds: float = 0.0,
 ) -> float:
-    """The share of ``num_stages`` x iteration in which a stage does not compute, as :func:`simulate` has it.
+    """Compute the fraction of ``num_stages`` x iteration in which stages are idle, by :func:`simulate`.
 
     Args:
         forward, backward: per layer, seconds per micro-batch.

@@ -1,17 +1,16 @@
-"""What stages hold at the peak of a migration, and whether that is more than they may. Pure.
+"""The memory of each stage at the peak of a migration, and whether it exceeds the limit. Pure.
 
-A migration holds the old and the new of some things at once, in this order:
+A migration holds old and new buffers at once, in this order:
 
-1. Buffers of gradients are freed, and whatever arrives is allocated beside what is there. Under a flat optimizer the
-   weights lie in the stage's old flat buffer and, those that stay and those that arrive, in the new one as well.
-2. Layers travel. Small tensors travel packed together: their bytes are held once more, on both sides, while they do.
+1. Gradient buffers are freed, and arriving layers are allocated beside the present ones. A flat optimizer has the old
+   flat buffer of weights and the new one, which holds the weights that stay and those that arrive.
+2. Layers travel. Small tensors travel packed together: sender and receiver hold their bytes twice meanwhile.
 3. All that was sent is freed at once, when the layers change places.
-4. The optimizer's shards follow, one kind of state after the other: of that kind the old and the new shards.
-5. The buffers of gradients are made anew.
+4. The optimizer's shards follow, one kind of state after the other: old and new shards of one kind exist at once.
+5. Gradient buffers are allocated again.
 
-Where a batch trains meanwhile, it needs the buffers of gradients, and the optimizer's shards travel with the layers:
-there are old and new ones of all kinds.
-Activations are in none of this.
+If a batch trains meanwhile, it needs the gradient buffers, and the optimizer's shards travel with the layers: old and
+new shards of all kinds exist at once. Activations are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["Overflow", "between", "migration_peaks", "overflow"]
 
 @dataclass(frozen=True)
 class Overflow:
-    """A stage that a migration takes above what it may hold, in bytes."""
+    """A stage that exceeds its limit during a migration, in bytes."""
 
     stage: int
     peak_bytes: int
@@ -40,15 +39,16 @@ class Overflow:
 def migration_peaks(
     plan: MigrationPlan, layers: Sequence[HeldBytes], first_uses: Sequence[int | None], *, overlapped: bool = False
 ) -> tuple[int, ...]:
-    """Per stage, the most bytes that its ranks hold at once while ``plan`` is carried out.
+    """Compute, per stage, the most bytes that its ranks hold at once while ``plan`` is carried out.
 
     Args:
-        layers: per layer, what it holds on a rank of any stage that has it.
-        first_uses: per layer, the first that uses the same parameters: itself, unless it is tied; None: a function.
+        layers: per layer, the bytes that it holds on a rank of its stage.
+        first_uses: per layer, the first layer that uses the same parameters, itself unless it is tied; None: a plain
+            function.
         overlapped: a batch trains while layers travel.
 
     Raises:
-        PartitionError: not one of each per layer of the plan.
+        PartitionError: ``layers`` or ``first_uses`` do not have one value per layer of the plan.
     """
     num_layers, stages = plan.old.num_layers, plan.old.stages
     if len(layers) != num_layers or len(first_uses) != num_layers:
@@ -79,11 +79,11 @@ def overflow(
     *,
     overlapped: bool = False,
 ) -> Overflow | None:
-    """Find the stage that ``plan`` takes furthest above ``limit``; None if it takes none above.
+    """Find the stage that ``plan`` takes furthest above ``limit``; None if there is none.
 
     Args:
-        present_bytes: per stage, what it needs as it is: a stage that is above its limit may stay as high, else it
-            could give nothing away.
+        present_bytes: per stage, the bytes that it needs now. A stage that is above the limit now may hold as many, or
+            it could give no layer away.
         overlapped: a batch trains while layers travel.
 
     Raises:
@@ -100,7 +100,7 @@ def overflow(
 
 
 def between(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The partitions on the way from ``old`` to ``new``, neither included, the nearest to ``new`` first.
+    """Give the partitions between ``old`` and ``new``, without the two, the nearest to ``new`` first.
 
     >>> list(between([0, 2, 8], [0, 5, 8]))
     [(0, 4, 8), (0, 3, 8)]
@@ -111,7 +111,7 @@ def between(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, ...]]
 
 
 def _owners(here: Iterable[int], first_uses: Sequence[int | None]) -> dict[int, int]:
-    """By first use, the layer that has the parameters on the stage of the layers ``here``: its first use there."""
+    """Map each first use to the first of the layers ``here`` that uses the same parameters, and so holds them."""
     owners: dict[int, int] = {}
     for layer in here:
         use = first_uses[layer]
@@ -132,7 +132,7 @@ def _peak(
     *,
     overlapped: bool,
 ) -> int:
-    """Of one stage, from what its layers hold before and after, and those that are sent to it and from it."""
+    """Compute the peak of one stage from its layers before and after, and those that it receives and sends."""
     travelling = [*arriving, *leaving]
     travels = old.total + new.flat + sum(layer.own + layer.staged for layer in arriving)
     travels += sum(layer.staged for layer in leaving)

@@ -1,4 +1,4 @@
-"""Passing overload on: how stages find the smallest bottleneck by sweeps along the chain.
+"""Find the smallest bottleneck by sweeps along the chain in which stages pass overload on.
 
 Given a *target*, a sweep to the right lets each stage in turn keep, from its left end, what stays within the
 target and hand the rest to its right neighbour; a sweep back to the left lets each stage keep, from its
@@ -8,14 +8,15 @@ target, so is every stage.
 This decides exactly, without memory limits: stage 0 is handed layers only if every stage to its right
 up to the last kept all it could, that is if ``[0, p_1)`` is the least that any partition within the target
 leaves for stage 0. If a target fails, so does every other up to the *next* one: the smallest sum at which
-some stage would have kept one layer more on the way left. (What the way right did is of no account then: every
-stage has handed on layers on the way left.) Within memory limits it is a heuristic: a layer that its neighbour
-has no room for cannot pass through it, so a partition that exists may not be found. Likewise with stages of unlike
-speeds: a target fails too where a slow stage's turn comes at a layer that is too heavy for it alone, and a smaller one
-than the *next* may do.
+some stage would have kept one layer more on the way left. (The way right does not matter then: every stage has handed
+on layers on the way left.)
 
-Several targets travel in the same sweep. Layers that are handed on for different targets are the ends of one
-run of layers, so they travel once, with one boundary per target. Nothing moves before a target is adopted.
+With memory limits it is a heuristic: a layer cannot pass through a neighbour that has no room for it, so a partition
+that exists may not be found. With unlike speeds it is a heuristic too: a target also fails where a slow stage meets a
+layer that is too heavy for it alone, and a target smaller than the *next* one may succeed.
+
+Several targets travel in the same sweep. Layers that are handed on for different targets are the ends of one run of
+layers, so they travel once, with one boundary per target. No layer moves before a target is adopted.
 """
 
 from __future__ import annotations
@@ -34,14 +35,13 @@ TARGETS = 16
 
 @dataclass(frozen=True)
 class Attempt:
-    """One target, as it travels from stage to stage.
+    """One target on its way from stage to stage.
 
     Attributes:
         target: the bottleneck that is tried.
-        bound: the boundary between the sender and the receiver, :data:`FAILED` once a stage could not even
-            keep one layer.
+        bound: the boundary between the sender and the receiver; :data:`FAILED` once a stage could not keep a layer.
         next_target: on the way left, the smallest larger target at which a stage would have kept one layer more.
-        bottleneck: the largest load so far, of stages whose layers are settled.
+        bottleneck: the largest load so far of stages whose layers are settled.
     """
 
     target: float
@@ -54,15 +54,15 @@ class Attempt:
 
     @classmethod
     def decoded(cls, values: Sequence[float]) -> list[Attempt]:
-        """All attempts in ``values``."""
+        """Decode all attempts in ``values``."""
         return [cls(values[at], int(values[at + 1]), *values[at + 2 : at + 4]) for at in range(0, len(values), 4)]
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """Where the smallest bottleneck lies: none that sweeps find is below ``low``, and one is at ``high``.
+    """The range of the smallest bottleneck: sweeps find none below ``low``, and one at ``high``.
 
-    ``reached`` is False while no partition that fits is known; ``high`` then only bounds what one may cost.
+    While ``reached`` is False no partition that fits is known, and ``high`` is only an upper bound.
     """
 
     low: float
@@ -75,7 +75,7 @@ class Bracket:
 
 
 def pick_targets(bracket: Bracket) -> list[float]:
-    """Increasing: ``low``, some between, and the last one below ``high`` (``high`` itself, if not reached)."""
+    """Choose increasing targets from ``low`` to the last float below ``high`` (``high`` itself, if not reached)."""
     step = (bracket.high - bracket.low) / TARGETS
     last = math.nextafter(bracket.high, -math.inf) if bracket.reached else bracket.high
     spread = [bracket.low + place * step for place in range(TARGETS)]
@@ -83,9 +83,9 @@ def pick_targets(bracket: Bracket) -> list[float]:
 
 
 def keep_left(known: Stretch, room: Room, stop: int, attempt: Attempt) -> Attempt:
-    """Sweep to the right: of layers ``[attempt.bound, stop)`` the stage keeps what it can from the left.
+    """Sweep to the right: keep what the target allows of layers ``[attempt.bound, stop)``, from the left.
 
-    One layer at least, if it fits, however slow the stage is: whether it can keep it is seen on the way left.
+    A stage keeps at least one layer that fits, even above the target: the way left shows whether it can keep it.
     """
     start = attempt.bound
     if start == FAILED:
@@ -102,7 +102,7 @@ def keep_left(known: Stretch, room: Room, stop: int, attempt: Attempt) -> Attemp
 
 
 def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Attempt:
-    """Sweep to the left: of layers ``[start, attempt.bound)`` the stage keeps what it can from the right."""
+    """Sweep to the left: keep what the target allows of layers ``[start, attempt.bound)``, from the right."""
     stop = attempt.bound
     if stop == FAILED or start == FAILED:
         return Attempt(attempt.target, FAILED, attempt.next_target)
@@ -124,9 +124,9 @@ def keep_right(known: Stretch, room: Room, start: int, attempt: Attempt) -> Atte
 
 
 def choose(bracket: Bracket, attempts: Sequence[Attempt]) -> tuple[int, Bracket]:
-    """Stage 0's verdict on a finished sweep: the attempt to adopt, or :data:`FAILED`, and what is known now.
+    """Judge a finished pair of sweeps on stage 0: give the attempt to adopt, or :data:`FAILED`, and the new bracket.
 
-    An attempt succeeded if its ``bound`` is 0: stage 0 had nothing to hand on.
+    An attempt succeeded if its ``bound`` is 0: stage 0 had no layer to hand on.
     """
     met = [place for place, attempt in enumerate(attempts) if attempt.bound == 0]
     first = met[0] if met else len(attempts)

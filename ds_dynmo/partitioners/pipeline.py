@@ -1,4 +1,4 @@
-"""What a decision knows of the running pipeline, beyond one cost per layer."""
+"""The model of the running pipeline that balancers and decisions simulate."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def check_speeds(speeds: Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """``speeds`` as floats.
+    """Check speeds and return them as floats.
 
     Raises:
-        PartitionError: not one finite number > 0 for each stage.
+        PartitionError: not one finite number > 0 per stage.
     """
     if len(speeds) != num_stages:
         raise PartitionError(f"{num_stages} stages need {num_stages} speeds, got {len(speeds)}")
@@ -35,18 +35,18 @@ def check_speeds(speeds: Sequence[float], num_stages: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """How long an iteration takes under any partition, and how much a change of partition moves.
+    """The time of an iteration under any partition, and the bytes that a change of partition moves.
 
     Attributes:
         forward_seconds, backward_seconds: per layer and micro-batch, on a stage of speed 1.
         micro_batches: per iteration.
-        speeds: per stage: a layer takes its seconds over the stage's speed.
-        layer_bytes: per layer, what moves with it; () where that is not known.
-        link_seconds: of a message between neighbours: one number, or one per boundary.
+        speeds: per stage; a layer takes its seconds over the stage's speed.
+        layer_bytes: per layer, the bytes that move with it; (): not known.
+        link_seconds: of a message between neighbours; one number, or one per boundary.
         sends: as in :func:`simulate`; DeepSpeed's sends over gloo end with their receipt.
 
     Raises:
-        PartitionError: unlike numbers of layers, seconds that are no costs, speeds that are none, no micro-batch.
+        PartitionError: values for different numbers of layers, invalid seconds or speeds, or no micro-batch.
     """
 
     forward_seconds: tuple[float, ...]
@@ -85,15 +85,15 @@ class PipelineModel:
             )
 
     def on(self, num_stages: int) -> PipelineModel:
-        """The same layers on so many stages, all equally fast; links as slow as the slowest is."""
+        """Return a model of ``num_stages`` stages of speed 1, all links as slow as the slowest one."""
         slowest = max(self.link_seconds, default=0.0) if isinstance(self.link_seconds, tuple) else self.link_seconds
         return replace(self, speeds=(1.0,) * num_stages, link_seconds=slowest)
 
     def folded(self, groups: LayerGroups) -> PipelineModel:
-        """The same pipeline with groups of layers for layers.
+        """Return a model whose layers are ``groups``.
 
         Raises:
-            PartitionError: the groups are another model's.
+            PartitionError: the groups are of another number of layers.
         """
         self.check_shape(groups.num_layers, len(self.speeds))
         return replace(
@@ -104,30 +104,30 @@ class PipelineModel:
         )
 
     def iteration_seconds(self, partition: Sequence[int]) -> float:
-        """Of one partition."""
+        """Simulate the iteration under one partition."""
         return float(self.iterations_seconds(np.asarray(partition)[:, None])[0])
 
     def iterations_seconds(self, bounds: npt.NDArray[np.int64]) -> Floats:
-        """Of many partitions, ``[num_stages + 1, how many]``."""
+        """Simulate the iterations under many partitions, ``[num_stages + 1, how many]``."""
         forward, backward = self.stages_seconds(bounds)
         return iteration_seconds(forward, backward, self.micro_batches, self.link_seconds, sends=self.sends)
 
     def stages_seconds(self, bounds: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Forward and backward seconds of each stage, ``[num_stages, how many]``."""
+        """Compute the forward and backward seconds of each stage, ``[num_stages, how many]``."""
         forward, backward = self.prefixes
         speeds = np.asarray(self.speeds)[:, None]
         return np.diff(forward[bounds], axis=0) / speeds, np.diff(backward[bounds], axis=0) / speeds
 
     @cached_property
     def prefixes(self) -> tuple[Floats, Floats]:
-        """Sums of the layers' forward and backward seconds, from none to all."""
+        """Prefix sums of the layers' forward and backward seconds."""
         forward, backward = (
             np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in (self.forward_seconds, self.backward_seconds)
         )
         return forward, backward
 
     def moved(self, old: Sequence[int], bounds: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Bytes and layers that change stage from ``old`` to each of many partitions."""
+        """Compute the bytes and layers that change stage from ``old`` to each of many partitions."""
         num_layers, num_stages = len(self.forward_seconds), len(old) - 1
         before = np.asarray(old)[:, None]
         low, high = np.maximum(before[:-1], bounds[:-1]), np.minimum(before[1:], bounds[1:])

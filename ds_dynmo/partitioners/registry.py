@@ -1,6 +1,6 @@
-"""Balancers by name: the ``"balancer"`` of the JSON block.
+"""The registry of balancers: the names that ``"balancer"`` of the JSON block takes.
 
-The dict below is the package's only mutable global: names are taken at import time and never given back.
+Its dict is the package's only mutable global: names are added at import time and never removed.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from ds_dynmo.plan import check_partition
 
 __all__ = ["Balancer", "current_name", "get", "names", "propose", "register", "takes"]
 
-OFFERED = ("pipeline", "speeds", "layer_bytes")  # what a balancer gets too, if it has a parameter of that name
+OFFERED = ("pipeline", "speeds", "layer_bytes")  # given to balancers that have a parameter of that name
 
 
 class Balancer(Protocol):
-    """Chooses a partition: the same one on every rank, for the same arguments.
+    """A function that chooses a partition. For the same arguments it must give every rank the same one.
 
-    One that also has a parameter ``pipeline`` gets a :class:`PipelineModel` by that keyword, or None where layers are
-    balanced by something else than time. One that has ``speeds`` gets the stages' relative speeds, or None where all
-    are taken to be equal; its costs are then those on a stage of speed 1, without ``speeds`` those that were measured.
-    One that has ``layer_bytes`` gets, per layer, what moves with it, or None where that is not known.
+    Parameters of these names are optional, and are given by keyword:
 
-    Where layers have to stay together, each group of them is one layer to a balancer, in all that it gets and gives.
+    - ``pipeline``: a :class:`PipelineModel`; None where layers are balanced by something else than time.
+    - ``speeds``: the relative speeds of the stages; None: all are equal. Costs are then those on a stage of speed 1,
+      without this parameter those that were measured.
+    - ``layer_bytes``: per layer, the bytes that move with it; None: not known.
+
+    Where layers stay together, each group of them is one layer to a balancer, in its arguments and its result.
     """
 
     def __call__(
         self, costs: Sequence[float], num_stages: int, *, start: Sequence[int], memory: MemoryModel | None
     ) -> Sequence[int]:
-        """Boundaries, ``num_stages + 1`` ints.
+        """Choose boundaries, ``num_stages + 1`` ints.
 
         Args:
             costs: per layer, finite and >= 0.
             start: the partition in force.
-            memory: None where nothing limits it.
+            memory: the memory model; None: no limit.
         """
 
 
 class _Registered(NamedTuple):
     balancer: Any
-    takes: frozenset[str]  # those of OFFERED
+    takes: frozenset[str]  # a subset of OFFERED
 
 
 _BALANCERS: dict[str, _Registered] = {}
@@ -58,7 +60,7 @@ AnyBalancer = TypeVar("AnyBalancer", bound=Callable[..., Any])
 
 
 def register(name: str) -> Callable[[AnyBalancer], AnyBalancer]:
-    """Decorator: make a :class:`Balancer` known as ``name``. What it takes is read from its signature, once, here.
+    """Decorate a :class:`Balancer` to register it as ``name``. Its signature says which optional arguments it takes.
 
     Raises:
         ConfigError: the name is taken.
@@ -94,15 +96,16 @@ def propose(
     layer_bytes: Sequence[int] | None = None,
     groups: LayerGroups | None = None,
 ) -> Sequence[int]:
-    """What the balancer registered as ``name`` chooses, given what it takes.
+    """Call the balancer registered as ``name`` with the arguments that it takes.
 
     Args:
-        layer_bytes: per layer, what moves with it; None: not known.
-        groups: where it may cut; None: anywhere. The balancer is given groups for layers. A ``start`` that cuts where
-            it may not counts as the nearest one that does not.
+        layer_bytes: per layer, the bytes that move with it; None: not known.
+        groups: the groups that no partition cuts, given to the balancer as layers; None: it may cut anywhere. If
+            ``start`` cuts a group, the balancer gets the nearest partition that does not.
 
     Raises:
-        PartitionError: as the balancer; more stages than groups; of groups, what the balancer gives is no partition.
+        PartitionError: from the balancer; or more stages than groups; or the balancer returns an invalid partition of
+            groups.
     """
     if groups is None or groups.single_layers:
         offers = {"pipeline": pipeline, "speeds": speeds, "layer_bytes": layer_bytes}
@@ -143,21 +146,21 @@ def _choose(
 
 
 def takes(name: str, offered: str) -> bool:
-    """Has the balancer registered as ``name`` a parameter ``offered``, one of :data:`OFFERED`?"""
+    """Tell whether the balancer registered as ``name`` takes ``offered``, one of :data:`OFFERED`."""
     return offered in _registered(name).takes
 
 
 def get(name: str) -> Any:
-    """The balancer registered as ``name``, as it was registered.
+    """Return the balancer registered as ``name``.
 
     Raises:
-        ConfigError: there is none: says the nearest right name and all of them.
+        ConfigError: there is none; the message has the nearest name and all names.
     """
     return _registered(name).balancer
 
 
 def current_name(name: str) -> str:
-    """Give ``name``, or, with a DeprecationWarning, the name that it was changed to."""
+    """Return ``name``, or with a DeprecationWarning the present name for an old one."""
     if name not in _RENAMED:
         return name
     new = _RENAMED[name]
@@ -175,5 +178,5 @@ def _registered(name: str) -> _Registered:
 
 
 def names() -> list[str]:
-    """Every registered name, sorted."""
+    """Return all registered names, sorted."""
     return sorted(_BALANCERS)

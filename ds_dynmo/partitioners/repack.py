@@ -1,7 +1,7 @@
-"""Which number of stages is enough for a model whose work has shrunk, and which of the present stages go on.
+"""Planners of re-packing: how many stages a model whose work has shrunk needs, and which of the present ones stay.
 
-Two planners. :func:`first_fit` is the paper's algorithm 2, which packs by memory alone. :func:`fewest_stages` asks
-for throughput too. Either gives boundaries for fewer stages; :func:`hosts` then says which stages are kept.
+:func:`first_fit` is the paper's algorithm 2, which packs by memory alone. :func:`fewest_stages` asks for throughput
+too. Both give boundaries for fewer stages; :func:`hosts` then chooses the stages to keep.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from ds_dynmo.plan import check_partition
 
 __all__ = ["Packing", "fewest_stages", "first_fit", "fits_on", "hosts", "pack_onto"]
 
-Balance = Callable[[int], Sequence[int]]  # the best partition over so many stages; PartitionError where none fits
+Balance = Callable[[int], Sequence[int]]  # the best partition of a number of stages; PartitionError where none fits
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A partition over some number of stages, and what an iteration takes under it."""
+    """A partition of a number of stages, and the seconds of its iteration."""
 
     partition: tuple[int, ...]
     iteration_seconds: float
 
     @property
     def num_stages(self) -> int:
-        """How many stages it has."""
+        """The number of stages."""
         return self.placement.num_stages
 
     @property
     def placement(self) -> Placement:
-        """Where it puts the layers."""
+        """The partition as a chain."""
         return Placement.chain(self.partition)
 
 
 def first_fit(
     partition: Sequence[int], fits: Callable[[int, int, int, int], bool], *, target: int = 1
 ) -> tuple[int, ...]:
-    """The paper's algorithm 2 for contiguous stages: a stage's layers go to the next one where both fit.
+    """Run the paper's algorithm 2 for contiguous stages: merge a stage with the next one where both fit.
 
-    As printed, the algorithm counts a source's memory again after it has gone, looks at workers that are idle already
-    and compares workers that are no neighbours; here a stage that was given away is out of the game, and only the next
-    stage in the pipeline can take layers, so that stages stay contiguous.
+    As printed, the algorithm counts a source's memory again after its layers have left, considers workers that are idle
+    already, and compares workers that are not neighbours. Here a stage that was merged is not considered again, and
+    only the next stage in the pipeline can take layers, so that stages stay contiguous.
 
     Args:
         partition: the one in force.
-        fits: of ``(num_stages, stage, start, stop)``: may ``stage`` of so many own layers ``[start, stop)``? It is
-            asked about the pipeline as it would then be, with fewer micro-batches in flight.
+        fits: ``fits(num_stages, stage, start, stop)`` tells whether layers ``[start, stop)`` fit on ``stage`` of
+            ``num_stages``, which have fewer micro-batches in flight than now.
         target: the number of stages at which to stop.
 
     Returns:
@@ -60,7 +60,7 @@ def first_fit(
     (0, 4, 8)
 
     Raises:
-        PartitionError: ``partition`` is none, or a target below 1.
+        PartitionError: ``partition`` is invalid, or the target is below 1.
     """
     bounds = list(check_partition(partition, partition[-1], len(partition) - 1))
     if target < 1:
@@ -79,14 +79,14 @@ def first_fit(
 def fewest_stages(
     balance: Balance, pipeline: PipelineModel, most: int, *, within_seconds: float, least: int = 1
 ) -> Packing | None:
-    """The least number of stages, from ``least`` to ``most``, whose iteration takes no longer than ``within_seconds``.
+    """Find the fewest stages, from ``least`` to ``most``, whose iteration takes no longer than ``within_seconds``.
 
     Args:
-        balance: gives a partition over a number of stages that fits in memory.
-        pipeline: of any number of stages; stages are taken to be equally fast.
+        balance: gives a partition of a number of stages that fits in memory.
+        pipeline: of any number of stages, which are assumed to be equally fast.
 
     Returns:
-        None where no number of stages is fast enough and fits.
+        None if no number of stages is fast enough and fits.
     """
     for count in range(least, most + 1):
         try:
@@ -99,10 +99,10 @@ def fewest_stages(
 
 
 def pack_onto(balance: Balance, pipeline: PipelineModel, num_stages: int) -> Packing:
-    """The best partition over just so many stages, and what to expect of it.
+    """Give the best partition of exactly ``num_stages`` stages, and the seconds of its iteration.
 
     Raises:
-        PartitionError: more stages than layers, fewer than 1, or none fits.
+        PartitionError: more stages than layers, fewer than 1, or no partition fits.
     """
     num_layers = len(pipeline.forward_seconds)
     if not 1 <= num_stages <= num_layers:
@@ -112,7 +112,7 @@ def pack_onto(balance: Balance, pipeline: PipelineModel, num_stages: int) -> Pac
 
 
 def fits_on(memory: MemoryModel) -> Callable[[int, int, int, int], bool]:
-    """For :func:`first_fit`: does it fit where every stage has the limit that the tightest one has?"""
+    """Build the ``fits`` of :func:`first_fit`: every stage has the smallest of the present limits."""
     models: dict[int, MemoryModel] = {}
 
     def fits(num_stages: int, stage: int, start: int, stop: int) -> bool:
@@ -124,20 +124,20 @@ def fits_on(memory: MemoryModel) -> Callable[[int, int, int, int], bool]:
 
 
 def hosts(old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Which of the present stages become the stages of a smaller pipeline, in order, so that least has to move.
+    """Choose which present stages become the stages of a smaller pipeline, in order, so that fewest bytes move.
 
-    The first stage stays the first; of two stages or more the last stays the last: they read the data.
+    The first stage stays the first and, of two stages or more, the last stays the last: they read the data.
 
     Args:
-        old: boundaries now.
-        new: boundaries over fewer stages, or as many.
-        layer_bytes: per layer, what moves with it.
+        old: the present boundaries.
+        new: boundaries of as many stages or fewer.
+        layer_bytes: per layer, the bytes that move with it.
 
     >>> hosts([0, 2, 4, 6, 8], [0, 3, 6, 8], [1] * 8)
     (0, 2, 3)
 
     Raises:
-        PartitionError: more stages than there are.
+        PartitionError: ``new`` has more stages than ``old``.
     """
     present, wanted = len(old) - 1, len(new) - 1
     if wanted > present:
@@ -150,7 +150,7 @@ def hosts(old: Sequence[int], new: Sequence[int], layer_bytes: Sequence[int]) ->
         low, high = max(old[stage], new[place]), min(old[stage + 1], new[place + 1])
         return sums[high] - sums[low] if low < high else 0
 
-    # best[stage]: the most bytes that stay where they are, and the choice, with `stage` in the latest place
+    # best[stage]: the most bytes that stay, and the stages chosen, the latest of which is `stage`
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (kept(0, 0), (0,))}
     for place in range(1, wanted):
         last = place == wanted - 1

@@ -7,10 +7,10 @@ The schedule gives each pass a step: forward ``m`` of stage ``s`` is step ``s + 
     stage 0   F0      F1  B0  F2  B1      B2
     stage 1       F0  B0  F1  B1  F2  B2
 
-What passed in one step is sent at the beginning of the next, between the stage whose turn is backward and its
-successor, whose turn is forward: first the gradient (SendGrad, RecvGrad), then the activation (SendActivation,
-RecvActivation). So a stage that waits for a gradient sends its activation only then, and where a send ends with its
-receipt, early stages cannot run ahead.
+The results of one step are sent at the beginning of the next, between a stage with a backward pass and its successor
+with a forward pass: first the gradient (SendGrad, RecvGrad), then the activation (SendActivation, RecvActivation). So a
+stage that waits for a gradient sends its activation only afterwards, and where a send ends with its receipt, early
+stages cannot run ahead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One iteration.
+    """The timeline of one iteration.
 
     Attributes:
         iteration_seconds: from the first pass's start to the end of the last one.
@@ -56,12 +56,12 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """The share of ``num_stages`` x ``iteration_seconds`` in which no pass runs."""
+        """The fraction of ``num_stages`` x ``iteration_seconds`` in which no pass runs."""
         return _idle_share(math.fsum(self.busy_seconds), len(self.busy_seconds) * self.iteration_seconds)
 
     @property
     def stage_bubble_ratios(self) -> tuple[float, ...]:
-        """Per stage, the share of ``iteration_seconds`` in which it runs no pass."""
+        """The fraction of ``iteration_seconds`` in which each stage runs no pass."""
         return tuple(_idle_share(busy, self.iteration_seconds) for busy in self.busy_seconds)
 
 
@@ -70,10 +70,10 @@ def _idle_share(busy_seconds: float, seconds: float) -> float:
 
 
 class _Step(NamedTuple):
-    """The stages that have a part in one step, every other one each time."""
+    """The stages that take part in one step; each slice has every other one."""
 
-    gradients: tuple[slice, slice]  # to whom, from whom
-    activations: tuple[slice, slice]  # from whom, to whom
+    gradients: tuple[slice, slice]  # receivers, senders
+    activations: tuple[slice, slice]  # senders, receivers
     forwards: slice
     backwards: slice
     full: bool  # every stage has a pass
@@ -118,16 +118,16 @@ def _run(
     sends: Sends,
     record: Callable[[int, _Step, Floats], None] | None = None,
 ) -> Floats:
-    """When each stage is done; arrays are ``[num_stages, ...]``, ``links`` one fewer, None for no seconds."""
+    """Compute when each stage is done. Arrays are ``[num_stages, ...]``, ``links`` one fewer (None: no time)."""
     num_stages = len(forward)
     free_at = np.zeros_like(forward)
     pairs = [(free_at[first : num_stages - 1 : 2], free_at[first + 1 :: 2]) for first in (0, 1)]
-    everyone = [forward.copy(), backward.copy()]  # what a step takes in which every stage has a pass
+    everyone = [forward.copy(), backward.copy()]  # the seconds of a step in which every stage has a pass
     everyone[0][1::2], everyone[1][1::2] = backward[1::2], forward[1::2]
     for number, step in enumerate(_steps(num_stages, micro_batches)):
         (to, giver), (sender, receiver), forwards, backwards, full = step
         if sends == "rendezvous":
-            # All neighbours whose turn it is meet; those that have nothing to send are never late for each other.
+            # All pairs of the step wait for each other, also those without a message: that never delays them.
             early, late = pairs[(number + 1) % 2]
             np.maximum(early, late, out=early)
             if links is not None:
@@ -157,21 +157,22 @@ def simulate(
     *,
     sends: Sends = "overlapped",
 ) -> Timeline:
-    """The exact 1F1B timeline: each pass starts as soon as its stage is free and its input has arrived.
+    """Compute the exact 1F1B timeline: a pass starts as soon as its stage is free and its input has arrived.
 
     Args:
         forward, backward: per stage, seconds per micro-batch.
         micro_batches: per iteration.
-        link_seconds: that a message takes from a stage to its neighbour: one number, or one per boundary.
+        link_seconds: of a message between neighbours; one number, or one per boundary.
         sends: "overlapped": a message leaves by itself at the end of its pass and costs no compute time.
             "buffered": it leaves when the next step of the schedule sends it, and the sender goes on at once.
-            "rendezvous": likewise, but the sender goes on when it has been received, as with gloo.
+            "rendezvous": the same, but the sender goes on when it has been received, as with gloo.
 
     >>> simulate([1.0, 1.0], [2.0, 2.0], micro_batches=2).iteration_seconds
     9.0
 
     Raises:
-        ValueError: unlike numbers of forward and backward times or of links, no stage, or no micro-batch.
+        ValueError: different numbers of forward and backward times, a wrong number of links, no stage or no
+            micro-batch.
     """
     num_stages = len(forward)
     seconds = [np.asarray(times, dtype=np.float64).reshape(-1, 1) for times in (forward, backward)]
@@ -201,10 +202,10 @@ def iteration_seconds(
     *,
     sends: Sends = "overlapped",
 ) -> Floats:
-    """``iteration_seconds`` of :func:`simulate` for many pipelines at once.
+    """Compute the ``iteration_seconds`` of :func:`simulate` for many pipelines at once.
 
     Args:
-        forward, backward: ``[num_stages, ...]``, any further axes count pipelines.
+        forward, backward: ``[num_stages, ...]``; the further axes are pipelines.
 
     Returns:
         Seconds, in the shape of the further axes.
@@ -220,7 +221,7 @@ def iteration_seconds(
 def _checked_links(
     num_stages: int, num_backward: int, micro_batches: int, link_seconds: float | Sequence[float]
 ) -> Floats | None:
-    """``[num_stages - 1, 1]``, None where all are 0."""
+    """Give the seconds of each link, ``[num_stages - 1, 1]``; None if all are 0."""
     if num_backward != num_stages or num_stages < 1 or micro_batches < 1:
         raise ValueError(
             "simulate needs one forward and one backward time for each stage and at least 1 micro-batch, "

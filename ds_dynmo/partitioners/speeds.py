@@ -1,7 +1,7 @@
 """Relative speeds of stages, from layers that were measured on one stage and then on another.
 
-Equal layers on different stages are no evidence: a dynamic model's layers differ in load. So before any layer has
-moved all stages are taken to be equal.
+Two layers on different stages are no evidence, because a dynamic model's layers differ in load. So before any layer has
+moved, all stages are assumed to be equal.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["SpeedEvidence", "relative_speeds"]
 
 _PRIOR = 0.5  # standard deviation of a stage's log speed before there is evidence
 _DECAY = 0.85  # weight of evidence per newer piece: clocks and neighbours on a machine change
-_SIGNIFICANT = 3.0  # standard errors that a ratio has to be from 1
+_SIGNIFICANT = 3.0  # standard errors by which a ratio has to differ from 1
 
 
 class SpeedEvidence(NamedTuple):
     """Layers that went from one stage to another in one move.
 
     Attributes:
-        log_ratio: the median, over the layers, of the log of seconds on ``destination`` over seconds on ``source``.
-        layers: how many.
+        log_ratio: the median over the layers of log(seconds on ``destination`` / seconds on ``source``).
+        layers: the number of layers.
     """
 
     source: int
@@ -34,9 +34,9 @@ class SpeedEvidence(NamedTuple):
 
 
 def relative_speeds(evidence: Sequence[SpeedEvidence], num_stages: int, noise: float) -> tuple[float, ...]:
-    """The speed of each stage, geometric mean 1: least squares in logs, the latest evidence counting most.
+    """Estimate the speed of each stage, with geometric mean 1, by least squares in logs. Newer evidence weighs more.
 
-    Ratios between two stages that noise explains count as 1, and so does what nothing is known of.
+    Ratios that noise explains count as 1. So do speeds without evidence.
 
     Args:
         evidence: oldest first.

@@ -1,4 +1,4 @@
-"""A run of neighbouring layers that one stage knows, and what the stage can say about parts of it."""
+"""A run of neighbouring layers that one stage knows, with the loads and bytes of its parts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["RECORD_WIDTH", "LayerRecord", "Room", "Stretch"]
 
 
 class LayerRecord(NamedTuple):
-    """What travels with a layer, or a group of layers: its cost, and its bytes where memory counts.
+    """The cost of a layer or a group of layers, and with memory limits its bytes.
 
-    ``inner`` holds the activation and input bytes of each layer of a group of several, where segments are checkpointed.
+    ``inner`` holds the activation and input bytes of each layer of a group, where segments are checkpointed.
     """
 
     cost: float
@@ -30,13 +30,13 @@ RECORD_WIDTH = 4  # floats of a record, without those of inner layers
 
 @dataclass(frozen=True)
 class Room:
-    """How much one stage may hold, and how fast it is.
+    """The memory limit and the speed of one stage.
 
     Attributes:
-        limit_bytes: ``inf`` where memory does not count.
+        limit_bytes: ``inf``: no limit.
         in_flight: micro-batches that the stage holds at its peak.
-        checkpoint_interval: layers per checkpointed segment, 0 without.
-        speed: a layer takes its cost over this.
+        checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
+        speed: a layer takes its cost over the speed.
     """
 
     limit_bytes: float
@@ -46,7 +46,7 @@ class Room:
 
     @classmethod
     def of(cls, memory: StageMemory | None, stage: int, num_stages: int, speed: float) -> Room:
-        """The room of a stage that knows its own ``memory`` and ``speed``."""
+        """Build the room of a stage from its own ``memory`` and ``speed``."""
         if memory is None:
             return cls(math.inf, 1, 0, speed)
         in_flight = min(num_stages - stage, memory.micro_batches)
@@ -54,7 +54,7 @@ class Room:
 
 
 class Stretch:
-    """Layers ``[start, stop)`` by their numbers in the model."""
+    """The layers ``[start, stop)``, numbered as in the model."""
 
     def __init__(self, start: int, records: Sequence[LayerRecord]) -> None:
         self.start = start
@@ -63,11 +63,11 @@ class Stretch:
         self._costs = [record.cost for record in records]
 
     def load(self, room: Room, start: int, stop: int) -> float:
-        """What layers ``[start, stop)`` take a stage with this ``room``; never falls as layers are added."""
+        """Compute the load of layers ``[start, stop)`` on a stage with ``room``; it never falls as layers are added."""
         return math.fsum(self._costs[start - self.start : stop - self.start]) / room.speed
 
     def fits(self, room: Room, start: int, stop: int) -> bool:
-        """May a stage with this ``room`` own layers ``[start, stop)``?"""
+        """Tell whether layers ``[start, stop)`` fit on a stage with ``room``."""
         if room.limit_bytes == math.inf:
             return True
         records = self.records[start - self.start : stop - self.start]
@@ -76,16 +76,16 @@ class Stretch:
         return needed <= room.limit_bytes
 
     def part(self, start: int, stop: int) -> Stretch:
-        """Layers ``[start, stop)``; none where ``stop`` is not beyond ``start``."""
+        """Cut out layers ``[start, stop)``; empty if ``stop`` is not beyond ``start``."""
         return Stretch(start, self.records[start - self.start : max(stop, start) - self.start])
 
     def joined(self, other: Stretch) -> Stretch:
-        """Both; ``other`` begins where this one ends."""
+        """Join this stretch and ``other``, which begins where this one ends."""
         assert other.start == self.stop, (self.stop, other.start)
         return Stretch(self.start, [*self.records, *other.records])
 
     def encoded(self) -> list[float]:
-        """Flat floats: start, number of layers, each layer's record."""
+        """Encode as flat floats: the start, the number of layers, and each layer's record."""
         values = [float(self.start), float(len(self.records))]
         for cost, static, activation, inputs, inner in self.records:
             values += (cost, static, activation, inputs, *inner)
@@ -93,10 +93,10 @@ class Stretch:
 
     @classmethod
     def decoded(cls, values: Sequence[float], group_sizes: Sequence[int] = ()) -> tuple[Stretch, Sequence[float]]:
-        """A stretch from the front of ``values``, and the values behind it.
+        """Decode a stretch from the front of ``values``, and return it and the values behind it.
 
         Args:
-            group_sizes: of all groups of the model, where records hold inner layers; else empty.
+            group_sizes: of all groups of the model, if records hold inner layers; else empty.
         """
         start, count = int(values[0]), int(values[1])
         records, at = [], 2
@@ -111,7 +111,7 @@ class Stretch:
 
 
 def _bytes_of(records: Sequence[LayerRecord]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Static bytes of each; activation and input bytes of each layer in them: whole numbers, as floats."""
+    """Give the static bytes of each record, and the activation and input bytes of each layer, as whole floats."""
     _, static, activation, inputs, inner = zip(*records)
     if not any(inner):
         return static, activation, inputs

@@ -1,4 +1,4 @@
-"""Values that pass between measuring, deciding and migrating. All are frozen; all validate themselves once."""
+"""Values that pass between measuring, deciding and migrating. All are frozen and check themselves once."""
 
 from ds_dynmo.placement import check_partition, stage_of
 from ds_dynmo.plan.migration import LayerMove, MigrationPlan

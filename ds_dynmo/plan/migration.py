@@ -14,7 +14,7 @@ __all__ = ["LayerMove", "MigrationPlan"]
 
 @dataclass(frozen=True)
 class LayerMove:
-    """One layer's way from the stage that owns it to the stage that will."""
+    """A layer that changes stage, with the stage that owns it before and after."""
 
     layer: int
     source: int
@@ -26,8 +26,8 @@ class MigrationPlan:
     """Every layer that changes stage between two placements; ranks compare :attr:`digest` before a byte moves.
 
     Raises:
-        PartitionError: placements of unlike numbers of layers or stages, or moves that do not lead from one to the
-            other.
+        PartitionError: the placements differ in their number of layers or stages, or ``moves`` does not lead from one
+            to the other.
     """
 
     old: Placement
@@ -36,7 +36,12 @@ class MigrationPlan:
 
     @classmethod
     def between(cls, old: Placement | Sequence[int], new: Placement | Sequence[int]) -> MigrationPlan:
-        """The plan that leads from ``old`` to ``new``: placements, or boundaries, of a chain or of chunks as before."""
+        """Plan the moves from ``old`` to ``new``.
+
+        Args:
+            old: a placement, or the boundaries of a chain.
+            new: a placement, or boundaries for the owners of ``old``.
+        """
         source = old if isinstance(old, Placement) else Placement.chain(old)
         target = new if isinstance(new, Placement) else source.at(new)
         return cls(source, target, tuple(_moves(source, target)))

@@ -1,4 +1,4 @@
-"""What was measured: costs per layer, and under which placement."""
+"""Measurements: the costs of each layer, and the placement under which they were measured."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["HeldBytes", "LayerCost", "Profile"]
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What a layer holds on a rank between two batches, by what becomes of it when layers move.
+    """Bytes that a layer holds on a rank between two batches, by what happens to them when layers move.
 
     Attributes:
-        own: in memory of its own: it is freed where the layer has left. Buffers; weights and optimizer state too,
-            unless the optimizer keeps them flat.
-        flat: of its weights in the stage's flat buffer.
-        shards: of its fp32 weights and moments in this rank's shards, all kinds of state together.
-        largest_shard: of the kind that has most.
-        gradients: of buffers that its gradients are summed in, freed before layers move and made anew afterwards.
-        staged: held once more, at most, while the layer or its state travels: small tensors are packed together.
+        own: in tensors of its own, freed where the layer has left: buffers, and without a flat optimizer also
+            weights and optimizer state.
+        flat: weights in the stage's flat buffer.
+        shards: fp32 weights and moments in this rank's shards, all kinds of state together.
+        largest_shard: the largest kind of state in ``shards``.
+        gradients: buffers in which its gradients are summed; freed before layers move and allocated again afterwards.
+        staged: the most that is held twice while the layer or its state travels: small tensors are packed together.
     """
 
     own: int = 0
@@ -43,7 +43,7 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """All that is held while nothing moves."""
+        """The bytes that are held while nothing moves."""
         return self.own + self.flat + self.shards + self.gradients
 
 
@@ -54,13 +54,13 @@ class LayerCost:
     Attributes:
         forward_seconds, backward_seconds: per micro-batch; recomputation under activation checkpointing
             belongs to backward. Median over micro-batches, slowest data-parallel replica.
-        parameters, trainable_parameters: elements, frozen ones included and excluded.
+        parameters, trainable_parameters: numbers of elements, with and without frozen ones.
         static_bytes: weights, gradients, optimizer state and buffers.
         activation_bytes: per micro-batch, what the layer saves for its backward pass.
         input_bytes: per micro-batch, the layer's input, what a checkpointed segment keeps.
-        load_signal: the share of its dense work that the layer says it does now, None if it does not say.
-        held: between two batches, by what becomes of it when layers move.
-        first_use: the first layer that uses the same parameters: itself, unless it is tied; None: a function.
+        load_signal: the fraction of its dense work that the layer says it does now; None: it does not say.
+        held: bytes that it holds between two batches.
+        first_use: the first layer that uses the same parameters, itself unless it is tied; None: a plain function.
     """
 
     forward_seconds: float
@@ -86,7 +86,7 @@ class Profile:
 
     Attributes:
         step: ``global_steps`` after the last profiled batch.
-        placement: under which it was measured; after a re-packing, the one in force then.
+        placement: the one under which it was measured; after a re-packing, the new one.
         layers: one :class:`LayerCost` per layer of the model.
         micro_batches: micro-batches per batch.
         batch_seconds: wall-clock seconds of a batch, median of the latest since layers moved or changed, slowest rank.
@@ -104,13 +104,13 @@ class Profile:
         return self.placement.boundaries
 
     def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
-        """Per-layer costs for a balancer: seconds per micro-batch, or trainable parameters."""
+        """Return the layers' costs for a balancer: seconds per micro-batch, or trainable parameters."""
         if balance_by == "time":
             return [layer.seconds for layer in self.layers]
         return [float(layer.trainable_parameters) for layer in self.layers]
 
     def as_record(self) -> dict[str, Any]:
-        """A dict for one JSON line: of the layers, their seconds."""
+        """Return a dict for one JSON line, with the seconds of the layers."""
         return {
             "kind": "profile",
             "step": self.step,

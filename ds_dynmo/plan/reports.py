@@ -1,4 +1,4 @@
-"""What was done, and what came of it: records that are logged, written as JSON lines and kept."""
+"""Reports of decisions and of their outcome. They are logged, written as JSON lines and kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MeasuredReport", "RebalanceReport", "RepackReport"]
 
 
 class _BetweenPlacements:
-    """What a report of a move from one placement to another says of both."""
+    """The boundaries of the two placements of a report."""
 
     old_placement: Placement
     new_placement: Placement
@@ -29,21 +29,21 @@ class _BetweenPlacements:
 
 @dataclass(frozen=True)
 class RebalanceReport(_BetweenPlacements):
-    """What one decision did. Seconds are wall-clock on the reporting rank.
+    """The outcome of one decision. Seconds are wall-clock on the reporting rank.
 
     Attributes:
         step: ``global_steps`` at the decision.
-        reason: what asked for it: "interval", "initial", "explicit", "by hand" or what ``model_changed`` was told.
+        reason: why it was made: "interval", "initial", "explicit", "by hand" or the reason given to ``model_changed``.
         old_placement, new_placement: equal if no layer moved.
-        bottleneck_seconds_before, bottleneck_seconds_after: predicted, per micro-batch, of the slowest stage;
+        bottleneck_seconds_before, bottleneck_seconds_after: predicted seconds per micro-batch of the slowest stage;
             None without a profile (an explicit partition before the first profiled batch).
         imbalance_before, imbalance_after: predicted, the paper's equation 2.
         layers_moved: in the whole pipeline (one data-parallel replica).
-        bytes_moved: in the whole pipeline (one data-parallel replica), weights, optimizer state and the rest.
-        profile_seconds: extra time of gathering the profile; decide_seconds, migrate_seconds: likewise.
+        bytes_moved: in the whole pipeline (one data-parallel replica): weights, optimizer state and buffers.
+        profile_seconds, decide_seconds, migrate_seconds: to gather the profile, to decide and to move layers.
         load_signals: per layer, None where a layer does not report one.
-        iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule; what is not in layers
-            (the optimizer's step, messages) is not counted.
+        iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule, without the
+            optimizer's step and messages.
         verdict: why layers moved or stayed.
     """
 
@@ -67,24 +67,25 @@ class RebalanceReport(_BetweenPlacements):
 
     @property
     def moved(self) -> bool:
-        """Did any layer change stage?"""
+        """Tell whether a layer changed stage."""
         return self.old_placement != self.new_placement
 
     def as_record(self) -> dict[str, Any]:
-        """A dict for one JSON line."""
+        """Return a dict for one JSON line."""
         return _record("rebalance", self)
 
 
 @dataclass(frozen=True)
 class MeasuredReport:
-    """What was measured under a partition, from a profile: the record that follows a rebalance's prediction.
+    """What a profile measured after a rebalance, to compare with the prediction.
 
     Attributes:
         step: ``global_steps`` after the last profiled batch.
-        rebalance_step: the step of the rebalance whose outcome this is, None for the partition as built.
-        bottleneck_seconds: per micro-batch, of the slowest stage; imbalance: the paper's equation 2.
+        rebalance_step: the step of that rebalance; None for the partition as built.
+        bottleneck_seconds: per micro-batch, of the slowest stage.
+        imbalance: the paper's equation 2.
         batch_seconds: wall-clock seconds of one batch.
-        bubble_ratio: the share of ``num_stages`` x ``batch_seconds`` in which no layer was at work.
+        bubble_ratio: the fraction of ``num_stages`` x ``batch_seconds`` in which no layer computed.
     """
 
     step: int
@@ -101,25 +102,26 @@ class MeasuredReport:
         return self.placement.boundaries
 
     def as_record(self) -> dict[str, Any]:
-        """A dict for one JSON line."""
+        """Return a dict for one JSON line."""
         return _record("measured", self)
 
 
 @dataclass(frozen=True)
 class RepackReport(_BetweenPlacements):
-    """What one re-packing did, or why it did nothing. Seconds are wall-clock on the reporting rank.
+    """The outcome of one re-packing. Seconds are wall-clock on the reporting rank.
 
     Attributes:
         step: ``global_steps`` at the decision.
-        reason: what asked for it.
-        old_placement, new_placement: over as many stages as there were, and as there are.
-        released_ranks, recalled_ranks: of the launch, whose accelerators were given back or taken again.
+        reason: why it was made.
+        old_placement, new_placement: on the old and the new number of stages.
+        released_ranks, recalled_ranks: ranks of the launch that were released or taken back.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule; None without a profile.
         layers_moved, bytes_moved: in the whole pipeline (one data-parallel replica).
-        decide_seconds, migrate_seconds: as in a rebalance; ``world_seconds``: to go on in a world of another size.
+        decide_seconds, migrate_seconds: as in a :class:`RebalanceReport`.
+        world_seconds: to set up process groups of another size.
         verdict: why ranks were released, taken back or neither.
-        copies: how many times the launch's replicas are there afterwards: more than once where freed ranks are
-            further replicas.
+        copies: by what the launch's number of replicas is multiplied afterwards: more than 1 where freed ranks became
+            replicas.
     """
 
     step: int
@@ -140,21 +142,21 @@ class RepackReport(_BetweenPlacements):
 
     @property
     def old_stages(self) -> int:
-        """How many stages there were."""
+        """The number of stages before."""
         return self.old_placement.num_stages
 
     @property
     def new_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages after."""
         return self.new_placement.num_stages
 
     def as_record(self) -> dict[str, Any]:
-        """A dict for one JSON line."""
+        """Return a dict for one JSON line."""
         return _record("repack", self)
 
 
 def _record(kind: str, report: RebalanceReport | MeasuredReport | RepackReport) -> dict[str, Any]:
-    """What a report holds; of a placement its boundaries, under the name that they have there."""
+    """Return the fields of a report; a placement becomes its boundaries, as ``..._partition``."""
     record: dict[str, Any] = {"kind": kind}
     for field in fields(report):
         value = getattr(report, field.name)

@@ -75,12 +75,6 @@ def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
     return policy({"release": request.param, **needs.get(request.param, {})})
 
 
-def test_the_older_name_of_a_rank_location_works_and_says_what_to_write() -> None:
-    with pytest.warns(DeprecationWarning, match="Place is RankLocation now"):
-        from ds_dynmo.engine.elastic.release import Place
-    assert Place is RankLocation
-
-
 def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
     """It may be called again with the same ranks, and with more of them, and says whether its ranks can come back."""
     any_policy.release(PODS_GONE[:1], [*PODS_STAYING, PODS_GONE[1]])

@@ -28,7 +28,7 @@ def test_metrics_refuse_what_balancers_refuse(function: Callable[..., Any]) -> N
 
 
 def test_a_sum_that_no_float_holds_is_refused() -> None:
-    with pytest.raises(PartitionError, match="2 layers add up to more than a float holds"):
+    with pytest.raises(PartitionError, match="2 layers add up to more than a float can hold"):
         balanced([1.7e308, 1.7e308], 1)
 
 
