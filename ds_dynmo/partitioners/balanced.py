@@ -87,10 +87,9 @@ def balanced(
     if lowered:
         reached = lightest_loads(limits, limits.lightest(even_out(prefix, bounds)))
         floor = reached[-1][len(weights)]
-        bounds = evenest(limits, reached, floor)
-    if given is None:
-        return even_out(prefix, bounds)
-    return given if limits.met(given, floor) else fewest_moved(limits, floor, given, sizes)
+    if given is not None:
+        return given if limits.met(given, floor) else fewest_moved(limits, floor, given, sizes)
+    return even_out(prefix, evenest(limits, reached, floor) if lowered else bounds)
 
 
 def balanced_groups(
