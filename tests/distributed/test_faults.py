@@ -56,12 +56,16 @@ def _no_load_signal(engine: Any) -> None:
         module.load_signal = broken
 
 
+def _first_of_prepare(engine: Any) -> tuple[Any, str]:
+    """What prepares a move of optimizer state: the object, and the name of its method."""
+    state = engine.stage.state
+    return (state.inventory, "take") if engine.stage.optimizer.wrapper else (state, "prepare")
+
+
 HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
     "decide": lambda engine: setattr(engine.balancer, "decide", broken),
-    "prepare": lambda engine: setattr(
-        engine.stage.state, "_inventory" if engine.stage.optimizer.wrapper else "prepare", broken
-    ),
+    "prepare": lambda engine: setattr(*_first_of_prepare(engine), broken),
     "pack": lambda engine: setattr(engine.stage.state, "content", broken),
 }
 
@@ -85,8 +89,8 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             assert error.harmless
             message = str(error)
     if engine.global_rank == rank:
-        for owner in (engine.balancer, engine.stage.state):
-            for name in ("decide", "prepare", "_inventory", "content"):
+        for owner in (engine.balancer, engine.stage.state, _first_of_prepare(engine)[0]):
+            for name in ("decide", "prepare", "take", "content"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)

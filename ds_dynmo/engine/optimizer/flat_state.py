@@ -47,6 +47,7 @@ class FlatState:
 
     Attributes:
         shards: the optimizer's state that this rank holds.
+        inventory: lists it for the other ranks.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class FlatState:
         self._next: Resharding | None = None
         self._lacks_gradients = False  # their buffers are freed, and made anew by wrapping
         self._linked = False
-        self._inventory = StageInventory(layers, self.shards, grid)
+        self.inventory = StageInventory(layers, self.shards, grid)
         self._weights_lead = False
         self._mark_tied()
 
@@ -111,7 +112,7 @@ class FlatState:
         self.abandon()
         if not plan.moves:
             return 0
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self.inventory.take)
         if self._wrapper.holds_gradients:
             raise ValueError(
                 "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
@@ -238,7 +239,7 @@ class FlatState:
 
     def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
         """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self.inventory.take)
         known = [inventory for inventory in every if inventory.replica < num_replicas]
         stays = MigrationPlan.between(placement, placement)  # a replica to be filled has no placement of its own yet
         return plan_resharding(stays, known, self._layers, self._grid, shards)
@@ -251,7 +252,7 @@ class FlatState:
         self.shards.count = self._grid.data_parallel_size
 
     def clear(self) -> None:
-        self._inventory.settled()
+        self.inventory.settled()
         self._weights_lead = False
         for group in self._wrapper.groups:
             for parameter in group:
@@ -270,14 +271,14 @@ class FlatState:
     def refit(self) -> None:
         """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
         assert self._next is None, "layers are on their way"
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self._inventory.take)
+        every = self._comm.gather_or_fail("listing what the optimizer holds", self.inventory.take)
         if any(m.parked != m.park for inventory in every for members in inventory.members.values() for m in members):
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))
             self.settle(self._layers.parameters(), {})
         if self._weights_lead:
             self.shards.follow_weights()
-        self._inventory.settled()
+        self.inventory.settled()
         self._weights_lead = False
 
     def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
@@ -345,5 +346,5 @@ class FlatState:
             before, after: the stage's parameters by layer and name, in the order of its layers.
         """
         self._weights_lead = True
-        for old in self._inventory.exchange(before, after):
+        for old in self.inventory.exchange(before, after):
             self.drop([old])
