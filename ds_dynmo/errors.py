@@ -1,6 +1,6 @@
 """The errors that users of ds_dynmo may want to catch."""
 
-__all__ = ["CheckpointError", "ConfigError", "MigrationError", "PartitionError", "ReleasedError"]
+__all__ = ["CheckpointError", "ConfigError", "MigrationError", "PartitionError", "ReleasedError", "ScheduleError"]
 
 
 class CheckpointError(RuntimeError):
@@ -45,3 +45,10 @@ def raise_unless_harmless(error: Exception) -> None:
 
 class ReleasedError(RuntimeError):
     """This rank was released by a re-packing: it has no layers and no peers. ``engine.released`` says so too."""
+
+
+class ScheduleError(ValueError):
+    """An order of passes that no pipeline can run, invalid costs of passes, or too little memory for any order.
+
+    Raised before the batch: nothing has run.
+    """

@@ -33,11 +33,20 @@ def forbidden(folder: str, *prefixes: str) -> list[str]:
     ]
 
 
-def test_partitioners_are_pure() -> None:
+@pytest.mark.parametrize("folder", ["partitioners", "schedules"])
+def test_what_decides_is_pure(folder: str) -> None:
     allowed = {"numpy", "ds_dynmo", *sys.stdlib_module_names}
-    for path in (PACKAGE / "partitioners").rglob("*.py"):
+    for path in (PACKAGE / folder).rglob("*.py"):
         assert {name.split(".")[0] for name in imports(path)} <= allowed, path
-    assert not forbidden("partitioners", "ds_dynmo.engine", "ds_dynmo.models", "multiprocessing", "subprocess")
+    assert not forbidden(folder, "ds_dynmo.engine", "ds_dynmo.models", "multiprocessing", "subprocess")
+
+
+def test_schedules_know_placements_and_nothing_else() -> None:
+    """Partitioners may import them, never the reverse."""
+    allowed = ("ds_dynmo.schedules", "ds_dynmo.errors", "ds_dynmo.placement")
+    for path in (PACKAGE / "schedules").rglob("*.py"):
+        ours = {name for name in imports(path) if name.split(".")[0] == "ds_dynmo"}
+        assert all(name.startswith(allowed) for name in ours), path
 
 
 def test_models_know_neither_engine_nor_partitioners() -> None:
@@ -97,7 +106,7 @@ def test_one_module_imports_transformers_and_only_when_it_is_used() -> None:
         assert not names & {"transformers", "safetensors"}, path
 
 
-@pytest.mark.parametrize("module", ["ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners"])
+@pytest.mark.parametrize("module", ["ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners", "ds_dynmo.schedules"])
 def test_light_modules_load_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0

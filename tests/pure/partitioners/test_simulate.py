@@ -5,6 +5,7 @@ import pytest
 
 from ds_dynmo.partitioners import iteration_seconds, simulate
 from ds_dynmo.partitioners.simulate import Pass, Sends
+from ds_dynmo.schedules import PassCosts, one_f_one_b, replay
 
 
 def test_two_stages_three_micro_batches() -> None:
@@ -134,3 +135,22 @@ def test_many_pipelines_at_once_take_what_each_takes(sends: Sends) -> None:
                     assert together[place] == alone.iteration_seconds
                 one = iteration_seconds(forward[:, 0], backward[:, 0], micro_batches, links, sends=sends)
                 assert one.shape == () and one == together[0]
+
+
+def test_any_schedules_simulator_says_the_same_of_1f1b() -> None:
+    rng = random.Random(11)
+    for _ in range(80):
+        num_stages, micro_batches = rng.randint(1, 7), rng.randint(1, 12)
+        forward, backward = ([rng.choice([0.0, rng.uniform(0.1, 2)]) for _ in range(num_stages)] for _ in range(2))
+        links = [rng.choice([0.0, rng.uniform(0, 0.5)]) for _ in range(num_stages - 1)]
+        costs = PassCosts.chain(forward, backward, [0.0] * num_stages, backward, links)
+        general = replay(one_f_one_b(num_stages, micro_batches), costs)
+        fast = simulate(forward, backward, micro_batches, links, sends="overlapped")
+        assert general.iteration_seconds == fast.iteration_seconds  # to the bit
+        together = iteration_seconds(np.array(forward)[:, None], np.array(backward)[:, None], micro_batches, links)
+        assert together.tolist() == [general.iteration_seconds]
+        assert general.busy_seconds == pytest.approx(fast.busy_seconds)
+        assert general.bubble_ratio == pytest.approx(fast.bubble_ratio)
+        stages = range(num_stages)
+        starts = [[p.start_seconds for p in fast.passes if p.stage == stage] for stage in stages]
+        assert [list(begun) for begun in general.start_seconds] == starts

@@ -1,0 +1,33 @@
+"""Pipeline schedules as data: which stage runs which pass of which micro-batch, in which order.
+
+Pure: numbers in, numbers out, with the standard library and numpy alone.
+"""
+
+from ds_dynmo.schedules.actions import Action, Kind
+from ds_dynmo.schedules.bound import lower_bound, lower_bounds
+from ds_dynmo.schedules.costs import PassBytes, PassCosts
+from ds_dynmo.schedules.memory import peak_bytes
+from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
+from ds_dynmo.schedules.portfolio import FoundSchedule, best_schedule, one_f_one_b_limit
+from ds_dynmo.schedules.replay import ScheduleTimeline, replay
+from ds_dynmo.schedules.schedule import Schedule
+from ds_dynmo.schedules.zero_bubble import zb_h1
+
+__all__ = [
+    "Action",
+    "FoundSchedule",
+    "Kind",
+    "PassBytes",
+    "PassCosts",
+    "Schedule",
+    "ScheduleTimeline",
+    "best_schedule",
+    "gradient_first_1f1b",
+    "lower_bound",
+    "lower_bounds",
+    "one_f_one_b",
+    "one_f_one_b_limit",
+    "peak_bytes",
+    "replay",
+    "zb_h1",
+]

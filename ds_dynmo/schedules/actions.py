@@ -1,0 +1,41 @@
+"""What a pipeline schedule is made of: one pass of one micro-batch through one chunk of layers."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = ["Action", "Kind"]
+
+
+class Kind(IntEnum):
+    """What a pass calculates.
+
+    A backward pass is one :attr:`BACKWARD`, or an :attr:`INPUT_GRADIENT` and later a :attr:`WEIGHT_GRADIENT` (Qi et
+    al. 2024, section 2). Only the first of the two keeps another stage waiting.
+    """
+
+    FORWARD = 0
+    INPUT_GRADIENT = 1
+    WEIGHT_GRADIENT = 2
+    BACKWARD = 3
+
+    @property
+    def letter(self) -> str:
+        """F, I, W or B, as in ``torch.distributed.pipelining``."""
+        return "FIWB"[self]
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one chunk.
+
+    >>> str(Action(Kind.INPUT_GRADIENT, chunk=2, micro_batch=5))
+    'I5 of chunk 2'
+    """
+
+    kind: Kind
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.letter}{self.micro_batch} of chunk {self.chunk}"

@@ -1,0 +1,43 @@
+"""What a schedule holds at its peak."""
+
+from __future__ import annotations
+
+from ds_dynmo.errors import ScheduleError
+from ds_dynmo.schedules.actions import Kind
+from ds_dynmo.schedules.costs import PassBytes
+from ds_dynmo.schedules.order import Orders
+from ds_dynmo.schedules.schedule import Schedule
+
+__all__ = ["orders_peak_bytes", "peak_bytes"]
+
+
+def peak_bytes(schedule: Schedule, sizes: PassBytes) -> tuple[int, ...]:
+    """Per stage, the most bytes that its passes hold at one time, beside weights and optimizer state.
+
+    Times do not matter: a stage takes and releases its memory in the order of its own actions.
+
+    Raises:
+        ScheduleError: bytes of another number of chunks.
+    """
+    if len(sizes.activation_bytes) != schedule.num_chunks:
+        raise ScheduleError(f"{schedule.num_chunks} chunks need bytes each, got {len(sizes.activation_bytes)}")
+    return orders_peak_bytes(schedule.orders, sizes)
+
+
+def orders_peak_bytes(orders: Orders, sizes: PassBytes) -> tuple[int, ...]:
+    """:func:`peak_bytes` of orders that nobody has checked yet."""
+    activations, held, recomputed = sizes.activation_bytes, sizes.held_bytes, sizes.recomputed_bytes
+    peaks = []
+    for order in orders:
+        used = peak = 0
+        for kind, chunk, _ in order:
+            if kind == Kind.FORWARD:
+                used += activations[chunk]
+            elif kind == Kind.WEIGHT_GRADIENT:
+                used -= held[chunk]
+            else:
+                peak = max(peak, used + recomputed[chunk])
+                used -= activations[chunk] - (held[chunk] if kind == Kind.INPUT_GRADIENT else 0)
+            peak = max(peak, used)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,77 @@
+"""The one simulator: the timeline of any schedule under any costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_dynmo.errors import ScheduleError
+from ds_dynmo.schedules.costs import PassCosts
+from ds_dynmo.schedules.order import run
+from ds_dynmo.schedules.schedule import Schedule
+
+__all__ = ["ScheduleTimeline", "replay"]
+
+
+@dataclass(frozen=True)
+class ScheduleTimeline:
+    """One iteration under a schedule, from time 0 until every stage is done.
+
+    Attributes:
+        schedule: what ran.
+        start_seconds, end_seconds: per stage and action, in the shape of ``schedule.orders``.
+    """
+
+    schedule: Schedule
+    start_seconds: tuple[tuple[float, ...], ...]
+    end_seconds: tuple[tuple[float, ...], ...]
+
+    @property
+    def iteration_seconds(self) -> float:
+        """The end of the last action."""
+        return max(ends[-1] for ends in self.end_seconds)
+
+    @cached_property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Per stage, in passes."""
+        stages = zip(self.start_seconds, self.end_seconds)
+        return tuple(math.fsum(end - start for start, end in zip(starts, ends)) for starts, ends in stages)
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Per stage, without a pass."""
+        return tuple(max(0.0, self.iteration_seconds - busy) for busy in self.busy_seconds)
+
+    @property
+    def stage_bubble_ratios(self) -> tuple[float, ...]:
+        """Per stage, the share of the iteration in which it runs no pass."""
+        whole = self.iteration_seconds
+        return tuple(idle / whole if whole else 0.0 for idle in self.idle_seconds)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of stages x iteration in which no pass runs."""
+        return math.fsum(self.stage_bubble_ratios) / len(self.stage_bubble_ratios)
+
+
+def replay(schedule: Schedule, costs: PassCosts) -> ScheduleTimeline:
+    """The timeline of ``schedule`` under ``costs``, whatever costs it was made for.
+
+    Every stage runs its actions in its order, each as soon as the one before has ended and its data has arrived. Sends
+    never block, and receives are posted ahead.
+
+    Raises:
+        ScheduleError: costs of chunks on other stages.
+    """
+    if costs.owners != schedule.owners:
+        raise ScheduleError(
+            f"the schedule is for chunks on stages {list(schedule.owners)}, the costs for {list(costs.owners)}"
+        )
+    starts = run(schedule.orders, schedule.micro_batches, costs).starts
+    seconds = costs.by_kind
+    ends = (
+        tuple(start + seconds[kind][chunk] for start, (kind, chunk, _) in zip(begun, order))
+        for begun, order in zip(starts, schedule.orders)
+    )
+    return ScheduleTimeline(schedule, tuple(map(tuple, starts)), tuple(ends))

@@ -1,0 +1,54 @@
+"""Random pipelines, and how a timeline looks."""
+
+import random
+
+from ds_dynmo.schedules import PassBytes, PassCosts, ScheduleTimeline, one_f_one_b_limit
+
+KINDS = ("spread", "layers", "frozen", "no weights", "heavy")
+
+
+def random_instance(rng: random.Random, most_stages: int = 8) -> tuple[PassCosts, int, PassBytes, tuple[int, ...]]:
+    """Costs of a chain, micro-batches, bytes, and 1F1B's peak as every stage's limit."""
+    stages = rng.choice([size for size in (2, 4, 6, 8) if size <= most_stages])
+    micro_batches = rng.choice([stages, 3 * stages // 2, 2 * stages, 3 * stages, 4 * stages])
+    kind = rng.choice(KINDS)
+    if kind == "layers":
+        work = [sum(rng.uniform(0.3, 1.7) for _ in range(rng.choice([3, 4, 5]))) for _ in range(stages)]
+    elif kind == "heavy":
+        work = [sum(3.0 if rng.random() < 0.15 else 1.0 for _ in range(4)) for _ in range(stages)]
+    else:
+        work = [4 * rng.uniform(0.7, 1.3) for _ in range(stages)]
+    forward = [one * rng.uniform(0.9, 1.1) for one in work]
+    backward = [2 * one * rng.uniform(0.9, 1.1) for one in work]
+    share, price = rng.choice([0.4, 0.5]), rng.choice([1.0, 1.05, 1.1])
+    frozen = stages // 4 if kind == "frozen" else 0
+    without_weights = rng.sample(range(stages), stages // 3) if kind == "no weights" else []
+    inputs, weights = [], []
+    for stage in range(stages):
+        if stage < frozen:
+            backward[stage] = 0.0
+        split = price if stage not in without_weights else 1.0
+        part = share if stage not in without_weights else 0.0
+        inputs.append(backward[stage] * (1 - part) * split)
+        weights.append(backward[stage] * part * split)
+    link = rng.choice([0.0, 0.05, 0.3])
+    costs = PassCosts.chain(forward, inputs, weights, backward, link, frozen_chunks=frozen)
+    recomputes = rng.random() < 0.2
+    activations = tuple(0 if stage < frozen else round(1000 * one) for stage, one in enumerate(work))
+    held = tuple(round(size * (1.0 if recomputes else rng.uniform(0.5, 1.03))) for size in activations)
+    inner = tuple(size if recomputes else 0 for size in activations)
+    sizes = PassBytes(tuple(size // 10 for size in activations) if recomputes else activations, held, inner)
+    return costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches)
+
+
+def drawn(timeline: ScheduleTimeline) -> str:
+    """A row per stage, a column per second; a pass of two seconds is there twice."""
+    steps = round(timeline.iteration_seconds)
+    rows = [["step    ", *map(str, range(steps))]]
+    for stage, order in enumerate(timeline.schedule.orders):
+        cells = ["."] * steps
+        for action, start, end in zip(order, timeline.start_seconds[stage], timeline.end_seconds[stage], strict=True):
+            for step in range(round(start), round(end)):
+                cells[step] = f"{action.kind.letter}{action.micro_batch}"
+        rows.append([f"stage {stage} ", *cells])
+    return "\n".join(row[0] + " ".join(f"{cell:2}" for cell in row[1:]).rstrip() for row in rows)
