@@ -8,13 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ds_dynmo.config import DynMoConfig
-from ds_dynmo.errors import CheckpointError, ConfigError, MigrationError, PartitionError, ReleasedError
+from ds_dynmo.errors import (
+    CheckpointError,
+    ConfigError,
+    MigrationError,
+    PartitionError,
+    ReleasedError,
+    ScheduleError,
+)
 from ds_dynmo.launchers import end_with_launcher
 from ds_dynmo.old_names import lookup, register_modules
 from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
 
 if TYPE_CHECKING:
-    from ds_dynmo.engine import DynMoPipelineEngine, initialize, skip_shm_operator
+    from ds_dynmo.engine import DynMoPipelineEngine, defer_weight_gradient, initialize, skip_shm_operator
 
 __all__ = [
     "CheckpointError",
@@ -29,6 +36,8 @@ __all__ = [
     "RebalanceReport",
     "ReleasedError",
     "RepackReport",
+    "ScheduleError",
+    "defer_weight_gradient",
     "end_with_launcher",
     "initialize",
     "skip_shm_operator",
@@ -38,7 +47,7 @@ register_modules(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DynMoPipelineEngine", "initialize", "skip_shm_operator"):
+    if name in ("DynMoPipelineEngine", "defer_weight_gradient", "initialize", "skip_shm_operator"):
         from ds_dynmo import engine
 
         return getattr(engine, name)

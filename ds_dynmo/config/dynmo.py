@@ -38,6 +38,22 @@ class RandomnessConfig(Block):
     seed: int | None = Field(default=None, ge=0, lt=2**64, description="null: the PipelineModule's base_seed")
 
 
+class ScheduleConfig(Block):
+    """In which order a stage runs its passes: the "schedule" object in the "dynmo" block."""
+
+    kind: Literal["auto", "1f1b", "zero_bubble"] = Field(
+        default="1f1b",
+        description='"1f1b": DeepSpeed\'s own; "zero_bubble": backward passes in two parts, in the order that is '
+        'shortest by what was measured; "auto": whichever is shorter',
+    )
+    memory: float = Field(
+        default=1.0,
+        ge=1,
+        description="how much a rank may hold for passes in flight, as a multiple of what the largest stage holds "
+        "under 1F1B",
+    )
+
+
 class TraceConfig(Block):
     """Which batches are traced, for Perfetto: the "trace" object in the "dynmo" block."""
 
@@ -113,6 +129,7 @@ class DynMoConfig(Block):
     randomness: RandomnessConfig = Field(
         default=RandomnessConfig(), description="what random draws in a layer depend on"
     )
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="in which order a stage runs its passes")
     timeout_seconds: float = Field(
         default=300.0,
         gt=0,

@@ -23,6 +23,7 @@ from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
 from ds_dynmo.engine.optimizer.binding import OptimizerBinding
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.state import OptimizerState
+from ds_dynmo.engine.pipeline.steps import ScheduleInForce
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 
@@ -91,6 +92,7 @@ class StageContext:
         layers_moved: published once layers are in place after a move, a re-packing or a load.
         around_schedule: the context managers that the schedule of every batch runs inside.
         timeline: where parts mark what they do, for a trace.
+        schedule: in which order passes run.
     """
 
     engine: DeepSpeedPipeline
@@ -103,6 +105,7 @@ class StageContext:
     layers_moved: Event[LayersMoved] = field(default_factory=Event)
     around_schedule: AroundSchedule = field(default_factory=AroundSchedule)
     timeline: Timeline = field(default_factory=Timeline)
+    schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
 
     @property
     def state(self) -> OptimizerState:
@@ -159,6 +162,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         optimizer=OptimizerBinding(engine, layers, comm, norm, of_others),
         replicas_differ=differ,
         replicas_would_differ=any(shares for _, _, shares, *_ in every),
+        schedule=ScheduleInForce(config.schedule),
     )
     stage.layers_moved.subscribe("layers that arrived have other replicas", lambda _: stage.connect_replicas())
     return stage

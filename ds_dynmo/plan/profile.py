@@ -60,6 +60,9 @@ class LayerCost:
         input_bytes: per micro-batch, the layer's input, what a checkpointed segment keeps.
         load_signal: the fraction of its dense work that the layer says it does now; None: it does not say.
         held: bytes that it holds between two batches.
+        input_gradient_seconds, weight_gradient_seconds: per micro-batch, of a backward pass in two parts; 0: no pass
+            was. Together usually more than ``backward_seconds``.
+        deferred_bytes: per micro-batch, what the layer holds from the first part to the second.
         first_use: the first layer that uses the same parameters, itself unless it is tied; None: a plain function.
     """
 
@@ -73,6 +76,9 @@ class LayerCost:
     load_signal: float | None = None
     held: HeldBytes = HeldBytes()
     first_use: int | None = None
+    input_gradient_seconds: float = 0.0
+    weight_gradient_seconds: float = 0.0
+    deferred_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -119,4 +125,5 @@ class Profile:
             "batch_seconds": self.batch_seconds,
             "forward_seconds": [layer.forward_seconds for layer in self.layers],
             "backward_seconds": [layer.backward_seconds for layer in self.layers],
+            "weight_gradient_seconds": [layer.weight_gradient_seconds for layer in self.layers],
         }

@@ -8,7 +8,7 @@ from ds_dynmo.schedules.bound import lower_bound, lower_bounds
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.memory import peak_bytes
 from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
-from ds_dynmo.schedules.portfolio import FoundSchedule, best_schedule, one_f_one_b_limit
+from ds_dynmo.schedules.portfolio import FoundSchedule, best_schedule, one_f_one_b_limit, schedule_for_equal_costs
 from ds_dynmo.schedules.replay import ScheduleTimeline, replay
 from ds_dynmo.schedules.schedule import Schedule
 from ds_dynmo.schedules.zero_bubble import zb_h1
@@ -29,5 +29,6 @@ __all__ = [
     "one_f_one_b_limit",
     "peak_bytes",
     "replay",
+    "schedule_for_equal_costs",
     "zb_h1",
 ]

@@ -27,7 +27,7 @@ from ds_dynmo.schedules.repeating import PERIODS, repeated
 from ds_dynmo.schedules.schedule import Schedule
 from ds_dynmo.schedules.zero_bubble import zb_h1
 
-__all__ = ["POLICIES", "FoundSchedule", "best_schedule", "one_f_one_b_limit"]
+__all__ = ["POLICIES", "FoundSchedule", "best_schedule", "one_f_one_b_limit", "schedule_for_equal_costs"]
 
 POLICIES = (
     Policy(),
@@ -91,6 +91,16 @@ def best_schedule(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits
     schedule = Schedule(costs.owners, micro_batches, tuple(map(tuple, best.orders)))
     bound = lower_bound(costs, micro_batches, sizes, limits)
     return FoundSchedule(schedule, best.seconds, bound, peak_bytes(schedule, sizes))
+
+
+def schedule_for_equal_costs(num_stages: int, micro_batches: int, memory: float = 1.0) -> Schedule:
+    """The shortest order found of a chain of which nothing has been measured yet.
+
+    Args:
+        memory: as in :func:`one_f_one_b_limit`.
+    """
+    costs, sizes = PassCosts.equal(range(num_stages)), PassBytes.equal(num_stages)
+    return best_schedule(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches, memory)).schedule
 
 
 class _Candidate(NamedTuple):

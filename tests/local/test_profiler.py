@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.profiling.profiler import Profiler, typical
+from ds_dynmo.engine.profiling.profiler import Part, Profiler, typical
 
 
 class Clock:
@@ -80,10 +80,10 @@ def measure(
     module = SimpleNamespace(forward_funcs=list(layers))
     for _ in range(2):
         with profiler.batch(module, range(start, start + len(layers)), has_loss=False):
-            with profiler.one_pass(backward=False):
+            with profiler.one_pass(Part.FORWARD):
                 outputs = run(module.forward_funcs, x)
             clock.time += 100.0  # between passes: nobody's
-            with profiler.one_pass(backward=True):
+            with profiler.one_pass(Part.BACKWARD):
                 total = outputs if isinstance(outputs, torch.Tensor) else sum(t.sum() for t in outputs)
                 total.sum().backward()
         assert module.forward_funcs == list(layers)
@@ -184,7 +184,7 @@ def test_the_loss_counts_as_the_last_layers() -> None:
     clock = Clock()
     profiler = Profiler(clock)
     module = SimpleNamespace(forward_funcs=[Layer(clock, 1.0, 3.0)])
-    with profiler.batch(module, [0], has_loss=True), profiler.one_pass(backward=False):
+    with profiler.batch(module, [0], has_loss=True), profiler.one_pass(Part.FORWARD):
         module.forward_funcs[0](torch.ones(2, 3))
         clock.time += 10.0
     assert profiler.samples.forward_seconds(0) == 11.0
@@ -224,7 +224,7 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
     profiler = Profiler(Clock(), size_every_pass=every)
     with profiler.batch(module, [0], has_loss=True):
         for _ in range(3):
-            with profiler.one_pass(backward=False):
+            with profiler.one_pass(Part.FORWARD):
                 module.forward_funcs[0](torch.ones(4, 2, requires_grad=True))
     assert profiler.samples.activation_bytes == {0: rows_counted * 2 * 4}
 
@@ -268,11 +268,11 @@ def test_instructions_of_ones_own_count_with_the_next_pass() -> None:
         for _ in range(2):
             with torch.no_grad(), profiler.another_pass():
                 plain(module.forward_funcs, torch.ones(2, 3))
-            with profiler.one_pass(backward=False):
+            with profiler.one_pass(Part.FORWARD):
                 outputs = plain(module.forward_funcs, torch.ones(2, 3, requires_grad=True))
             plain(module.forward_funcs, torch.ones(2, 3))
             with profiler.another_pass():
                 outputs.sum().backward()
     assert not profiler.measures
     assert profiler.samples.forward == {4: [2.0, 2.0 + 3.0 + 3.0], 5: [4.0, 4.0 + 5.0 + 5.0]}
-    assert not profiler.samples.backward
+    assert not profiler.samples.seconds[Part.BACKWARD]

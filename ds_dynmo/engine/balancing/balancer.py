@@ -18,6 +18,7 @@ from deepspeed.utils import logger
 from ds_dynmo.engine.balancing.cost_model import CostModel
 from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
 from ds_dynmo.engine.balancing.memory import MemoryLimit
+from ds_dynmo.engine.balancing.ordering import shortest_schedule
 from ds_dynmo.engine.balancing.policy import Decision, accept_move, costs_and_speeds, decide, predict
 from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
@@ -205,7 +206,18 @@ class Balancer:
             raise AssertionError("no plan cannot be agreed on") from error
         self.cost_model.decided(decision)
         seconds = (profile_seconds, time.perf_counter() - began)
-        return self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
+        report = self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
+        if self._stage.schedule.is_ours:
+            self._decide_schedule(limit, smoothed=request.reason.is_automatic)
+        return report
+
+    def _decide_schedule(self, limit_bytes: int | None, *, smoothed: bool) -> None:
+        """Find the order of passes for where layers are now; every rank the same. Collective."""
+        assert self.profile is not None
+        given = self.cost_model.decision_input(self.profile, self._stage.placement, smoothed=smoothed)
+        found = shortest_schedule(given, self._config.schedule, self.memory.checkpoint_interval, limit_bytes)
+        self._comm.agree_on_schedule(found.schedule.hash if found is not None else "")
+        self._stage.schedule.decide(None if found is None else found.schedule)
 
     def decide(self, profile: Profile, limit_bytes: int | None, reason: Reason) -> Decision:
         """Decide where layers should go; the same on every rank. Collective if ``dynmo.decentralized`` is set."""

@@ -82,9 +82,14 @@ class MemoryLimit:
         mine = torch.tensor([-self.limit * get_accelerator().total_memory()], dtype=torch.float64)
         return int(-self._stage.comm.max_over_world(mine).item())
 
+    @property
+    def checkpoint_interval(self) -> int:
+        """Layers of a segment that is recomputed for its backward pass; 0: none are."""
+        return int(self._stage.engine.module.activation_checkpoint_interval)
+
     def model(self, profile: Profile, limit_bytes: int | None) -> MemoryModel | None:
         """Make the memory model of ``profile``; None without a limit."""
-        return memory_model(profile, limit_bytes, self._stage.engine.module.activation_checkpoint_interval)
+        return memory_model(profile, limit_bytes, self.checkpoint_interval)
 
     def held(self) -> HeldMemory | None:
         """Gather what ranks hold of each layer; None without a limit. Collective.

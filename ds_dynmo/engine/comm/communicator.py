@@ -276,6 +276,22 @@ class Communicator:
         assert new is not None
         self._same(new, every, old, new)
 
+    def agree_on_schedule(self, digest: str) -> None:
+        """Agree that all ranks, replicas and slices too, run the same schedule.
+
+        Collectives inside passes (of experts, of tensor-parallel slices) come in one order only if they do.
+
+        Raises:
+            MigrationError: on every rank, if schedules differ. Batches go on as before.
+        """
+        every = self.gather_objects(digest)
+        other = [rank for rank, theirs in enumerate(every) if theirs != digest]
+        if other:
+            raise MigrationError(
+                f"rank {dist.get_rank()} found another pipeline schedule than ranks {other}: that in force stays",
+                harmless=True,
+            )
+
     def _same(self, mine: Any, every: Sequence[Any], old: Placement, new: Placement) -> None:
         other = [rank for rank, theirs in enumerate(every) if theirs != mine]
         if other:

@@ -30,6 +30,16 @@ def set_outputs(engine: Any, buffer_id: int, outputs: Any) -> None:
     engine.pipe_buffers["outputs"][buffer_id] = outputs
 
 
+def loss_of(engine: Any) -> Any:
+    """Return what the last forward pass on the last stage gave: there is one place for all micro-batches."""
+    return engine.loss
+
+
+def set_loss(engine: Any, loss: Any) -> None:
+    """Let the backward pass on the last stage begin at ``loss``."""
+    engine.loss = loss
+
+
 def free_inputs(engine: Any, buffer_id: int) -> None:
     """Free what a stage received, as DeepSpeed does once it has sent its gradient."""
     engine.pipe_buffers["inputs"][buffer_id] = None
@@ -50,6 +60,11 @@ def backward_from(engine: Any, loss: torch.Tensor, gradient: torch.Tensor) -> It
         yield
     finally:
         engine.loss, engine.grad_layer = before
+
+
+def forget_gradient_buffer(engine: Any) -> None:
+    """Let the next gradients be received into tensors of their own: a backward pass may keep those of the last."""
+    engine.grad_layer = None
 
 
 def free_buffers(engine: Any) -> None:

@@ -117,6 +117,11 @@ class PatchedPipelineEngine(PipelineEngine):
 
     # -- a batch --------------------------------------------------------------------------------------
 
+    def _train_schedule(self) -> Any:
+        """The steps of a batch: DeepSpeed's, or those of the schedule in force where nobody has other ones."""
+        steps = super()._train_schedule()
+        return steps if self.dynmo is None else self.stage.schedule.steps(steps)
+
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """Run the schedule of a batch, training or evaluation, inside what the parts put around it."""
         if self.dynmo is None:

@@ -11,6 +11,7 @@ from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.pipeline import instructions
 from ds_dynmo.engine.pipeline.frozen_prefix import goes_back
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
+from ds_dynmo.engine.pipeline.scheduled import ScheduledBatches
 from ds_dynmo.engine.pipeline.trainable import TrainableLayers
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.engine.profiling.trace import Tracer
@@ -44,7 +45,10 @@ class Executor:
         self._callbacks: list[Callable[[], None]] = []
         self._composed_of: dict[type, Any] | None = None
         self._composed_prefix = 0
+        self._composed_for_ours = False
         self._composition: instructions.Instructions = {}
+        self._scheduled = ScheduledBatches(stage)
+        stage.schedule.is_profiled = lambda: profiler.measures
         self.ran = False
         stage.around_schedule.add(self._around)
         stage.layers_moved.subscribe("instructions depend on where the stage's layers are", self._compose_anew)
@@ -57,7 +61,12 @@ class Executor:
 
     @contextmanager
     def _around(self, training: bool) -> Iterator[None]:
-        with self._drawing(training), instructions_in_force(self._stage.engine, self._instructions(training)):
+        steps, present = self._stage.schedule.running if training else None, present_instructions(self._stage.engine)
+        with (
+            self._drawing(training),
+            self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
+            instructions_in_force(self._stage.engine, self._instructions(training, steps is not None)),
+        ):
             yield
         self.ran = True
 
@@ -70,8 +79,9 @@ class Executor:
             engine.module, numbers, step=engine.global_steps, training=training, first_micro_batch=first
         )
 
-    def _instructions(self, training: bool) -> instructions.Instructions:
-        found = self._composed()
+    def _instructions(self, training: bool, ours: bool) -> instructions.Instructions:
+        found = self._composed(ours)
+        self._scheduled.gradients.observe = self._profiler.deferred if self._profiler.measures else None
         if training and self._profiler.measures:
             backward = goes_back(self._stage.layers.indices, self._trainable.prefix)
             found = instructions.marked(found, self._profiler, backward=backward)
@@ -79,10 +89,11 @@ class Executor:
             found = self._tracer.recorded(found)
         return found
 
-    def _composed(self) -> instructions.Instructions:
+    def _composed(self, ours: bool) -> instructions.Instructions:
         """Compose the instructions of a batch, anew only if something has changed."""
         present, prefix = dict(present_instructions(self._stage.engine)), self._trainable.prefix
-        if present != self._composed_of or prefix != self._composed_prefix:
+        asked = ours != self._composed_for_ours
+        if asked or present != self._composed_of or prefix != self._composed_prefix:
             self._composition = instructions.compose(
                 present,
                 self._stage.layers,
@@ -90,9 +101,11 @@ class Executor:
                 accumulates=self._stage.engine.using_bf16_optimizer,
                 callbacks=self._callbacks,
                 streams=self._streams,
+                scheduled=self._scheduled if ours else None,
             )
-            self._composed_of, self._composed_prefix = present, prefix
+            self._composed_of, self._composed_prefix, self._composed_for_ours = present, prefix, ours
         return self._composition
 
     def _compose_anew(self, _: LayersMoved | None = None) -> None:
         self._composed_of = None
+        self._scheduled.forget_shapes()

@@ -24,15 +24,17 @@ from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.tied_gradients import join_copies, share_copies
 from ds_dynmo.engine.pipeline import frozen_prefix
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
-from ds_dynmo.engine.profiling.profiler import Profiler
+from ds_dynmo.engine.pipeline.scheduled import ScheduledBatches
+from ds_dynmo.engine.pipeline.steps import InputGradientPass, WeightGradientPass
+from ds_dynmo.engine.profiling.profiler import Part, Profiler
 from ds_dynmo.errors import ConfigError
 
 Around = Callable[[Instruction], Instruction]
 
 
 def is_own_kind(kind: type) -> bool:
-    """Is it an instruction class of the user's, which DeepSpeed's schedules do not have?"""
-    return kind.__module__ != schedule.__name__
+    """Is it an instruction class of the user's, which neither DeepSpeed's schedules nor ours have?"""
+    return kind.__module__ != schedule.__name__ and kind not in (InputGradientPass, WeightGradientPass)
 
 
 def check(present: Instructions, prefix: int, *, partitioned: bool) -> None:
@@ -67,6 +69,7 @@ def compose(
     accumulates: bool,
     callbacks: Sequence[Callable[[], None]],
     streams: LayerStreams | None,
+    scheduled: ScheduledBatches | None = None,
 ) -> Instructions:
     """Compose the instructions of a stage around those of ``present``.
 
@@ -75,6 +78,7 @@ def compose(
         accumulates: the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
         callbacks: the user's, called before the optimizer's step.
         streams: each layer's random numbers; None: layers use the rank's generators.
+        scheduled: what runs a schedule of ours; None: DeepSpeed's runs.
     """
     composed = dict(present)
 
@@ -93,6 +97,8 @@ def compose(
         put_around(schedule.BackwardPass, partial(_accumulating_tied_aliases, layers))
     if callbacks:
         put_around(schedule.OptimizerStep, partial(_after_callbacks, callbacks))
+    if scheduled is not None:
+        composed = scheduled.compose(present, composed)
     if streams is not None:
         composed.update(streams.instructions(composed, own_kinds=filter(is_own_kind, composed)))
     return MappingProxyType(composed)
@@ -101,9 +107,11 @@ def compose(
 def marked(bare: Instructions, profiler: Profiler, *, backward: bool) -> Instructions:
     """Wrap ``bare`` so that the profiler sees where each pass begins and ends; ``backward``: there are such passes."""
     around: dict[type, Around] = {kind: partial(_another_pass, profiler) for kind in bare if is_own_kind(kind)}
-    around[schedule.ForwardPass] = partial(_one_pass, profiler, False)
+    around[schedule.ForwardPass] = partial(_one_pass, profiler, Part.FORWARD)
     if backward:
-        around[schedule.BackwardPass] = partial(_one_pass, profiler, True)
+        around[schedule.BackwardPass] = partial(_one_pass, profiler, Part.BACKWARD)
+        around[InputGradientPass] = partial(_one_pass, profiler, Part.INPUT_GRADIENT)
+        around[WeightGradientPass] = partial(_one_pass, profiler, Part.WEIGHT_GRADIENT)
     return MappingProxyType({kind: around.get(kind, _bare)(instruction) for kind, instruction in bare.items()})
 
 
@@ -111,9 +119,9 @@ def _bare(instruction: Instruction) -> Instruction:
     return instruction
 
 
-def _one_pass(profiler: Profiler, is_backward: bool, instruction: Instruction) -> Instruction:
+def _one_pass(profiler: Profiler, part: Part, instruction: Instruction) -> Instruction:
     def one_pass(engine: Any, *args: Any, **kwargs: Any) -> None:
-        with profiler.one_pass(backward=is_backward):
+        with profiler.one_pass(part):
             instruction(engine, *args, **kwargs)
 
     return one_pass

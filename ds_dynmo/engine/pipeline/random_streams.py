@@ -29,6 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.pipeline.rng_trackers import TrackedStates
+from ds_dynmo.engine.pipeline.steps import InputGradientPass
 
 Layer = Callable[[Any], Any]
 Instruction = Callable[..., None]
@@ -160,7 +161,11 @@ class LayerStreams:
         around: dict[type, Callable[[Instruction], Instruction]] = {
             kind: partial(self._own_pass, f"{kind.__module__}.{kind.__qualname__}") for kind in own_kinds
         }
-        around |= {schedule.ForwardPass: self._forward_pass, schedule.BackwardPass: self._backward_pass}
+        around |= {
+            schedule.ForwardPass: self._forward_pass,
+            schedule.BackwardPass: self._backward_pass,
+            InputGradientPass: self._backward_pass,
+        }
         return {kind: put_around(present[kind]) for kind, put_around in around.items() if kind in present}
 
     def _forward_pass(self, forward: Instruction) -> Instruction:

@@ -18,7 +18,8 @@ from ds_dynmo.errors import MigrationError, PartitionError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 
-_FORWARD, _BACKWARD, _PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _HELD = range(10)
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _DEFERRED = range(5)
+_PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _HELD = range(5, 13)
 _COLUMNS = _HELD + len(fields(HeldBytes))
 _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
@@ -67,6 +68,8 @@ def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState,
     for index in layers.indices:
         row = table[index]
         row[_FORWARD], row[_BACKWARD] = samples.forward_seconds(index), samples.backward_seconds(index)
+        row[_INPUT_GRADIENT], row[_WEIGHT_GRADIENT] = samples.part_seconds(index)
+        row[_DEFERRED] = samples.deferred_bytes.get(index, 0)
         row[_MEASURED] = float(bool(samples.forward[index]))
         row[_ACTIVATION] = samples.activation_bytes.get(index, 0)
         row[_INPUT] = samples.input_bytes.get(index, 0)
@@ -119,6 +122,9 @@ def profile_from(
                 load_signal=row[_SIGNAL] - 1.0 if row[_SIGNAL] else None,
                 held=HeldBytes(*map(int, row[_HELD:])),
                 first_use=first_uses[index] if first_uses else None,
+                input_gradient_seconds=row[_INPUT_GRADIENT],
+                weight_gradient_seconds=row[_WEIGHT_GRADIENT],
+                deferred_bytes=int(row[_DEFERRED]),
             )
         )
     return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, _BATCH]))

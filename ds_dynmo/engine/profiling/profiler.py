@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -61,12 +62,33 @@ def device_clock() -> CpuClock | EventClock:
     return CpuClock() if get_accelerator().device_name() == "cpu" else EventClock(get_accelerator())
 
 
+class Part(Enum):
+    """What a pass through a stage calculates; a backward pass is one, or two parts."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+
+
+_Seconds = dict[int, list[float]]
+
+
+def _seconds_by_part() -> dict[Part, _Seconds]:
+    return {part: defaultdict(list) for part in Part}
+
+
 @dataclass
 class Samples:
-    """The measurements of one stage by layer number; lists have one entry per micro-batch."""
+    """The measurements of one stage by layer number; lists have one entry per micro-batch.
 
-    forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    Attributes:
+        seconds: of each part; a micro-batch's backward pass is in one list, or in two.
+        deferred_bytes: that a layer holds between the two parts, per micro-batch.
+    """
+
+    seconds: dict[Part, _Seconds] = field(default_factory=_seconds_by_part)
+    deferred_bytes: dict[int, int] = field(default_factory=dict)
     activation_bytes: dict[int, int] = field(default_factory=dict)
     input_bytes: dict[int, int] = field(default_factory=dict)
     batches: int = 0
@@ -75,9 +97,23 @@ class Samples:
         """Return the :func:`typical` seconds per micro-batch."""
         return typical(self.forward[index])
 
+    @property
+    def forward(self) -> _Seconds:
+        """Seconds of forward passes."""
+        return self.seconds[Part.FORWARD]
+
     def backward_seconds(self, index: int) -> float:
-        """Return the :func:`typical` seconds per micro-batch; 0 for a layer that does no backward work."""
-        return typical(self.backward[index])
+        """Return the :func:`typical` seconds per micro-batch; 0 for a layer that does no backward work.
+
+        Where every pass was in two parts, of both.
+        """
+        in_one = self.seconds[Part.BACKWARD][index]
+        return typical(in_one) if in_one else sum(self.part_seconds(index))
+
+    def part_seconds(self, index: int) -> tuple[float, float]:
+        """Return the :func:`typical` seconds of the two parts; 0 where no pass was in two."""
+        first, second = (self.seconds[part][index] for part in (Part.INPUT_GRADIENT, Part.WEIGHT_GRADIENT))
+        return typical(first), typical(second)
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -120,7 +156,8 @@ class Profiler:
         self._backward = False
         self._owner: int | None = None
         self._marks: list[Mark] = []
-        self._passes: list[tuple[bool | None, list[Mark]]] = []  # backward? None: of an instruction of the user's
+        self._passes: list[tuple[Part | None, list[Mark]]] = []  # backward? None: of an instruction of the user's
+        self._deferred_bytes: Counter[int] = Counter()  # of this pass
         self._entered: dict[int, torch.Tensor] = {}  # inputs of the stage or a segment in this pass
 
     def forget(self, *, batches_too: bool = False) -> None:
@@ -169,9 +206,10 @@ class Profiler:
         self._recent_seconds.append(seconds)
 
     @contextmanager
-    def one_pass(self, backward: bool) -> Iterator[None]:
-        """Measure one micro-batch's forward or backward pass through the stage, which runs inside."""
-        with self._one_pass(backward, self._last if backward else None):
+    def one_pass(self, part: Part) -> Iterator[None]:
+        """Measure one micro-batch's pass through the stage, which runs inside."""
+        goes_back = part in (Part.BACKWARD, Part.INPUT_GRADIENT)
+        with self._one_pass(part, self._last if goes_back else None):
             yield
 
     @contextmanager
@@ -181,8 +219,9 @@ class Profiler:
             yield
 
     @contextmanager
-    def _one_pass(self, backward: bool | None, owner: int | None) -> Iterator[None]:
-        self._backward, self._marks, self._entered = backward is not False, [], {}
+    def _one_pass(self, part: Part | None, owner: int | None) -> Iterator[None]:
+        self._backward, self._marks, self._entered = part is not Part.FORWARD, [], {}
+        self._deferred_bytes = Counter()
         self._mark(owner)
         self._in_pass = True
         try:
@@ -190,8 +229,28 @@ class Profiler:
         finally:
             self._in_pass = False
         self._mark(None)
-        self._passes.append((backward, self._marks))
+        self._passes.append((part, self._marks))
+        for index, held_bytes in self._deferred_bytes.items():
+            self.samples.deferred_bytes[index] = max(self.samples.deferred_bytes.get(index, 0), held_bytes)
         self._backward = False
+
+    def deferred(self, compute: Callable[[], torch.Tensor], held_bytes: int) -> Callable[[], torch.Tensor]:
+        """Mark ``compute``, which is put off by the layer whose gradients are calculated now, as that layer's work.
+
+        Args:
+            held_bytes: that it needs until then.
+        """
+        owner = self._owner
+        if owner is None or not self._in_pass:
+            return compute
+        self._deferred_bytes[owner] += held_bytes
+
+        def marked() -> torch.Tensor:
+            if self._in_pass:
+                self._mark(owner)
+            return compute()
+
+        return marked
 
     # -- marks ----------------------------------------------------------------------------------------
 
@@ -268,14 +327,14 @@ class Profiler:
     def _read(self) -> None:
         spent: dict[int, float] = defaultdict(float)
         last = self.samples.forward
-        for backward, marks in self._passes:
+        for part, marks in self._passes:
             durations = self._clock.seconds_between([when for when, _ in marks])
             for (_, owner), seconds in zip(marks, durations):
                 if owner is not None:
                     spent[owner] += seconds
-            if backward is None:
+            if part is None:
                 continue
-            last = self.samples.backward if backward else self.samples.forward
+            last = self.samples.seconds[part]
             for index, seconds in spent.items():
                 last[index].append(seconds)
             spent.clear()

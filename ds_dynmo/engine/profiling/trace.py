@@ -25,6 +25,7 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.config import TraceConfig
 from ds_dynmo.engine.pipeline.instructions import Instructions, is_own_kind
+from ds_dynmo.engine.pipeline.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.engine.reporting import Reporter
 from ds_dynmo.engine.reporting.files import check_writable
@@ -34,6 +35,8 @@ from ds_dynmo.placement import Placement
 INSTRUCTIONS: dict[type, tuple[str, str]] = {  # the category, and the name that is shown
     schedule.ForwardPass: ("forward", "forward"),
     schedule.BackwardPass: ("backward", "backward"),
+    InputGradientPass: ("backward", "input gradient"),
+    WeightGradientPass: ("weight gradient", "weight gradient"),
     schedule.LoadMicroBatch: ("load", "load"),
     schedule.SendActivation: ("send", "activation"),
     schedule.RecvActivation: ("receive", "activation"),

@@ -1,0 +1,140 @@
+"""What runs a batch by a schedule of ours: DeepSpeed's instructions, messages that do not wait, and split passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from deepspeed.runtime.pipe import schedule as deepspeeds
+
+from ds_dynmo.engine.comm.channels import Channels, Lane
+from ds_dynmo.engine.deepspeed_adapter import buffers
+from ds_dynmo.engine.deepspeed_adapter.backward import backward_from_own
+from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
+from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions
+from ds_dynmo.engine.deepspeed_adapter.point_to_point import messages_through, shapes_are_known
+from ds_dynmo.engine.pipeline.messages import taken_sends
+from ds_dynmo.engine.pipeline.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
+from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients, splittable
+from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.schedules import Kind
+
+_MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the other stage
+    deepspeeds.SendActivation: (Lane.ACTIVATION, "next_stage"),
+    deepspeeds.RecvActivation: (Lane.ACTIVATION, "prev_stage"),
+    deepspeeds.SendGrad: (Lane.GRADIENT, "prev_stage"),
+    deepspeeds.RecvGrad: (Lane.GRADIENT, "next_stage"),
+}
+
+
+class ScheduledBatches:
+    """Runs batches by schedules of ours."""
+
+    def __init__(self, stage: StageContext) -> None:
+        self._stage = stage
+        self._channels = Channels(stage.engine.grid.stage_to_global)
+        self.gradients = WeightGradients()
+        self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
+        self._forward_passes = 0
+        self._losses: dict[int, Any] = {}  # of the last stage, by buffer
+
+    @contextmanager
+    def batch(self, steps: ScheduleSteps, present: Instructions) -> Iterator[None]:
+        """Run a batch by ``steps``.
+
+        Args:
+            present: the instructions of the engine. A backward pass of the user's own runs as one, where the schedule
+                has its first part; so do passes of which tensor-parallel slices have a share each.
+        """
+        engine = self._stage.engine
+        order = steps.schedule.orders[engine.stage_id]
+        splits = is_deepspeeds(present[deepspeeds.BackwardPass]) and not engine.is_pipe_partitioned
+        backward = [action.kind for action in order if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)]
+        self._splits = [splits and kind == Kind.INPUT_GRADIENT for kind in backward]
+        self._forward_passes = 0
+        self._losses = {}
+        with (
+            self._channels.batch(taken_sends(steps.schedule, engine.stage_id)),
+            messages_through(self._channels),
+            self.gradients.splitting(self._splittable() if any(self._splits) else []),
+        ):
+            yield
+
+    def _splittable(self) -> list[Any]:
+        """The modules of this stage that can put their weight gradients off: none that has a tied weight."""
+        layers = self._stage.layers
+        tied = {id(weight) for index in layers.indices for weight in layers.tied_weights(index)}
+        modules = [module for layer in layers.modules().values() for module in layer.modules()]
+        return [module for module in splittable(modules) if tied.isdisjoint(map(id, module.parameters(recurse=False)))]
+
+    def forget_shapes(self) -> None:
+        """Messages may look other than before from now on."""
+        self._channels.forget_shapes()
+
+    def compose(self, present: Instructions, composed: dict[type, Instruction]) -> dict[type, Instruction]:
+        """Those of ``composed`` that stand in a step of ours, around what carries out an instruction of a step."""
+        done = dict(composed)
+        backward = composed[deepspeeds.BackwardPass]
+        done[deepspeeds.ForwardPass] = partial(self._forward, composed[deepspeeds.ForwardPass])
+        done[deepspeeds.BackwardPass] = partial(self._backward, backward)
+        done[InputGradientPass] = partial(self._first_part, backward)
+        done[WeightGradientPass] = partial(self._second_part)
+        for kind, (lane, neighbour) in _MESSAGES.items():
+            if kind in (deepspeeds.SendActivation, deepspeeds.SendGrad):
+                done[kind] = partial(self._send, composed[kind], lane, neighbour)
+            else:
+                ahead = is_deepspeeds(present[kind])
+                done[kind] = partial(self._receive, composed[kind], lane, neighbour, ahead)
+        return {kind: _as_function(instruction) for kind, instruction in done.items()}
+
+    # -- passes ---------------------------------------------------------------------------------------
+
+    def _forward(self, forward: Instruction, engine: Any, buffer_id: int) -> None:
+        split = self._splits[self._forward_passes]
+        self._forward_passes += 1
+        with self.gradients.forward_pass(split=split):
+            forward(engine, buffer_id=buffer_id)
+        if engine.is_last_stage():
+            self._losses[buffer_id] = buffers.loss_of(engine)
+
+    def _backward(self, backward: Instruction, engine: Any, buffer_id: int) -> None:
+        if engine.is_last_stage():
+            buffers.set_loss(engine, self._losses.pop(buffer_id))
+        backward(engine, buffer_id=buffer_id)
+        buffers.free_outputs(engine, buffer_id)
+
+    def _first_part(self, backward: Instruction, engine: Any, buffer_id: int) -> None:
+        with self.gradients.first_part() if any(self._splits) else nullcontext():
+            self._backward(backward, engine, buffer_id)
+
+    def _second_part(self, engine: Any, buffer_id: int) -> None:
+        deferred = self.gradients.second_part() if any(self._splits) else None
+        if deferred:
+            backward_from_own(engine, deferred.root())
+
+    # -- messages -------------------------------------------------------------------------------------
+
+    def _send(self, send: Instruction, lane: Lane, neighbour: str, engine: Any, buffer_id: int) -> None:
+        with self._channels.sending(lane, getattr(engine, neighbour)):
+            send(engine, buffer_id=buffer_id)
+
+    def _receive(
+        self, receive: Instruction, lane: Lane, neighbour: str, ahead: bool, engine: Any, buffer_id: int
+    ) -> None:
+        if lane is Lane.GRADIENT:
+            buffers.forget_gradient_buffer(engine)
+        with self._channels.receiving(lane, getattr(engine, neighbour), post_ahead=ahead and shapes_are_known(engine)):
+            receive(engine, buffer_id=buffer_id)
+
+
+def _as_function(instruction: Any) -> Instruction:
+    """DeepSpeed binds an instruction to its engine as a method."""
+    if not isinstance(instruction, partial):
+        return instruction
+
+    def run(engine: Any, *args: Any, **kwargs: Any) -> None:
+        instruction(engine, *args, **kwargs)
+
+    return run

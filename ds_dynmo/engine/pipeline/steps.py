@@ -1,0 +1,168 @@
+"""A pipeline schedule as DeepSpeed's instructions: what one stage does, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from deepspeed.runtime.pipe import schedule as deepspeeds
+
+from ds_dynmo.config.dynmo import ScheduleConfig
+from ds_dynmo.engine.pipeline.messages import receives, sends
+from ds_dynmo.schedules import Action, Kind, Schedule, schedule_for_equal_costs
+
+SPLIT_IN_PROFILES = 2  # backward passes of a chunk that a profile runs in two parts, where a schedule splits none
+
+
+class InputGradientPass(deepspeeds.BufferOpInstruction):
+    """The part of a backward pass that makes the gradient of what came in, and all of it that cannot be put off."""
+
+
+class WeightGradientPass(deepspeeds.BufferOpInstruction):
+    """The part of a backward pass that was put off."""
+
+
+_BACKWARD = {
+    Kind.BACKWARD: deepspeeds.BackwardPass,
+    Kind.INPUT_GRADIENT: InputGradientPass,
+}
+
+
+class ScheduleSteps(deepspeeds.PipeSchedule):  # type: ignore[misc]
+    """One batch of a stage. A step is an action, with its messages.
+
+    Buffers are handed out as micro-batches come and go, the lowest that is free; the last one is for weight gradients.
+    """
+
+    def __init__(self, schedule: Schedule, stage: int) -> None:
+        super().__init__(schedule.micro_batches, schedule.num_stages, stage)
+        self.schedule = schedule
+        self._order = schedule.orders[stage]
+        self._buffers = _buffers(self._order)
+
+    def num_pipe_buffers(self) -> int:
+        """As many as micro-batches are in flight at once, and one."""
+        return max(self._buffers.values()) + 2
+
+    def steps(self) -> Iterator[list[deepspeeds.PipeInstruction]]:
+        """Per action its instructions; in the end the optimizer's."""
+        for action in self._order:
+            yield list(self._instructions(action))
+        yield [deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]
+
+    def _instructions(self, action: Action) -> Iterator[deepspeeds.PipeInstruction]:
+        kind, chunk, micro_batch = action
+        if kind == Kind.WEIGHT_GRADIENT:
+            yield WeightGradientPass(buffer_id=self.num_pipe_buffers() - 1)
+            return
+        buffer = self._buffers[chunk, micro_batch]
+        received, sent = receives(action, self.schedule), sends(action, self.schedule)
+        if kind == Kind.FORWARD:
+            if received is not None:
+                yield deepspeeds.RecvActivation(buffer_id=buffer)
+            if chunk in (0, self.schedule.num_chunks - 1):
+                yield deepspeeds.LoadMicroBatch(buffer_id=buffer)
+            yield deepspeeds.ForwardPass(buffer_id=buffer)
+            if sent is not None:
+                yield deepspeeds.SendActivation(buffer_id=buffer)
+            return
+        if received is not None:
+            yield deepspeeds.RecvGrad(buffer_id=buffer)
+        yield _BACKWARD[kind](buffer_id=buffer)
+        if sent is not None:
+            yield deepspeeds.SendGrad(buffer_id=buffer)
+
+
+def with_some_split(schedule: Schedule, count: int = SPLIT_IN_PROFILES) -> Schedule:
+    """Split the last ``count`` backward passes of every chunk that has none in two parts, one directly after the other.
+
+    A profile then learns what each part takes where the schedule has no use for that.
+    """
+    first = schedule.micro_batches - count
+    in_two = {action.chunk for order in schedule.orders for action in order if action.kind == Kind.INPUT_GRADIENT}
+    orders = tuple(
+        tuple(
+            part
+            for action in order
+            for part in (_parts(action) if action.chunk not in in_two and action.micro_batch >= first else (action,))
+        )
+        for order in schedule.orders
+    )
+    return schedule if orders == schedule.orders else replace(schedule, orders=orders)
+
+
+def _parts(action: Action) -> tuple[Action, ...]:
+    if action.kind != Kind.BACKWARD:
+        return (action,)
+    return action._replace(kind=Kind.INPUT_GRADIENT), action._replace(kind=Kind.WEIGHT_GRADIENT)
+
+
+def _buffers(order: tuple[Action, ...]) -> dict[tuple[int, int], int]:
+    """Per chunk and micro-batch, the number of the buffer that it has from its forward pass to its input gradient."""
+    given: dict[tuple[int, int], int] = {}
+    taken: set[int] = set()
+    for kind, chunk, micro_batch in order:
+        key = (chunk, micro_batch)
+        if kind == Kind.FORWARD:
+            given[key] = next(number for number in range(len(order)) if number not in taken)
+            taken.add(given[key])
+        elif kind in _BACKWARD:
+            taken.discard(given[key])
+    return given
+
+
+class ScheduleInForce:
+    """Which schedule batches are trained by: DeepSpeed's 1F1B, by DeepSpeed's own code, or one of ours.
+
+    Attributes:
+        found: by the latest decision, from what was measured; None: nothing was yet, or DeepSpeed's is as short.
+        running: the steps of the batch that runs, where they are not DeepSpeed's.
+        is_profiled: is the batch that begins measured? Then some backward passes run in two parts everywhere.
+    """
+
+    def __init__(self, config: ScheduleConfig | None = None) -> None:
+        self._config = config or ScheduleConfig()
+        self._for_equal_costs: Schedule | None = None
+        self._decided = False
+        self.found: Schedule | None = None
+        self.running: ScheduleSteps | None = None
+        self.is_profiled: Callable[[], bool] = lambda: False
+
+    @property
+    def is_ours(self) -> bool:
+        """Can a schedule of ours be in force?"""
+        return self._config.kind != "1f1b"
+
+    def decide(self, found: Schedule | None) -> None:
+        """Train by ``found`` from the next batch on; None: by DeepSpeed's."""
+        self.found, self._decided = found, True
+
+    def steps(self, given: Any) -> Any:
+        """Choose the steps of the next batch.
+
+        Args:
+            given: DeepSpeed's, or those of an engine of the user's, which stay.
+        """
+        self.running = None
+        if not self.is_ours or type(given) is not deepspeeds.TrainSchedule or given.stages == 1:
+            return given
+        schedule = self._schedule(given.stages, given.micro_batches)
+        if schedule is None:
+            return given
+        if self.is_profiled():
+            schedule = with_some_split(schedule)
+        self.running = ScheduleSteps(schedule, given.stage_id)
+        return self.running
+
+    def _schedule(self, num_stages: int, micro_batches: int) -> Schedule | None:
+        shape = num_stages, micro_batches
+        if self._decided and (self.found is None or _shape(self.found) == shape):
+            return self.found
+        if self._for_equal_costs is None or _shape(self._for_equal_costs) != shape:
+            self._for_equal_costs = schedule_for_equal_costs(*shape, memory=self._config.memory)
+        return self._for_equal_costs
+
+
+def _shape(schedule: Schedule) -> tuple[int, int]:
+    return schedule.num_stages, schedule.micro_batches

@@ -1,0 +1,99 @@
+"""A schedule of ours trains what DeepSpeed's 1F1B trains, to the bit, wherever layers are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.support.configs import PRECISIONS, Case
+from tests.distributed.support.training import batches, build, gather, partitions, train, train_frozen, whole
+
+ZERO_BUBBLE = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
+
+
+def check_same(case: Case, moves: list[list[int]] | None = None, steps: int = 5, every: int = 1) -> None:
+    """Under 1F1B layers stay; under a schedule of ours they may move before every batch."""
+    ours = replace(case, dynmo={**(case.dynmo or {}), **ZERO_BUBBLE})
+    still, moved = run_each(case.ranks, train, (case, [], steps, every), (ours, moves or [], steps, every))
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+SHAPES = {
+    "2 stages": {"stages": 2},
+    "3 stages, tied": {"stages": 3, "tied": True},
+    "3 stages, 2 replicas, reentrant checkpointing, dropout": {
+        "stages": 3,
+        "replicas": 2,
+        "checkpoint_interval": 1,
+        "dropout": True,
+    },
+    "4 stages, checkpointing": {"stages": 4, "checkpoint_interval": 2, "reentrant": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "shape"),
+    [
+        pytest.param(precision, shape, marks=() if (number + turn) % 3 == 0 else pytest.mark.fuzz)
+        for number, precision in enumerate(PRECISIONS)
+        for turn, shape in enumerate(SHAPES)
+    ],
+)
+def test_as_under_1f1b(precision: str, shape: str) -> None:
+    check_same(Case(precision=precision, micro_batches=5, **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])
+def test_under_moves_before_every_batch(precision: str) -> None:
+    case = Case(stages=3, precision=precision, micro_batches=4, groups="two")
+    check_same(case, partitions(case, seed=5, count=4))
+
+
+def test_with_tied_layers_that_meet() -> None:
+    case = Case(stages=3, tied=True, micro_batches=4, dropout=True)
+    check_same(case, partitions(case, seed=6, count=4))
+
+
+def test_with_a_frozen_prefix_that_grows_and_melts() -> None:
+    case, frozen = Case(stages=3, micro_batches=4), {1: 3, 3: 5, 5: 0}
+    moves = {2: [0, 1, 5, 8], 4: [0, 5, 7, 8]}
+    ours = replace(case, dynmo=ZERO_BUBBLE)
+    still, moved = run_each(3, train_frozen, (case, frozen, {}), (ours, frozen, moves))
+    assert [r["losses"] for r in moved] == [r["losses"] for r in still]
+    assert whole(moved) == whole(still)
+
+
+def decided(case: Case) -> list[Any]:
+    """Train, decide from a profile, and train on; the schedules that were in force."""
+    engine = build(case)
+    data, seen, losses = batches(engine), [], []
+    for step in range(4):
+        losses.append(float(engine.train_batch(data)))
+        running = engine.stage.schedule.running
+        seen.append(None if running is None else (running.schedule.hash, running.schedule.splits))
+        if step == 1:
+            engine.rebalance()
+    layers = engine.profile.layers
+    parts = [(layer.input_gradient_seconds, layer.weight_gradient_seconds, layer.deferred_bytes) for layer in layers]
+    return gather((seen, losses, parts))
+
+
+def test_a_decision_finds_an_order_that_all_ranks_run() -> None:
+    case = Case(stages=3, replicas=2, micro_batches=6, dynmo=ZERO_BUBBLE)
+    results = run(6, decided, case)[0]
+    assert all(seen == results[0][0] for seen, *_ in results)
+    assert all(schedule is not None for schedule in results[0][0])
+    parts = results[0][2]
+    blocks = parts[1:-2]  # of two linear layers each
+    assert all(first > 0 and second > 0 and held > 0 for first, second, held in blocks)
+
+
+def test_deepspeeds_code_runs_1f1b() -> None:
+    results = run(3, decided, Case(stages=3, micro_batches=6))[0]
+    assert results[0][0] == [None] * 4
+    assert all(part == (0.0, 0.0, 0) for part in results[0][2])

@@ -1,0 +1,129 @@
+"""What a stage does for each action of a schedule, and what it learns of its own messages."""
+
+from __future__ import annotations
+
+import pytest
+from deepspeed.runtime.pipe import schedule as deepspeeds
+
+from ds_dynmo.config.dynmo import ScheduleConfig
+from ds_dynmo.engine.comm.channels import Lane
+from ds_dynmo.engine.pipeline.messages import taken_sends
+from ds_dynmo.engine.pipeline.steps import (
+    InputGradientPass,
+    ScheduleInForce,
+    ScheduleSteps,
+    WeightGradientPass,
+    with_some_split,
+)
+from ds_dynmo.schedules import Schedule, gradient_first_1f1b, one_f_one_b, zb_h1
+
+
+def names(schedule: Schedule, stage: int) -> list[str]:
+    """Instructions with their buffers, a string for each step."""
+    return [
+        " ".join(f"{command.name}{command.kwargs.get('buffer_id', '')}" for command in step)
+        for step in ScheduleSteps(schedule, stage).steps()
+    ]
+
+
+def test_the_steps_of_1f1b() -> None:
+    assert names(one_f_one_b(2, 2), 0) == [
+        "LoadMicroBatch0 ForwardPass0 SendActivation0",
+        "LoadMicroBatch1 ForwardPass1 SendActivation1",
+        "RecvGrad0 BackwardPass0",
+        "RecvGrad1 BackwardPass1",
+        "ReduceTiedGrads ReduceGrads OptimizerStep",
+    ]
+    assert names(one_f_one_b(2, 2), 1) == [
+        "RecvActivation0 LoadMicroBatch0 ForwardPass0",
+        "BackwardPass0 SendGrad0",
+        "RecvActivation0 LoadMicroBatch0 ForwardPass0",
+        "BackwardPass0 SendGrad0",
+        "ReduceTiedGrads ReduceGrads OptimizerStep",
+    ]
+
+
+def test_weight_gradients_have_a_buffer_of_their_own() -> None:
+    assert names(gradient_first_1f1b(2, 1), 0) == [
+        "LoadMicroBatch0 ForwardPass0 SendActivation0",
+        "RecvGrad0 InputGradientPass0",
+        "WeightGradientPass1",
+        "ReduceTiedGrads ReduceGrads OptimizerStep",
+    ]
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, gradient_first_1f1b, zb_h1])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (3, 5), (4, 12)])
+def test_a_buffer_holds_one_micro_batch_at_a_time(make: object, stages: int, micro_batches: int) -> None:
+    schedule: Schedule = make(stages, micro_batches)  # type: ignore[operator]
+    for stage in range(stages):
+        steps = ScheduleSteps(schedule, stage)
+        held: set[int] = set()
+        for step in steps.steps():
+            for command in step:
+                if isinstance(command, deepspeeds.ForwardPass):
+                    assert command.buffer_id not in held
+                    held.add(command.buffer_id)
+                elif isinstance(command, deepspeeds.BackwardPass | InputGradientPass):
+                    held.remove(command.buffer_id)
+                elif isinstance(command, WeightGradientPass):
+                    assert command.buffer_id == steps.num_pipe_buffers() - 1
+                assert len(held) < steps.num_pipe_buffers()
+        assert not held
+
+
+def test_a_message_tells_what_its_sender_has_taken() -> None:
+    """Stage 0 runs F0 F1 B0 B1, stage 1 runs F0 B0 F1 B1: its first gradient says that one activation is there."""
+    learned = taken_sends(one_f_one_b(2, 2), 0)
+    assert learned == {
+        (1, Lane.GRADIENT): [
+            {Lane.ACTIVATION: 1, Lane.GRADIENT: 0},
+            {Lane.ACTIVATION: 2, Lane.GRADIENT: 0},
+        ]
+    }
+    assert taken_sends(one_f_one_b(2, 2), 1)[0, Lane.ACTIVATION] == [{Lane.ACTIVATION: 0, Lane.GRADIENT: 0}] * 2
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, zb_h1])
+def test_no_more_is_known_to_be_taken_than_was_sent(make: object) -> None:
+    schedule: Schedule = make(4, 9)  # type: ignore[operator]
+    for stage in range(4):
+        for messages in taken_sends(schedule, stage).values():
+            assert all(taken <= 9 for message in messages for taken in message.values())
+            assert messages == sorted(messages, key=lambda taken: (taken[Lane.ACTIVATION], taken[Lane.GRADIENT]))
+
+
+def test_a_profile_splits_the_last_passes_of_stages_that_split_none() -> None:
+    plain = one_f_one_b(2, 4)
+    profiled = with_some_split(plain, count=1)
+    assert str(profiled) == "stage 0: F0 F1 B0 F2 B1 F3 B2 I3 W3\nstage 1: F0 B0 F1 B1 F2 B2 F3 I3 W3"
+    assert with_some_split(zb_h1(2, 4)) == zb_h1(2, 4)
+
+
+def given(stages: int = 3, micro_batches: int = 4) -> deepspeeds.TrainSchedule:
+    return deepspeeds.TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=1)
+
+
+class Own(deepspeeds.TrainSchedule):  # type: ignore[misc]
+    """A schedule of the user's engine."""
+
+
+def test_which_steps_are_in_force() -> None:
+    deepspeed = given()
+    assert ScheduleInForce(ScheduleConfig(kind="1f1b")).steps(deepspeed) is deepspeed
+    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
+    assert isinstance(ours.steps(deepspeed), ScheduleSteps)
+    own = Own(micro_batches=4, stages=3, stage_id=1)
+    assert ours.steps(own) is own and ours.running is None
+    alone = deepspeeds.TrainSchedule(micro_batches=4, stages=1, stage_id=0)
+    assert ours.steps(alone) is alone
+
+
+def test_what_was_found_is_in_force_while_it_is_of_this_shape() -> None:
+    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
+    ours.decide(one_f_one_b(3, 4))
+    assert ours.steps(given()).schedule == one_f_one_b(3, 4)
+    other = ours.steps(given(micro_batches=6)).schedule
+    assert other.micro_batches == 6
+    ours.decide(None)
+    assert ours.running is not None and type(ours.steps(given())) is deepspeeds.TrainSchedule
