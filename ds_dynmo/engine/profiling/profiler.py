@@ -102,13 +102,17 @@ class Samples:
         """Seconds of forward passes."""
         return self.seconds[Part.FORWARD]
 
+    @property
+    def backward(self) -> _Seconds:
+        """Seconds of backward passes in one."""
+        return self.seconds[Part.BACKWARD]
+
     def backward_seconds(self, index: int) -> float:
         """Return the :func:`typical` seconds per micro-batch; 0 for a layer that does no backward work.
 
         Where every pass was in two parts, of both.
         """
-        in_one = self.seconds[Part.BACKWARD][index]
-        return typical(in_one) if in_one else sum(self.part_seconds(index))
+        return typical(self.backward[index]) if self.backward[index] else sum(self.part_seconds(index))
 
     def part_seconds(self, index: int) -> tuple[float, float]:
         """Return the :func:`typical` seconds of the two parts; 0 where no pass was in two."""
