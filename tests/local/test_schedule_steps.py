@@ -114,7 +114,7 @@ def test_which_steps_are_in_force() -> None:
     ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
     assert isinstance(ours.steps(deepspeed), ScheduleSteps)
     own = Own(micro_batches=4, stages=3, stage_id=1)
-    assert ours.steps(own) is own and ours.running is None
+    assert ours.steps(own) is own
     alone = deepspeeds.TrainSchedule(micro_batches=4, stages=1, stage_id=0)
     assert ours.steps(alone) is alone
 
@@ -126,4 +126,13 @@ def test_what_was_found_is_in_force_while_it_is_of_this_shape() -> None:
     other = ours.steps(given(micro_batches=6)).schedule
     assert other.micro_batches == 6
     ours.decide(None)
-    assert ours.running is not None and type(ours.steps(given())) is deepspeeds.TrainSchedule
+    assert type(ours.steps(given())) is deepspeeds.TrainSchedule
+
+
+def test_what_runs_is_what_the_engine_was_given() -> None:
+    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
+    steps = ours.steps(given())
+    ours.begin(steps)
+    assert ours.running is steps
+    ours.begin(given())
+    assert ours.running is None

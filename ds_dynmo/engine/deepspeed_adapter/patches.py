@@ -127,6 +127,7 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.dynmo is None:
             super()._exec_schedule(pipe_schedule)
             return
+        self.stage.schedule.begin(pipe_schedule)
         with self.stage.around_schedule(torch.is_grad_enabled()):
             super()._exec_schedule(pipe_schedule)
 

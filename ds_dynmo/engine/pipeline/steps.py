@@ -144,7 +144,6 @@ class ScheduleInForce:
         Args:
             given: DeepSpeed's, or those of an engine of the user's, which stay.
         """
-        self.running = None
         if not self.is_ours or type(given) is not deepspeeds.TrainSchedule or given.stages == 1:
             return given
         schedule = self._schedule(given.stages, given.micro_batches)
@@ -152,8 +151,11 @@ class ScheduleInForce:
             return given
         if self.is_profiled():
             schedule = with_some_split(schedule)
-        self.running = ScheduleSteps(schedule, given.stage_id)
-        return self.running
+        return ScheduleSteps(schedule, given.stage_id)
+
+    def begin(self, steps: Any) -> None:
+        """Note which steps the engine is about to run: ours, DeepSpeed's, or the user's."""
+        self.running = steps if isinstance(steps, ScheduleSteps) else None
 
     def _schedule(self, num_stages: int, micro_batches: int) -> Schedule | None:
         shape = num_stages, micro_batches
