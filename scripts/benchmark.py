@@ -43,6 +43,12 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=32, help="of emulated models, default %(default)s")
     parser.add_argument("--micro-batches", type=int, default=12, help="of emulated batches, default %(default)s")
     parser.add_argument("--forward-ms", type=float, help="of a mean emulated layer; default: 5, 12 at interval 1")
+    parser.add_argument(
+        "--schedule",
+        choices=["1f1b", "zero_bubble", "auto"],
+        default="1f1b",
+        help="of emulated engines that rebalance, and of the oracle; others run DeepSpeed's; default: %(default)s",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="turns of each balancer, default %(default)s")
     parser.add_argument("--batches", type=int, default=1, help="of an emulated turn, default %(default)s")
     parser.add_argument("--steps", type=int, default=90, help="of a real run, default %(default)s")

@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from benchmarks.rows import Costs, Measured, Passes, Slice, rows
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
 from simulation.loads import Case, Phase
-from simulation.runs import Setting
+from simulation.runs import DYNAMIC, Setting
 from simulation.statics import Statics
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
@@ -68,7 +69,9 @@ class Benchmark:
 
     def arm(self, name: str) -> Arm:
         """Make the engine that is called ``name``."""
-        block = {"initial_partition": list(self.statics.start(name))}
+        block: dict[str, Any] = {"initial_partition": list(self.statics.start(name))}
+        if name in (*DYNAMIC, "oracle"):
+            block["schedule"] = {"kind": self.arguments.schedule}
         sizes = {"layers": self.arguments.layers, "micro_batches": self.arguments.micro_batches}
         return Arm(name, make_engine(name, **sizes, interval=self.case.interval, block=block))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -28,18 +29,55 @@ MICRO_BATCH = (1, 8, 8)  # what is sent between stages
 
 
 class _Work(torch.autograd.Function):
-    """The identity, after a while."""
+    """The identity, after a while. The part that trains is hidden from autograd: its gradient can be put off."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, block: EmulatedBlock, part: torch.Tensor) -> torch.Tensor:
-        ctx.block, ctx.part = block, part
+    def forward(ctx: Any, hidden: torch.Tensor, block: EmulatedBlock, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden)  # as a layer would
+        ctx.block, ctx.part = block, block.parts[block.largest]
         sleep(block.forward_seconds)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        sleep(ctx.block.backward_seconds)
-        return gradient, None, torch.zeros_like(ctx.part) if ctx.part.requires_grad else None
+        block, part = ctx.block, ctx.part
+        whole = block.backward_seconds * block.split_price
+        seconds = block.backward_seconds, whole * (1 - block.weight_share), whole * block.weight_share
+        sleep_backward(part, seconds, lambda: torch.zeros_like(part), sleep, held_bytes=gradient.nbytes)
+        return gradient, None, None
+
+
+def sleep_backward(
+    weight: nn.Parameter,
+    seconds: tuple[float, float, float],
+    gradient: Callable[[], torch.Tensor],
+    sleep: Callable[[float], None],
+    *,
+    held_bytes: int,
+) -> None:
+    """Sleep as long as a backward pass takes, and calculate the gradient of ``weight``, now or when it is its turn.
+
+    Args:
+        seconds: of a backward pass in one, and of its two parts; the second one is the weight gradient's.
+        held_bytes: between the two parts.
+    """
+    whole, first, second = seconds
+    if not weight.requires_grad:
+        sleep(whole)
+        return
+    at_once, is_over = False, False
+
+    def weight_gradient() -> torch.Tensor:
+        nonlocal at_once
+        if is_over:
+            sleep(second)
+        else:
+            at_once = True
+        return gradient()
+
+    ds_dynmo.defer_weight_gradient(weight, weight_gradient, held_bytes=held_bytes)
+    is_over = True
+    sleep(whole if at_once else first)
 
 
 _slowness = 1.0
@@ -57,7 +95,15 @@ def sleep(seconds: float) -> None:
 
 
 class EmulatedBlock(nn.Module):
-    """Takes as long as it is told, per micro-batch; a share of its parameters trains, the others are frozen."""
+    """Takes as long as it is told, per micro-batch; a share of its parameters trains, the others are frozen.
+
+    Attributes:
+        weight_share: of a backward pass in two parts, what its second part takes: a half, so that the forward pass and
+            both parts take the same.
+        split_price: seconds of both parts, over those of a backward pass in one.
+    """
+
+    weight_share, split_price = 0.5, 1.0
 
     def __init__(self, forward_seconds: float = 0.0) -> None:
         super().__init__()
@@ -67,7 +113,8 @@ class EmulatedBlock(nn.Module):
         self.largest = UNITS.bit_length() - 1  # of the parts that train; it alone gets gradients, to spare the CPU
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _Work.apply(hidden, self, self.parts[self.largest])  # type: ignore[no-any-return]
+        anchor = torch.empty(0, requires_grad=self.parts[self.largest].requires_grad)
+        return _Work.apply(hidden, self, anchor)  # type: ignore[no-any-return]
 
     def train_share(self, share: float) -> None:
         """Train only this share of the parameters from here on: none for 0, else one unit at least."""
@@ -89,11 +136,18 @@ def make_engine(
 
 
 def pipeline_engine(
-    layers: list[Any], *, micro_batches: int, dynmo: dict[str, Any], checkpoint_interval: int = 0, **config: Any
+    layers: list[Any],
+    *,
+    micro_batches: int,
+    dynmo: dict[str, Any] | None,
+    checkpoint_interval: int = 0,
+    module_class: type[PipelineModule] = PipelineModule,
+    **config: Any,
 ) -> Any:
     """Make an engine over ``layers``, one stage per rank, split uniformly, whose loss is a mean square.
 
     Args:
+        dynmo: the "dynmo" block; None: the engine is DeepSpeed's own.
         config: more of DeepSpeed's keys.
     """
     settings = {
@@ -102,18 +156,19 @@ def pipeline_engine(
         "steps_per_print": None,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "dynmo": dynmo,
+        **({} if dynmo is None else {"dynmo": dynmo}),
         **config,
     }
+    initialize = deepspeed.initialize if dynmo is None else ds_dynmo.initialize
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
-        module = PipelineModule(
+        module = module_class(
             layers=layers,
             num_stages=torch.distributed.get_world_size(),
             loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
             partition_method="uniform",
             activation_checkpoint_interval=checkpoint_interval,
         )
-        return ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
+        return initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
 
 
 def told_seconds(phase: Phase, forward_seconds: float) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -11,6 +11,7 @@ from benchmarks.arms import chosen
 from benchmarks.emulated import until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
+from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
 from simulation.loads import CASES
@@ -64,6 +65,20 @@ def test_an_emulated_block_takes_as_long_as_it_is_told(monkeypatch: pytest.Monke
     hidden.sum().backward()
     assert slept == [0.02, 0.05]
     assert hidden.tolist() == [1.0, 1.0]
+
+
+def test_an_emulated_backward_pass_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    block, gradients = EmulatedBlock(0.01), WeightGradients()
+    block.weight_share, block.split_price = 0.25, 2.0
+    with gradients.splitting([]):
+        hidden = block(torch.ones(2, requires_grad=True)).sum()
+        with gradients.first_part():
+            hidden.backward()
+        assert slept == [0.01, pytest.approx(0.03)] and block.parts[block.largest].grad is None
+        gradients.second_part().root().backward()
+    assert slept[2:] == [pytest.approx(0.01)] and block.parts[block.largest].grad is not None
 
 
 @pytest.mark.parametrize(("share", "units"), [(1.0, 255), (0.5, 128), (0.1, 26), (0.001, 1), (0.0, 0)])

@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Pipeline schedules side by side, with layers that sleep: DeepSpeed's 1F1B and DualPipeV, and orders of ours.
+
+    deepspeed --num_gpus 8 scripts/schedules.py --micro-batches 12 --pass-ms 8
+    deepspeed --num_gpus 8 scripts/schedules.py --micro-batches 16 --pass-ms 24 --arm dualpipev --arm zero_bubble
+    deepspeed --num_gpus 8 scripts/schedules.py --split realistic          # weights: 0.4 of backward; a split costs 5%
+    deepspeed --num_gpus 8 scripts/schedules.py --loads random             # or frozen, weightless
+
+Set OMP_NUM_THREADS=1: one thread per stage. Engines take turns, batch by batch. "of work bound": of a batch in which
+all stages work as long and never wait. "simulated": from the seconds that layers are told. "replayed": the order of
+passes from the seconds that passes took in further batches. It fails where an engine trained other weights than
+DeepSpeed's 1F1B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from benchmarks.arms import engines_end_here
+from benchmarks.machine import Machine
+from benchmarks.scaling import LOADS, SPLITS
+from benchmarks.schedules import ARMS, STOCK, measure, show
+from command_line import CommandParser, check_at_least_1, num_processes, write_json
+from ds_dynmo.errors import ConfigError
+from startup import begin_rank
+
+
+def parse(given: list[str]) -> argparse.Namespace:
+    parser = CommandParser(__doc__)
+    parser.add_argument(
+        "--arm",
+        action="append",
+        choices=[arm for arm in ARMS if arm != STOCK],
+        help="beside DeepSpeed's 1F1B; default: all; may be repeated",
+    )
+    parser.add_argument("--layers", type=int, default=32, help="of the model, default %(default)s")
+    parser.add_argument("--micro-batches", type=int, default=12, help="per batch, default %(default)s")
+    parser.add_argument("--pass-ms", type=float, default=8.0, help="of a layer's forward pass, default %(default)s")
+    parser.add_argument("--batches", type=int, default=9, help="timed of each, default %(default)s")
+    parser.add_argument("--split", choices=list(SPLITS), default="even", help="of backward, default %(default)s")
+    parser.add_argument("--loads", choices=LOADS, default="equal", help="of the layers, default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of random loads, default %(default)s")
+    return parser.parse_args(given)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse sizes that make no pipeline.
+
+    Raises:
+        ConfigError: naming the option, its value and what is allowed.
+    """
+    stages = num_processes("8 scripts/schedules.py")
+    if arguments.layers < stages:
+        raise ConfigError(f"--layers {arguments.layers}: should be at least the number of stages, {stages}")
+    check_at_least_1(arguments, "micro_batches", "batches")
+    if not arguments.pass_ms > 0:
+        raise ConfigError(f"--pass-ms {arguments.pass_ms:g}: should be above 0")
+
+
+def main(given: list[str]) -> None:
+    arguments = parse(given)
+    try:
+        check(arguments)
+    except ConfigError as error:
+        raise SystemExit(f"schedules.py: error: {error}") from error
+    begin_rank()
+    machine = Machine()
+    with engines_end_here():
+        found = measure(arguments)
+    if torch.distributed.get_rank() == 0:
+        settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
+        show(found, arguments)
+        print(machine, flush=True)
+        write_json(arguments.json, {"machine": machine.record(), "settings": settings, **found})
+    torch.distributed.barrier()
+    if found["differing_weights"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""scripts/schedules.py: engines of DeepSpeed and of ours train the same weights, and every one has its figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import schedules
+from benchmarks.schedules import TRACED
+from tests.distributed.harness import run
+
+SIZES = ["--layers", "4", "--micro-batches", "4", "--pass-ms", "2", "--batches", "2"]
+
+
+def figures(folder: Path, *flags: str) -> Any:
+    file = folder / "figures.json"
+    run(2, schedules.main, [*SIZES, *flags, "--json", str(file)])
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("split", "loads"),
+    [
+        ("realistic", "random"),
+        pytest.param("even", "frozen", marks=pytest.mark.fuzz),
+        pytest.param("even", "weightless", marks=pytest.mark.fuzz),
+    ],
+)
+def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path: Path) -> None:
+    found = figures(tmp_path, "--split", split, "--loads", loads)
+    rows = {row["arm"]: row for row in found["arms"]}
+    assert list(rows) == ["stock", "dualpipev", "1f1b", "gradient_first", "zero_bubble"]
+    assert found["differing_weights"] == []
+    assert found["settings"]["split"] == split
+    for row in rows.values():
+        low, high = row["seconds_spread"]
+        assert 0 < low <= row["seconds"] <= high and len(row["batches"]) == 2
+        assert 0 < row["share_of_work_bound"] < 1
+        assert row["speedup_over_stock"] > 0
+    for name in ("1f1b", "gradient_first", "zero_bubble"):
+        row = rows[name]
+        assert len(row["traced"]) == TRACED
+        for batch in row["traced"]:
+            assert (
+                row["simulated_seconds"] < batch["replayed_seconds"] * 1.05
+            )  # passes take what they are told, or longer
+            assert batch["replayed_seconds"] < batch["seconds"] * 1.5  # as in this batch, but for an average of passes
+    assert rows["1f1b"]["splits"] == 0 < rows["gradient_first"]["splits"]
+    assert rows["zero_bubble"]["simulated_seconds"] <= rows["1f1b"]["simulated_seconds"]

@@ -1,0 +1,85 @@
+"""scripts/schedules.py: what it refuses, which engines it runs, layers' seconds, and passes out of a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.scaling import layer_seconds, stage_costs
+from benchmarks.schedules import ARMS, arms_for
+from benchmarks.traced_passes import traced_batches
+from ds_dynmo.errors import ConfigError
+from schedules import check, parse
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layers", "7"], "--layers 7: should be at least the number of stages, 8"),
+        (["--batches", "0"], "--batches 0: should be at least 1"),
+        (["--pass-ms", "0"], "--pass-ms 0: should be above 0"),
+    ],
+)
+def test_sizes_that_make_no_pipeline_are_refused(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=message):
+        check(parse(flags))
+
+
+def test_dualpipev_runs_where_it_can() -> None:
+    assert arms_for(None, stages=8, layers=32, micro_batches=16) == list(ARMS)
+    assert "dualpipev" not in arms_for(None, stages=8, layers=32, micro_batches=12)
+    assert arms_for(["zero_bubble"], stages=8, layers=32, micro_batches=12) == ["stock", "zero_bubble"]
+
+
+def test_a_backward_pass_takes_two_forward_passes() -> None:
+    even, realistic = (layer_seconds("equal", split, 1, 1.0, seed=0)[0] for split in ("even", "realistic"))
+    assert even == (1.0, 1.0, 1.0, 2.0)
+    assert realistic == pytest.approx((1.0, 1.26, 0.84, 2.0))
+
+
+def test_layers_differ_as_they_are_told() -> None:
+    random = layer_seconds("random", "even", 64, 1.0, seed=0)
+    parts = [part for one in random for part in one[:3]]
+    assert 0.7 <= min(parts) < 0.75 and 1.25 < max(parts) <= 1.3
+    frozen = stage_costs(layer_seconds("frozen", "even", 8, 1.0, seed=0), 4)
+    assert (frozen.forward_seconds, frozen.backward_seconds) == ((2.0,) * 4, (0.0, 4.0, 4.0, 4.0))
+    weightless = stage_costs(layer_seconds("weightless", "even", 8, 1.0, seed=0), 4)
+    assert weightless.weight_gradient_seconds == (2.0, 2.0, 0.0, 0.0)
+
+
+def event(stage: int, category: str, name: str, begin: float, end: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": begin,
+        "dur": end - begin,
+        "args": {"stage": stage, "step": 3},
+    }
+
+
+def test_a_pass_is_all_that_its_stage_does_for_it_but_wait() -> None:
+    events = [
+        {"ph": "i", "args": {"step": 1}},
+        event(0, "load", "load 0", 0, 1),
+        event(0, "forward", "forward 0", 1, 10),
+        event(0, "send", "send activation 0", 11, 12),
+        event(0, "load", "load 1", 13, 14),
+        event(0, "forward", "forward 1", 14, 20),
+        event(0, "wait", "wait for gradient 0", 21, 30),
+        event(0, "receive", "receive gradient 0", 30, 31),
+        event(0, "backward", "input gradient 0", 32, 40),
+        event(0, "weight gradient", "weight gradient 0", 41, 50),
+        event(0, "reduce", "reduce gradients", 51, 60),
+        event(1, "backward", "backward 0", 5, 7),
+    ]
+    ((costs, seconds),) = traced_batches(events, 2)
+    assert seconds == pytest.approx(49e-6)
+    assert costs.forward_seconds == pytest.approx((10e-6, 0.0))  # 12 and 8
+    assert costs.input_gradient_seconds == pytest.approx((9e-6, 0.0))
+    assert costs.weight_gradient_seconds == pytest.approx((10e-6, 0.0))
+    assert costs.backward_seconds == pytest.approx((0.0, 2e-6))
