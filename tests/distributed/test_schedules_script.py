@@ -44,9 +44,7 @@ def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path
         row = rows[name]
         assert len(row["traced"]) == TRACED
         for batch in row["traced"]:
-            assert (
-                row["simulated_seconds"] < batch["replayed_seconds"] * 1.05
-            )  # passes take what they are told, or longer
+            assert row["simulated_seconds"] < batch["replayed_seconds"] * 1.05  # what they are told, or longer
             assert batch["replayed_seconds"] < batch["seconds"] * 1.5  # as in this batch, but for an average of passes
     assert rows["1f1b"]["splits"] == 0 < rows["gradient_first"]["splits"]
     assert rows["zero_bubble"]["simulated_seconds"] <= rows["1f1b"]["simulated_seconds"]
