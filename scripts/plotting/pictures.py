@@ -21,9 +21,11 @@ WINDOW = 5  # steps of the running median of tokens/s
 MILLI = 1e3
 BEFORE, PREDICTED, MEASURED = "#b0b7c3", "#9ecae9", "#2a6fb0"
 MOVE = "#c0392b"
+PASSES = ("forward", "backward", "weight gradient")
 COLORS = {
     "forward": "#4c8ed9",
     "backward": "#2f9e6e",
+    "weight gradient": "#86cfae",
     "load": "#8e6bbf",
     "send": "#e8a838",
     "receive": "#d9763f",
@@ -247,10 +249,10 @@ def timelines(every: Sequence[Rows]) -> Figure:
         for place, (_, bars) in enumerate(one.rows):
             for category in COLORS:
                 spans = [(MILLI * bar.begin_seconds, MILLI * bar.seconds) for bar in bars if bar.category == category]
-                edge = {"edgecolor": "white", "linewidth": 0.4} if category in ("forward", "backward") else {}
+                edge = {"edgecolor": "white", "linewidth": 0.4} if category in PASSES else {}
                 axes.broken_barh(spans, (place - 0.4, 0.8), facecolor=COLORS[category], **edge)
             for bar in bars:
-                if bar.category in ("forward", "backward") and MILLI * bar.seconds > 0.015 * longest:
+                if bar.category in PASSES and MILLI * bar.seconds > 0.015 * longest:
                     middle = MILLI * (bar.begin_seconds + bar.seconds / 2)
                     text = str(bar.micro_batch)
                     axes.text(middle, place, text, color="white", ha="center", va="center", fontsize=7)

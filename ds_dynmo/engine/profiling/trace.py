@@ -12,7 +12,7 @@ the file.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -81,6 +81,7 @@ class Tracer:
         self._marks: list[tuple[str, str, int | None]] = []
         self._times: list[Any] = []
         self._counts: Counter[str] = Counter()
+        self._put_off: deque[int] = deque()  # micro-batches whose weight gradients are still to come
         self._origin: float | None = None
         self._base_error_seconds = 0.0
         self._file: TraceFile | None = None
@@ -104,7 +105,7 @@ class Tracer:
         }
         get_accelerator().synchronize()
         beginning, base_seconds, self._base_error_seconds = begin(self._clock)
-        self._marks, self._times, self._counts = [], [beginning], Counter()
+        self._marks, self._times, self._counts, self._put_off = [], [beginning], Counter(), deque()
         self.records, self._stage.timeline.record = True, self._phase
         try:
             yield
@@ -140,13 +141,23 @@ class Tracer:
     def _recorded(self, function: Callable[..., Any], category: str, what: str) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             micro_batch = None
-            if "buffer_id" in kwargs:  # instructions of a kind come in the order of the micro-batches
-                micro_batch = self._counts[category + what]
-                self._counts[category + what] += 1
+            if "buffer_id" in kwargs:
+                micro_batch = self._micro_batch(category, what)
             with self._phase(category, what, micro_batch):
                 return function(*args, **kwargs)
 
         return recorded
+
+    def _micro_batch(self, category: str, what: str) -> int:
+        """Instructions of a kind come in the order of the micro-batches; a backward pass in one part, or in two."""
+        if what == "weight gradient":
+            return self._put_off.popleft()
+        kind = category if category == "backward" else f"{category} {what}"
+        micro_batch = self._counts[kind]
+        self._counts[kind] += 1
+        if what == "input gradient":
+            self._put_off.append(micro_batch)
+        return micro_batch
 
     def _write(self, step: int, placement: Placement, seconds: list[float]) -> None:
         self._comm.enter("trace")

@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 from ds_dynmo.placement import Placement
 
 CATEGORIES = (
-    *("forward", "backward", "load", "send", "receive", "wait", "instruction"),  # the last: of the user's
-    *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),
+    *(
+        "forward",
+        "backward",
+        "weight gradient",
+        "load",
+        "send",
+        "receive",
+        "wait",
+        "instruction",
+    ),  # the last: of the user's
+    *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),  # the first: of the user's
 )
 _END = "\n]}\n"
 
