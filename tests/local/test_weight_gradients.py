@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients, defer_weight_gradient, splittable
+from ds_dynmo.errors import ConfigError
 
 WIDTH = 16
 Passes = list[tuple[torch.Tensor, torch.Tensor]]
@@ -182,6 +183,18 @@ def test_weights_wait_until_the_second_part_and_hooks_see_each_once() -> None:
         assert len(seen) == 1
         finish(gradients)
     assert len(seen) == 2
+
+
+def test_a_hook_that_would_see_a_gradient_twice_is_refused() -> None:
+    """The weight is used by its module, and in a penalty."""
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight.register_hook(lambda gradient: gradient.sign())
+    gradients = WeightGradients()
+    with gradients.splitting(splittable([model])):
+        with gradients.forward_pass(split=True):
+            output = model(torch.randn(3, WIDTH)).sum() + model.weight.square().sum()
+        with gradients.first_part(), pytest.raises(ConfigError, match=r"shape \[16, 16\] has a hook of yours"):
+            output.backward()
 
 
 def test_a_pass_in_one_runs_the_modules_own_forward() -> None:

@@ -12,7 +12,7 @@ the schedule says that its receiver has taken it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -83,7 +83,8 @@ class Channels:
             for message in messages:
                 for work, _ in message:
                     work.wait()
-        self._layouts = {key: one.layout for key, one in self._receiving.items()}
+        # a message alone in its batch may have been announced, and the next not
+        self._layouts = {key: one.layout for key, one in self._receiving.items() if one.total > 1}
         self._sent, self._receiving = {}, {}
 
     def forget_shapes(self) -> None:
@@ -93,18 +94,19 @@ class Channels:
     # -- one instruction ------------------------------------------------------------------------------
 
     @contextmanager
-    def sending(self, lane: Lane, dest_stage: int) -> Iterator[None]:
-        """Inside, what is sent to ``dest_stage`` is one message of ``lane``."""
-        self._sent.setdefault((dest_stage, lane), deque()).append([])
+    def sending(self, lane: Lane, dest_stage: int) -> Iterator[Sequence[Any]]:
+        """Inside, what is sent to ``dest_stage`` is one message of ``lane``. Gives what is in it, as it grows."""
+        message: list[tuple[Any, torch.Tensor]] = []
+        self._sent.setdefault((dest_stage, lane), deque()).append(message)
         self._lane = lane
         try:
-            yield
+            yield message
         finally:
             self._lane = None
 
     @contextmanager
-    def receiving(self, lane: Lane, src_stage: int, *, post_ahead: bool) -> Iterator[None]:
-        """Inside, what is received from ``src_stage`` is the next message of ``lane``.
+    def receiving(self, lane: Lane, src_stage: int, *, post_ahead: bool) -> Iterator[Sequence[Any]]:
+        """Inside, what is received from ``src_stage`` is the next message of ``lane``. Gives its layout, as it grows.
 
         Args:
             post_ahead: the messages after this one may be posted, if they look like it.
@@ -114,7 +116,7 @@ class Channels:
         self._lane, one.now = lane, []
         one.taking = deque(one.posted.popleft()) if one.posted else deque()
         try:
-            yield
+            yield one.now
         finally:
             self._lane = None
         one.begun += 1
@@ -150,8 +152,11 @@ class Channels:
         if lane is None:
             dist.send(tensor, self._rank_of(dest_stage))
             return
-        work = dist.isend(tensor, self._rank_of(dest_stage), tag=lane.value)
-        self._sent[dest_stage, lane][-1].append((work, tensor))
+        kept = tensor.detach()  # has the content still if DeepSpeed lets ``tensor`` have another
+        if lane is Lane.ACTIVATION and not tensor.requires_grad:
+            kept = kept.clone()  # a mask, say, that its layer keeps, and changes for the next micro-batch
+        work = dist.isend(kept, self._rank_of(dest_stage), tag=lane.value)
+        self._sent[dest_stage, lane][-1].append((work, kept))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
         """Receive ``tensor``; what was posted for it becomes its content, without a copy."""

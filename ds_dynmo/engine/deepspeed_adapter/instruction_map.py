@@ -18,6 +18,12 @@ def present_instructions(engine: Any) -> Instructions:
     return found
 
 
+def entry(kind: type, instruction: Any) -> str:
+    """Write an entry of the map as users do."""
+    name = getattr(instruction, "__qualname__", repr(instruction))
+    return f"_INSTRUCTION_MAP[{kind.__name__}] = {instruction.__module__}.{name}"
+
+
 @contextmanager
 def instructions_in_force(engine: Any, found: Instructions) -> Iterator[None]:
     """Let the engine run a schedule by ``found``, and restore its own instructions afterwards.

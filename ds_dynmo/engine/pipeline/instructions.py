@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
-from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions
+from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions, entry
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.tied_gradients import join_copies, share_copies
 from ds_dynmo.engine.pipeline import frozen_prefix
@@ -53,9 +53,8 @@ def check(present: Instructions, prefix: int, *, partitioned: bool) -> None:
     for kind in kinds:
         instruction = present.get(kind)
         if instruction is not None and not is_deepspeeds(instruction):
-            name = f"{instruction.__module__}.{getattr(instruction, '__qualname__', repr(instruction))}"
             raise ConfigError(
-                f"_INSTRUCTION_MAP[{kind.__name__}] = {name}: the first {prefix} layers have nothing to train, so a "
+                f"{entry(kind, instruction)}: the first {prefix} layers have nothing to train, so a "
                 "stage that holds no others is sent no gradients, and an instruction of yours cannot know that; leave "
                 f"{kind.__name__} to DeepSpeed, or train a parameter of layer 0"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ from ds_dynmo.engine.comm.channels import Channels, Lane
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.backward import backward_from_own
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
-from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions
+from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions, entry
 from ds_dynmo.engine.deepspeed_adapter.point_to_point import messages_through, shapes_are_known
 from ds_dynmo.engine.pipeline.messages import taken_sends
 from ds_dynmo.engine.pipeline.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients, splittable
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import Kind
 
 _MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the other stage
@@ -82,11 +83,9 @@ class ScheduledBatches:
         done[InputGradientPass] = partial(self._first_part, backward)
         done[WeightGradientPass] = partial(self._second_part)
         for kind, (lane, neighbour) in _MESSAGES.items():
-            if kind in (deepspeeds.SendActivation, deepspeeds.SendGrad):
-                done[kind] = partial(self._send, composed[kind], lane, neighbour)
-            else:
-                ahead = is_deepspeeds(present[kind])
-                done[kind] = partial(self._receive, composed[kind], lane, neighbour, ahead)
+            own = None if is_deepspeeds(present[kind]) else entry(kind, present[kind])
+            around = self._send if kind in (deepspeeds.SendActivation, deepspeeds.SendGrad) else self._receive
+            done[kind] = partial(around, composed[kind], lane, neighbour, own)
         return {kind: _as_function(instruction) for kind, instruction in done.items()}
 
     # -- passes ---------------------------------------------------------------------------------------
@@ -116,17 +115,36 @@ class ScheduledBatches:
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def _send(self, send: Instruction, lane: Lane, neighbour: str, engine: Any, buffer_id: int) -> None:
-        with self._channels.sending(lane, getattr(engine, neighbour)):
+    # ``own``: names an instruction of the user's; None: it is DeepSpeed's
+
+    def _send(
+        self, send: Instruction, lane: Lane, neighbour: str, own: str | None, engine: Any, buffer_id: int
+    ) -> None:
+        with self._channels.sending(lane, getattr(engine, neighbour)) as tensors:
             send(engine, buffer_id=buffer_id)
+        _check_carried(tensors, own)
 
     def _receive(
-        self, receive: Instruction, lane: Lane, neighbour: str, ahead: bool, engine: Any, buffer_id: int
+        self, receive: Instruction, lane: Lane, neighbour: str, own: str | None, engine: Any, buffer_id: int
     ) -> None:
         if lane is Lane.GRADIENT:
             buffers.forget_gradient_buffer(engine)
-        with self._channels.receiving(lane, getattr(engine, neighbour), post_ahead=ahead and shapes_are_known(engine)):
+        ahead = own is None and shapes_are_known(engine)
+        with self._channels.receiving(lane, getattr(engine, neighbour), post_ahead=ahead) as tensors:
             receive(engine, buffer_id=buffer_id)
+        _check_carried(tensors, own)
+
+
+def _check_carried(tensors: Sequence[Any], own: str | None) -> None:
+    """Refuse an instruction of the user's whose message did not go through the channels.
+
+    A send of its own would wait for its receiver, for which our orders are not made: stages would wait in a circle.
+    """
+    if own is not None and not tensors:
+        raise ConfigError(
+            f"{own}: its message did not go through deepspeed.runtime.pipe.p2p.send and recv, which a schedule of "
+            'ds_dynmo needs; call these (by that name, as they are replaced), or set dynmo.schedule.kind to "1f1b"'
+        )
 
 
 def _as_function(instruction: Any) -> Instruction:

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ds_dynmo.errors import ConfigError
+
 Compute = Callable[[], torch.Tensor]
 
 
@@ -136,6 +138,7 @@ class WeightGradients:
         Uses of a parameter are added up before they reach what earlier micro-batches gave.
         """
         if parameter in self._hidden and self.add(parameter, lambda: gradient):
+            _check_hooks(parameter)
             return torch.zeros_like(gradient)
         return gradient
 
@@ -151,6 +154,22 @@ class WeightGradients:
             compute = self.observe(compute, held_bytes)
         self._collecting.add(parameter, compute)
         return True
+
+
+def _check_hooks(parameter: nn.Parameter) -> None:
+    """Refuse hooks of the user's that would see the gradient of a micro-batch twice: in each part, what is known then.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    of_user = [hook for hook in accumulated.values() if not getattr(hook, "__module__", "").startswith("deepspeed")]
+    if of_user or len(parameter._backward_hooks or {}) > 1:  # one is ours
+        raise ConfigError(
+            f"a weight of shape {list(parameter.shape)} has a hook of yours on its gradient, and is used outside its "
+            "module too (in a penalty, say): a backward pass in two parts would call the hook in each; set "
+            'dynmo.schedule.kind to "1f1b", or use the weight in one way'
+        )
 
 
 _current: WeightGradients | None = None

@@ -23,7 +23,7 @@ from ds_dynmo.models import (
 )
 from ds_dynmo.models.early_exit.exits import ExitHead
 from tests.distributed.harness import run, run_each
-from tests.distributed.support.configs import Case, config
+from tests.distributed.support.configs import BLOCK, Case, config
 from tests.distributed.support.training import drop_decision, state, whole
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
@@ -147,7 +147,7 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     case = Case(precision=run.precision, optimizer=run.optimizer, clip=run.clip, dynmo=None)
     settings = {
         **config(case),
-        "dynmo": {**run.dynmo, "enabled": run.enabled},
+        "dynmo": {**BLOCK, **run.dynmo, "enabled": run.enabled},
     }
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
     return engine, model

@@ -23,6 +23,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     },
     "fp32 zero1": {"zero_optimization": {"stage": 1}},
 }
+BLOCK: dict[str, Any] = {}  # on this rank every "dynmo" block has this, unless a case says otherwise
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def config(case: Case) -> dict[str, Any]:
             "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 8},
         }
     if case.dynmo is not None:
-        settings["dynmo"] = case.dynmo
+        settings["dynmo"] = {**BLOCK, **case.dynmo}
     return settings
 
 

@@ -1,0 +1,355 @@
+"""What works under DeepSpeed's 1F1B works under a schedule of ours: workloads of other tests, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe import schedule as deepspeeds
+
+from ds_dynmo.engine.pipeline.steps import ScheduleInForce
+from tests.distributed import (
+    test_engine_class,
+    test_expert_parallel,
+    test_foreign_models,
+    test_huggingface,
+    test_instructions,
+    test_replicas,
+    test_tied_classes,
+    test_topologies,
+)
+from tests.distributed.harness import RankError, run
+from tests.distributed.support import case_runs, elastic
+from tests.distributed.support.case_runs import CaseRun, moved
+from tests.distributed.support.configs import BLOCK, Case
+from tests.distributed.support.instructions import error_of
+from tests.distributed.support.models import Block, Embedding, Head
+from tests.distributed.support.training import batches, build, outcome_of, raw, train
+
+MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
+
+
+def under(kind: str, function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """Run a workload under a schedule, where it names none; how many batches ran by a schedule of ours, too."""
+    ours, begin = [], ScheduleInForce.begin
+
+    def watched(self: ScheduleInForce, steps: Any) -> None:
+        begin(self, steps)
+        ours.append(self.running is not None)
+
+    BLOCK["schedule"] = {"kind": kind}
+    ScheduleInForce.begin = watched  # type: ignore[method-assign]
+    try:
+        return function(*args), sum(ours)
+    finally:
+        del BLOCK["schedule"]
+        ScheduleInForce.begin = begin  # type: ignore[method-assign]
+
+
+DIFFER = {"attributes", "reports", "summaries"}  # have seconds in them, or buffers
+
+
+def comparable(found: Any) -> Any:
+    if isinstance(found, list):
+        return [comparable(one) for one in found]
+    if isinstance(found, dict):
+        return {key: value for key, value in found.items() if key not in DIFFER}
+    return found
+
+
+def check_as_under_1f1b(ranks: int, function: Callable[..., Any], *args: Any, unsplit: bool = False) -> None:
+    """Layers are at the same places under both, so each rank has the same.
+
+    Args:
+        unsplit: no batch runs by a schedule of ours.
+    """
+    stock, ours = (run(ranks, under, kind, function, *args) for kind in ("1f1b", "zero_bubble"))
+    assert [count for _, count in stock] == [0] * ranks
+    assert all((count == 0) is unsplit for _, count in ours)
+    for (expected, _), (found, _) in zip(stock, ours, strict=True):
+        assert comparable(found) == comparable(expected)
+
+
+# -- workloads of its own ---------------------------------------------------------------------------------
+
+
+def watched_by_the_user() -> dict[str, Any]:
+    """What hooks on parameters, callbacks, ``engine.loss`` and evaluations between batches see."""
+    engine = build(Case(stages=3, micro_batches=5))
+    data, seen = batches(engine), {}
+    for name, parameter in engine.module.named_parameters():
+        gradients: list[bytes] = []
+        seen[name] = gradients
+        parameter.register_hook(lambda gradient, gradients=gradients: gradients.append(raw(gradient)))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, gradients=gradients: gradients.append(raw(parameter.grad))
+        )
+    before_step: list[Any] = []
+    engine.before_step(
+        lambda: before_step.append([raw(p.grad) for p in engine.module.parameters() if p.grad is not None])
+    )
+    losses = []
+    for _ in range(3):
+        losses.append(engine.train_batch(data).item())
+        last = float(engine.loss.detach()) if engine.is_last_stage() else None
+        losses += [last, engine.eval_batch(batches(engine, seed=7)).item()]
+    assert all(len(gradients) == 2 * 3 * 5 for gradients in seen.values())
+    return {"losses": losses, "seen": seen, "before step": before_step}
+
+
+class Counting(Block):
+    """Sends a tensor of numbers that it keeps, and changes for the next micro-batch."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("count", torch.zeros(300, dtype=torch.long))
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, numbers = inputs if isinstance(inputs, tuple) else (inputs, torch.zeros(300, dtype=torch.long))
+        self.count += 1 + numbers.max()
+        return super().forward(hidden) * (1 + 0.001 * self.count[0]), self.count
+
+
+class Uncounted(Head):
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return super().forward(inputs[0])
+
+
+def counting_layers(case: Case) -> list[Any]:
+    blocks = [LayerSpec(Counting, index) for index in range(case.num_layers - 2)]
+    return [LayerSpec(Embedding, 1), *blocks, LayerSpec(Uncounted, 2)]
+
+
+def train_layers(case: Case, make_layers: Callable[[Case], list[Any]], moves: list[list[int]]) -> dict[str, Any]:
+    engine = build(case, make_layers)
+    data, losses, waiting = batches(engine), [], list(moves)
+    for _ in range(5):
+        losses.append(engine.train_batch(data).item())
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    return outcome_of(engine, losses)
+
+
+def twofold(case: Case) -> list[Any]:
+    return test_instructions.twofold_layers(case)
+
+
+OWN = Case(blocks=6, clip=0.0)
+PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}
+
+
+@dataclass(frozen=True)
+class Feature:
+    ranks: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    fuzz: bool = False
+    unsplit: bool = False
+
+
+def features(**settings: Any) -> tuple[Any, ...]:
+    return settings, {}, MOVES
+
+
+FEATURES = {
+    "hooks, callbacks, loss, evaluations": Feature(3, watched_by_the_user),
+    "tuples": Feature(3, train_layers, (Case(stages=3, dynmo=PROFILED), twofold, [[0, 2, 5, 9], [0, 3, 4, 9]])),
+    "tensors without gradient": Feature(2, train_layers, (Case(micro_batches=5), counting_layers, [])),
+    "bool masks": Feature(
+        2, test_topologies.train_both, (Case(dynmo=PROFILED), test_topologies.mask_layers, True, MOVES)
+    ),
+    "dynamic shapes": Feature(2, test_topologies.train_feature, ({}, {"dynamic_shape": True}, MOVES, True)),
+    "patched instructions": Feature(2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "entries", True)),
+    "instructions patched later": Feature(
+        2, test_instructions.train_patched, ("ds_dynmo", Case(clip=0.0), "engine", False), fuzz=True
+    ),
+    "own backward pass": Feature(
+        3,
+        test_instructions.train_with_own_backward,
+        (Case(stages=3, precision="bf16", tied=True), [[0, 1, 7, 8]], False),
+    ),
+    "own schedule": Feature(2, test_engine_class.train_with_reference, ("ds_dynmo", OWN), unsplit=True),
+    "own class": Feature(
+        2, test_engine_class.train_with_reference, ("ds_dynmo", OWN, (), None, None, twofold), fuzz=True, unsplit=True
+    ),
+    "sizes": Feature(2, test_topologies.train_other_sizes, (MOVES,)),
+    "fewer micro-batches": Feature(4, train, (Case(stages=4, micro_batches=2), [[0, 1, 3, 5, 8]], 4, 1)),
+    "1 micro-batch": Feature(3, train, (Case(stages=3, micro_batches=1), [], 4, 1), fuzz=True),
+    "1 stage": Feature(1, train, (Case(stages=1), [], 2, 1), fuzz=True, unsplit=True),
+    "switched off": Feature(2, train, (Case(dynmo={"enabled": False}, replicas=1), [], 3, 1), fuzz=True),
+    "tensor parallel": Feature(
+        4,
+        test_topologies.train_sliced,
+        (Case(slices=2, blocks=4, tied=True, clip=0.05, precision="bf16"), [[0, 2, 6], [0, 5, 6]]),
+    ),
+    "tensor parallel, zero1": Feature(
+        4,
+        test_topologies.train_sliced,
+        (Case(slices=2, blocks=4, clip=0.05, precision="bf16 zero1"), [[0, 2, 6], [0, 5, 6]]),
+        fuzz=True,
+    ),
+    "experts on replicas": Feature(
+        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),)
+    ),
+    "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),)),
+    **{
+        name: Feature(2, case_runs.train, (moved(test_huggingface.case(name)),), fuzz=True)
+        for name in ("mixtral", "qwen3")
+    },
+    "peft": Feature(2, test_foreign_models.train, ("lora", True), fuzz=True),
+    "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True), fuzz=True),
+    "tied classes": Feature(
+        3,
+        test_tied_classes.train,
+        (Case(stages=3, clip=0.5, groups="two"), "in the middle", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
+        fuzz=True,
+    ),
+    "fewer stages and back": Feature(
+        4,
+        elastic.train_and_repack,
+        (Case(stages=4, tied=True, dynmo=elastic.PARK, dropout=True), {2: [0, 3, 8], 3: [0, 2, 3, 6, 8]}, 5),
+    ),
+    "freed ranks as replicas": Feature(
+        4,
+        test_replicas.train,
+        (Case(stages=4, micro_batches=4, dynmo=test_replicas.BY_HAND), {1: 2, 3: 4}, 4, False, True, None, True),
+    ),
+    "timers": Feature(
+        2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1), fuzz=True
+    ),
+    "autocast": Feature(
+        2,
+        test_topologies.train_feature,
+        features(torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+        fuzz=True,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.fuzz if one.fuzz else ()) for name, one in FEATURES.items()]
+)
+def test_as_under_1f1b(name: str) -> None:
+    if name == "peft":
+        pytest.importorskip("peft")
+    one = FEATURES[name]
+    check_as_under_1f1b(one.ranks, one.function, *one.args, unsplit=one.unsplit)
+
+
+def traced(path: str) -> None:
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "trace": {"path": path, "steps": [2, 2]}}
+    engine = build(Case(stages=3, micro_batches=6, dynmo=block))
+    data = batches(engine)
+    for _ in range(2):
+        engine.train_batch(data)
+
+
+def test_a_trace_shows_both_parts_of_a_backward_pass(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    run(3, traced, str(path))
+    passes: dict[str, dict[tuple[int, int], Any]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("cat") in ("forward", "backward", "weight gradient"):
+            name, number = event["name"].rsplit(" ", 1)
+            passes.setdefault(name, {})[event["args"]["stage"], int(number)] = event
+    every = {(stage, number) for stage in range(3) for number in range(6)}
+    in_two = passes["input gradient"].keys()
+    assert passes["forward"].keys() == every == in_two | passes.get("backward", {}).keys()
+    assert passes["weight gradient"].keys() == in_two and in_two.isdisjoint(passes.get("backward", {}))
+    for place, event in passes["weight gradient"].items():
+        assert event["cat"] == "weight gradient" and event["ts"] > passes["input gradient"][place]["ts"]
+
+
+def sends_by_itself(self: Any, buffer_id: int) -> None:
+    torch.distributed.send(self.pipe_buffers["outputs"][buffer_id], 1)
+
+
+def with_sends_of_its_own() -> str:
+    engine = build(Case(dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}))
+    data = batches(engine)
+    engine.train_batch(data)
+    if engine.is_last_stage():
+        torch.distributed.recv(torch.empty(2, 4, 8), 0)
+        return ""
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, deepspeeds.SendActivation: sends_by_itself}
+    return error_of(lambda: engine.train_batch(data))
+
+
+def test_messages_that_go_another_way_are_refused() -> None:
+    message = run(2, with_sends_of_its_own)[0]
+    assert "_INSTRUCTION_MAP[SendActivation] = tests.distributed.test_schedule_features.sends_by_itself" in message
+    assert 'dynmo.schedule.kind to "1f1b"' in message
+
+
+class Failing(Block):
+    good_passes = 7
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.good_passes == 0:
+            raise ArithmeticError("in the middle of a batch")
+        self.good_passes -= 1
+        return super().forward(hidden)
+
+
+def failing_layers(case: Case) -> list[Any]:
+    middle = [LayerSpec(Failing if index == 2 else Block, index) for index in range(case.num_layers - 2)]
+    return [LayerSpec(Embedding, 1), *middle, LayerSpec(Head, 2)]
+
+
+def after_a_failure() -> bool:
+    """On the rank whose layer failed: is everything as before the batch?"""
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
+    engine = build(Case(stages=3, micro_batches=5, dynmo=block), failing_layers)
+    data, sends = batches(engine), (p2p.send, p2p.recv)
+    before = engine._INSTRUCTION_MAP, list(engine.module.forward_funcs)
+    engine.train_batch(data)
+    try:
+        engine.train_batch(data)
+    except ArithmeticError:
+        modules = list(engine.module.modules())
+        assert not any("forward" in vars(module) for module in modules)
+        assert not any(parameter._backward_hooks for parameter in engine.module.parameters())
+        assert (p2p.send, p2p.recv) == sends
+        assert (engine._INSTRUCTION_MAP, list(engine.module.forward_funcs)) == before
+        raise
+    return True
+
+
+def test_an_error_in_the_middle_of_a_batch_ends_the_run_and_leaves_nothing_behind() -> None:
+    with pytest.raises(RankError, match="in the middle of a batch"):
+        run(3, after_a_failure, seconds=60)
+
+
+def save_under(kind: str, case: Case, folder: str) -> None:
+    engine = build(replace(case, dynmo={"interval": 0, "schedule": {"kind": kind}}))
+    data = batches(engine)
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder)
+
+
+def go_on_under(kind: str, case: Case, folder: str) -> dict[str, Any]:
+    engine = build(replace(case, dynmo={"interval": 0, "schedule": {"kind": kind}}))
+    engine.load_checkpoint(folder)
+    data = batches(engine, seed=1)
+    return outcome_of(engine, [engine.train_batch(data).item() for _ in range(2)])
+
+
+def test_a_checkpoint_of_one_kind_is_loaded_under_the_other(tmp_path: Path) -> None:
+    case, found = Case(precision="bf16 zero1"), []
+    for saved, loaded in (("1f1b", "1f1b"), ("1f1b", "zero_bubble"), ("zero_bubble", "1f1b")):
+        folder = str(tmp_path / f"{saved} {loaded}")
+        found.append(run(2, save_then_go_on, saved, loaded, case, folder))
+    assert found[0] == found[1] == found[2]
+
+
+def save_then_go_on(saved: str, loaded: str, case: Case, folder: str) -> dict[str, Any]:
+    save_under(saved, case, folder)
+    return go_on_under(loaded, case, folder)
