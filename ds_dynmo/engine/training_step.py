@@ -11,6 +11,7 @@ from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.balancing.trigger import Request
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.pipeline.executor import Executor
+from ds_dynmo.engine.pipeline.steps import REPLACED
 from ds_dynmo.engine.pipeline.trainable import TrainableLayers
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.engine.profiling.trace import Tracer
@@ -71,11 +72,7 @@ class TrainingStep:
             if self._balancer.trigger.warm:
                 self._profiler.batch_took(time.perf_counter() - began)
         if not self._executor.ran:
-            raise ConfigError(
-                "train_batch or _exec_schedule was replaced on the engine by a function that does not call the "
-                "engine's own _exec_schedule: instructions ran without what moving layers needs. Call it, or override "
-                "it in a class given as engine_class"
-            )
+            raise ConfigError(REPLACED)
         return loss
 
     def _repack(self, request: Request) -> bool:

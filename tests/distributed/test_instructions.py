@@ -241,14 +241,15 @@ def test_sends_of_ones_own_are_refused_where_a_stage_is_sent_nothing() -> None:
         assert trained > 0 and later == at_once
 
 
-def a_schedule_of_its_own() -> str:
-    engine = build(Case())
+def a_schedule_of_its_own(kind: str) -> str:
+    engine = build(Case(dynmo={"interval": 0, "schedule": {"kind": kind}}))
     engine._exec_schedule = partial(PipelineEngine._exec_schedule, engine)
     return error_of(lambda: engine.train_batch(batches(engine)))
 
 
-def test_a_batch_that_does_not_come_to_the_engines_own_is_refused() -> None:
-    assert all("_exec_schedule was replaced" in message for message in run(2, a_schedule_of_its_own))
+@pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
+def test_a_batch_that_does_not_come_to_the_engines_own_is_refused(kind: str) -> None:
+    assert all("_exec_schedule was replaced" in message for message in run(2, a_schedule_of_its_own, kind))
 
 
 def a_map_set_in_a_batch() -> str:

@@ -10,8 +10,14 @@ from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.pipeline.messages import receives, sends
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import Action, Kind, Schedule, schedule_for_equal_costs
 
+REPLACED = (
+    "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
+    "_exec_schedule: instructions ran without what moving layers needs. Call it, or override it in a class given as "
+    "engine_class"
+)
 SPLIT_IN_PROFILES = 2  # backward passes of a chunk that a profile runs in two parts, where a schedule splits none
 
 
@@ -33,6 +39,9 @@ class ScheduleSteps(deepspeeds.PipeSchedule):  # type: ignore[misc]
     """One batch of a stage. A step is an action, with its messages.
 
     Buffers are handed out as micro-batches come and go, the lowest that is free; the last one is for weight gradients.
+
+    Attributes:
+        begun: does the engine run it by its own ``_exec_schedule``?
     """
 
     def __init__(self, schedule: Schedule, stage: int) -> None:
@@ -40,6 +49,13 @@ class ScheduleSteps(deepspeeds.PipeSchedule):  # type: ignore[misc]
         self.schedule = schedule
         self._order = schedule.orders[stage]
         self._buffers = _buffers(self._order)
+        self.begun = False
+
+    def __iter__(self) -> Any:
+        """Begin a batch, as the engine's own ``_exec_schedule`` does; nobody else has what these instructions need."""
+        if not self.begun:
+            raise ConfigError(REPLACED)
+        return super().__iter__()
 
     def num_pipe_buffers(self) -> int:
         """As many as micro-batches are in flight at once, and one."""
@@ -156,6 +172,8 @@ class ScheduleInForce:
     def begin(self, steps: Any) -> None:
         """Note which steps the engine is about to run: ours, DeepSpeed's, or the user's."""
         self.running = steps if isinstance(steps, ScheduleSteps) else None
+        if self.running is not None:
+            self.running.begun = True
 
     def _schedule(self, num_stages: int, micro_batches: int) -> Schedule | None:
         shape = num_stages, micro_batches
