@@ -18,6 +18,7 @@ from ds_dynmo.partitioners.makespan import makespan
 from ds_dynmo.partitioners.memory import MemoryModel, StageMemory, check_fits
 from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, loads, potential
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
+from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto
@@ -33,6 +34,7 @@ __all__ = [
     "MoveCosts",
     "Overflow",
     "Packing",
+    "PassModel",
     "PipelineModel",
     "SpeedEvidence",
     "StageMemory",

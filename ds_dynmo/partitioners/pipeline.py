@@ -12,11 +12,14 @@ import numpy.typing as npt
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners.checks import check_costs
+from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.simulate import Sends, iteration_seconds
+from ds_dynmo.schedules import FoundSchedule
 
 __all__ = ["PipelineModel", "check_speeds"]
 
 Floats = npt.NDArray[np.float64]
+_TIE = 1e-9  # relative difference below which two iterations take the same time
 
 
 def check_speeds(speeds: Sequence[float], num_stages: int) -> tuple[float, ...]:
@@ -44,6 +47,7 @@ class PipelineModel:
         layer_bytes: per layer, the bytes that move with it; (): not known.
         link_seconds: of a message between neighbours; one number, or one per boundary.
         sends: as in :func:`simulate`; DeepSpeed's sends over gloo end with their receipt.
+        passes: what schedules of ours need to know; None: DeepSpeed's 1F1B is the only schedule.
 
     Raises:
         PartitionError: values for different numbers of layers, invalid seconds or speeds, or no micro-batch.
@@ -56,6 +60,7 @@ class PipelineModel:
     layer_bytes: tuple[int, ...] = ()
     link_seconds: float | tuple[float, ...] = 0.0
     sends: Sends = "rendezvous"
+    passes: PassModel | None = None
 
     def __post_init__(self) -> None:
         check_costs(self.forward_seconds), check_costs(self.backward_seconds)
@@ -85,9 +90,9 @@ class PipelineModel:
             )
 
     def on(self, num_stages: int) -> PipelineModel:
-        """Return a model of ``num_stages`` stages of speed 1, all links as slow as the slowest one."""
+        """Return a 1F1B model of ``num_stages`` stages of speed 1, all links as slow as the slowest one."""
         slowest = max(self.link_seconds, default=0.0) if isinstance(self.link_seconds, tuple) else self.link_seconds
-        return replace(self, speeds=(1.0,) * num_stages, link_seconds=slowest)
+        return replace(self, speeds=(1.0,) * num_stages, link_seconds=slowest, passes=None)
 
     def folded(self, groups: LayerGroups) -> PipelineModel:
         """Return a model whose layers are ``groups``.
@@ -101,14 +106,34 @@ class PipelineModel:
             forward_seconds=tuple(groups.fold(self.forward_seconds)),
             backward_seconds=tuple(groups.fold(self.backward_seconds)),
             layer_bytes=groups.fold_ints(self.layer_bytes or (1,) * groups.num_layers),
+            passes=replace(self.passes, first_layers=tuple(groups.bounds)) if self.passes is not None else None,
         )
 
     def iteration_seconds(self, partition: Sequence[int]) -> float:
-        """Simulate the iteration under one partition."""
+        """Simulate the iteration under one partition and its shortest schedule."""
+        found = self.shortest_schedule(partition)
+        return self.seconds_under_1f1b(partition) if found is None else found.iteration_seconds
+
+    def shortest_schedule(self, partition: Sequence[int]) -> FoundSchedule | None:
+        """Find the shortest schedule of ours under one partition.
+
+        Returns:
+            None: DeepSpeed's 1F1B, where there is no other, where that is as short and may be chosen, or where no order
+            fits.
+        """
+        if self.passes is None:
+            return None
+        found = self.passes.shortest(partition)
+        if found is None or not self.passes.may_stay:
+            return found
+        return found if found.iteration_seconds < self.seconds_under_1f1b(partition) * (1 - _TIE) else None
+
+    def seconds_under_1f1b(self, partition: Sequence[int]) -> float:
+        """Simulate the iteration under one partition and DeepSpeed's 1F1B."""
         return float(self.iterations_seconds(np.asarray(partition)[:, None])[0])
 
     def iterations_seconds(self, bounds: npt.NDArray[np.int64]) -> Floats:
-        """Simulate the iterations under many partitions, ``[num_stages + 1, how many]``."""
+        """Simulate the iterations under many partitions, ``[num_stages + 1, how many]``, and DeepSpeed's 1F1B."""
         forward, backward = self.stages_seconds(bounds)
         return iteration_seconds(forward, backward, self.micro_batches, self.link_seconds, sends=self.sends)
 

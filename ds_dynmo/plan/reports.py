@@ -43,8 +43,13 @@ class RebalanceReport(_BetweenPlacements):
         profile_seconds, decide_seconds, migrate_seconds: to gather the profile, to decide and to move layers.
         load_signals: per layer, None where a layer does not report one.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule, without the
-            optimizer's step and messages.
+            optimizer's step and messages: before under the schedule that was in force, after under the one that is now.
         verdict: why layers moved or stayed.
+        bubble_ratio_before, bubble_ratio_after: of the same two iterations, the fraction of ``num_stages`` x seconds in
+            which no pass runs; None without a profile.
+        schedule_splits: how many backward passes of a batch run in two parts under the schedule in force now; None:
+            DeepSpeed's 1F1B is in force, or there is no profile.
+        lower_bound_seconds: below which no schedule's iteration can be at ``new_placement``; None: none was searched.
     """
 
     step: int
@@ -64,6 +69,19 @@ class RebalanceReport(_BetweenPlacements):
     iteration_seconds_before: float | None = None
     iteration_seconds_after: float | None = None
     verdict: str = ""
+    bubble_ratio_before: float | None = None
+    bubble_ratio_after: float | None = None
+    schedule_splits: int | None = None
+    lower_bound_seconds: float | None = None
+
+    @property
+    def schedule(self) -> str:
+        """Describe the schedule in force in a few words; "" without a profile."""
+        if self.iteration_seconds_after is None:
+            return ""
+        kind = "1f1b" if self.schedule_splits is None else f"zero_bubble, {self.schedule_splits} split passes"
+        text = f"{kind}, predicted {self.iteration_seconds_after * 1e3:.1f} ms"
+        return text if self.lower_bound_seconds is None else f"{text}, bound {self.lower_bound_seconds * 1e3:.1f} ms"
 
     @property
     def moved(self) -> bool:
@@ -72,7 +90,7 @@ class RebalanceReport(_BetweenPlacements):
 
     def as_record(self) -> dict[str, Any]:
         """Return a dict for one JSON line."""
-        return _record("rebalance", self)
+        return {**_record("rebalance", self), "schedule": self.schedule}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,15 @@ from deepspeed.utils import logger
 from ds_dynmo.engine.balancing.cost_model import CostModel
 from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
 from ds_dynmo.engine.balancing.memory import MemoryLimit
-from ds_dynmo.engine.balancing.ordering import shortest_schedule
-from ds_dynmo.engine.balancing.policy import Decision, accept_move, costs_and_speeds, decide, predict
+from ds_dynmo.engine.balancing.ordering import ScheduleChoice
+from ds_dynmo.engine.balancing.policy import (
+    Decision,
+    DecisionInput,
+    accept_move,
+    costs_and_speeds,
+    decide,
+    predict_in_force,
+)
 from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
@@ -207,23 +214,16 @@ class Balancer:
         self.cost_model.decided(decision)
         seconds = (profile_seconds, time.perf_counter() - began)
         report = self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
-        if self._stage.schedule.is_ours:
-            self._decide_schedule(limit, smoothed=request.reason.is_automatic)
+        if self._chooses_schedule:
+            self._comm.agree_on_schedule(decision.schedule.hash if decision.schedule is not None else "")
+            self._stage.schedule.decide(decision.schedule)
         return report
-
-    def _decide_schedule(self, limit_bytes: int | None, *, smoothed: bool) -> None:
-        """Find the order of passes for where layers are now; every rank the same. Collective."""
-        assert self.profile is not None
-        given = self.cost_model.decision_input(self.profile, self._stage.placement, smoothed=smoothed)
-        found = shortest_schedule(given, self._config.schedule, self.memory.checkpoint_interval, limit_bytes)
-        self._comm.agree_on_schedule(found.schedule.hash if found is not None else "")
-        self._stage.schedule.decide(None if found is None else found.schedule)
 
     def decide(self, profile: Profile, limit_bytes: int | None, reason: Reason) -> Decision:
         """Decide where layers should go; the same on every rank. Collective if ``dynmo.decentralized`` is set."""
         with self._stage.timeline.phase("decide", "decide"):
             memory = self.memory.model(profile, limit_bytes)
-            given = self.cost_model.decision_input(profile, self._stage.placement, smoothed=reason.is_automatic)
+            given = self._decision_input(profile, limit_bytes, smoothed=reason.is_automatic)
             tradeoff = self.cost_model.move_tradeoff(self.trigger.batches_to_gain) if reason.is_automatic else None
             if not self._config.decentralized:
                 return decide(given, self._config, memory, tradeoff, self.groups)
@@ -235,6 +235,18 @@ class Balancer:
                 own_costs, given.placement, memory, stage_id, self._comm, speed=speed, groups=self.groups
             )
             return accept_move(given, proposed, self._config, memory, tradeoff, self.groups)
+
+    @property
+    def _chooses_schedule(self) -> bool:
+        return self._stage.schedule.is_ours and self._stage.placement.num_stages > 1
+
+    def _decision_input(self, profile: Profile, limit_bytes: int | None, *, smoothed: bool) -> DecisionInput:
+        placement, schedule = self._stage.placement, self._stage.schedule
+        choice = None
+        if self._chooses_schedule:
+            in_force = schedule.in_force(placement.num_stages, profile.micro_batches)
+            choice = ScheduleChoice(self._config.schedule, self.memory.checkpoint_interval, limit_bytes, in_force)
+        return self.cost_model.decision_input(profile, placement, smoothed=smoothed, schedules=choice)
 
     def go_to(
         self,
@@ -255,7 +267,7 @@ class Balancer:
             plan = MigrationPlan.between(self._stage.placement, new)
             decided_from = self.profile if decision is not None else None
             if decision is None and self.profile is not None:
-                decision = predict(self.cost_model.decision_input(self.profile, plan.old, smoothed=False), new)
+                decision = predict_in_force(self._decision_input(self.profile, None, smoothed=False), new)
             began = time.perf_counter()
             moved_bytes = self._migrate(plan, partial(self.memory.check, profile=decided_from))
             if plan.moves:

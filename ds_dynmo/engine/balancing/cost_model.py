@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynmo import partitioners
+from ds_dynmo.engine.balancing.ordering import ScheduleChoice
 from ds_dynmo.engine.balancing.policy import Decision, DecisionInput, MoveTradeoff, moved_bytes
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import CostHistory, MoveCosts
@@ -64,15 +65,19 @@ class CostModel:
         """Note how many bytes a move took, by the sizes in ``profile``."""
         self._moved_bytes = (self._moved_bytes or 0) + moved_bytes(profile, plan)
 
-    def decision_input(self, profile: Profile, placement: Placement, *, smoothed: bool) -> DecisionInput:
+    def decision_input(
+        self, profile: Profile, placement: Placement, *, smoothed: bool, schedules: ScheduleChoice | None = None
+    ) -> DecisionInput:
         """Make the input of a decision.
 
         Args:
             profile: the latest.
             placement: where layers are.
             smoothed: average costs over earlier profiles.
+            schedules: to choose from; None: DeepSpeed's 1F1B is the only one.
         """
-        return DecisionInput(placement, self.history.smoothed(profile) if smoothed else profile, self.history.speeds)
+        costs = self.history.smoothed(profile) if smoothed else profile
+        return DecisionInput(placement, costs, self.history.speeds, schedules)
 
     def move_tradeoff(self, batches: int) -> MoveTradeoff:
         """Make what a decision weighs whose effect lasts ``batches`` batches."""

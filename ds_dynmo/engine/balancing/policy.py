@@ -11,10 +11,12 @@ import numpy as np
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig
+from ds_dynmo.engine.balancing.ordering import ScheduleChoice, predicted
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, MoveCosts, Overflow, PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile
+from ds_dynmo.schedules import Schedule
 
 _STANDARD_ERRORS = 3.0  # of the measurement, which a saving has to exceed
 _TIE = 1e-9  # relative difference below which two bottlenecks are equal
@@ -28,6 +30,10 @@ class Decision:
         placement: the present one, if layers stay.
         verdict: why layers move or stay, in a few words.
         missed_seconds: what a move would have saved until the next decision, where it was rejected for its cost.
+        iteration_seconds_before, bubble_ratio_before: under the schedule in force.
+        iteration_seconds_after, bubble_ratio_after: under ``schedule``.
+        schedule: to go on with; None: DeepSpeed's 1F1B.
+        lower_bound_seconds: below which no order can be at ``placement``; None: no order was searched.
     """
 
     placement: Placement
@@ -39,6 +45,10 @@ class Decision:
     iteration_seconds_after: float
     verdict: str = ""
     missed_seconds: float = 0.0
+    bubble_ratio_before: float = 0.0
+    bubble_ratio_after: float = 0.0
+    schedule: Schedule | None = None
+    lower_bound_seconds: float | None = None
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -54,11 +64,13 @@ class DecisionInput:
         placement: where layers are.
         profile: costs, and the placement under which they were measured.
         speeds: per stage; None: equal.
+        schedules: to choose from; None: DeepSpeed's 1F1B is the only one.
     """
 
     placement: Placement
     profile: Profile
     speeds: tuple[float, ...] | None = None
+    schedules: ScheduleChoice | None = None
 
     @classmethod
     def of(cls, profile: Profile, speeds: tuple[float, ...] | None = None) -> DecisionInput:
@@ -82,6 +94,9 @@ class DecisionInput:
             profile.micro_batches,
             speeds,
             tuple(cost.static_bytes for cost in profile.layers),
+            passes=(
+                self.schedules.passes(profile.layers, where, speeds, profile.micro_batches) if self.schedules else None
+            ),
         )
 
     def costs(self, balance_by: Literal["time", "parameters"]) -> list[float]:
@@ -165,7 +180,8 @@ def accept_move(
     A move is worth it if
 
     - it lowers the bottleneck (for a balancer that takes the pipeline: the seconds of an iteration) by
-      ``min_improvement``, or does not raise it and lowers the seconds of an iteration by as much;
+      ``min_improvement``, or does not raise it and lowers the seconds of an iteration by as much, each placement under
+      its shortest schedule;
     - with ``tradeoff``, where time is balanced: it saves more than noise explains, and what it saves until the next
       decision, with what was missed before, exceeds its cost. So a small gain that lasts is taken in the end, at no
       more than twice the least possible cost, however short the interval.
@@ -202,7 +218,23 @@ def accept_move(
 
 
 def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> Decision:
-    """Predict what ``placement`` gives, in seconds even where parameters are balanced."""
+    """Predict what ``placement`` gives under its shortest schedule, in seconds even where parameters are balanced."""
+    found = given.pipeline.shortest_schedule(placement.boundaries)
+    if found is None:
+        return _predict(given, placement, None, verdict)
+    bound = found.lower_bound_seconds
+    return replace(_predict(given, placement, found.schedule, verdict), lower_bound_seconds=bound)
+
+
+def predict_in_force(given: DecisionInput, placement: Placement) -> Decision:
+    """Predict what ``placement`` gives under the schedule in force."""
+    return _predict(given, placement, given.schedules.in_force if given.schedules else None, "")
+
+
+def _predict(given: DecisionInput, placement: Placement, schedule: Schedule | None, verdict: str) -> Decision:
+    in_force = given.schedules.in_force if given.schedules else None
+    iteration_before = predicted(given.pipeline, given.partition, in_force)
+    iteration_after = predicted(given.pipeline, placement.boundaries, schedule)
     before, after = _stage_seconds(given, given.placement), _stage_seconds(given, placement)
     return Decision(
         placement,
@@ -210,9 +242,12 @@ def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> De
         max(after),
         partitioners.imbalance(before, range(len(before) + 1)),
         partitioners.imbalance(after, range(len(after) + 1)),
-        _iteration_seconds(given, given.placement),
-        _iteration_seconds(given, placement),
+        iteration_before.seconds,
+        iteration_after.seconds,
         verdict,
+        bubble_ratio_before=iteration_before.bubble_ratio,
+        bubble_ratio_after=iteration_after.bubble_ratio,
+        schedule=schedule,
     )
 
 
@@ -243,7 +278,7 @@ def _objective(given: DecisionInput, placement: Placement, config: DynMoConfig) 
 
 
 def _iteration_seconds(given: DecisionInput, placement: Placement) -> float:
-    """Simulated seconds of an iteration."""
+    """Simulated seconds of an iteration, under the shortest schedule."""
     return given.pipeline.iteration_seconds(placement.boundaries)
 
 

@@ -162,7 +162,7 @@ class ScheduleInForce:
         """
         if not self.is_ours or type(given) is not deepspeeds.TrainSchedule or given.stages == 1:
             return given
-        schedule = self._schedule(given.stages, given.micro_batches)
+        schedule = self.in_force(given.stages, given.micro_batches)
         if schedule is None:
             return given
         if self.is_profiled():
@@ -175,7 +175,8 @@ class ScheduleInForce:
         if self.running is not None:
             self.running.begun = True
 
-    def _schedule(self, num_stages: int, micro_batches: int) -> Schedule | None:
+    def in_force(self, num_stages: int, micro_batches: int) -> Schedule | None:
+        """Say what the next batch of this shape is trained by; None: DeepSpeed's 1F1B."""
         shape = num_stages, micro_batches
         if self._decided and (self.found is None or _shape(self.found) == shape):
             return self.found

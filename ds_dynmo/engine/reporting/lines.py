@@ -17,6 +17,8 @@ def rebalance_line(report: RebalanceReport) -> str:
             f"{report.bottleneck_seconds_after * 1e3:.2f} ms, imbalance {report.imbalance_before:.2f} -> "
             f"{report.imbalance_after:.2f}"
         )
+    if report.schedule_splits is not None:
+        text += f"; {report.schedule}"
     return text
 
 

@@ -1,0 +1,165 @@
+"""The passes of layers under schedules of ours, for any partition: what they take, what they hold, and their order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynmo.errors import ScheduleError
+from ds_dynmo.schedules import (
+    FoundSchedule,
+    PassBytes,
+    PassCosts,
+    Schedule,
+    best_schedule,
+    lower_bounds,
+    one_f_one_b_limit,
+    peak_bytes,
+    replay,
+)
+
+__all__ = ["PassModel"]
+
+Floats = npt.NDArray[np.float64]
+Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
+
+
+@dataclass(frozen=True)
+class PassModel:
+    """Seconds and bytes of each layer where backward passes may run in two parts, one chunk of layers per stage.
+
+    Attributes:
+        forward_seconds, input_gradient_seconds, weight_gradient_seconds, backward_seconds: per layer and micro-batch,
+            on a stage of speed 1. A layer whose backward pass cannot be split has all of it in the first part.
+        static_bytes: per layer: weights, gradients, optimizer state, buffers.
+        activation_bytes, input_bytes: per layer and micro-batch, as in a :class:`MemoryModel`.
+        deferred_bytes: per layer and micro-batch, held from the first part of a backward pass to the second.
+        micro_batches: per iteration.
+        speeds: per stage; a layer takes its seconds over the stage's speed.
+        frozen_layers: how many leading layers have nothing to train.
+        checkpoint_interval: layers per checkpointed segment, 0 without checkpointing.
+        memory: what a stage's passes may hold, as a multiple of what those of the largest stage hold under 1F1B.
+        limit_bytes: that a stage may use, its layers included; None: no limit.
+        may_stay: DeepSpeed's 1F1B may be chosen where nothing is shorter.
+        first_layers: where groups of layers count as layers, the first layer of each, and the number of layers; ():
+            partitions are of layers.
+    """
+
+    forward_seconds: tuple[float, ...]
+    input_gradient_seconds: tuple[float, ...]
+    weight_gradient_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    static_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    input_bytes: tuple[int, ...]
+    deferred_bytes: tuple[int, ...]
+    micro_batches: int
+    speeds: tuple[float, ...]
+    frozen_layers: int = 0
+    checkpoint_interval: int = 0
+    memory: float = 1.0
+    limit_bytes: int | None = None
+    may_stay: bool = False
+    first_layers: tuple[int, ...] = ()
+
+    def shortest(self, partition: Sequence[int]) -> FoundSchedule | None:
+        """Find the shortest order under ``partition``; None: none fits. A second call for it takes no time."""
+        key = tuple(map(int, partition))
+        if key not in self._known:
+            try:
+                found = best_schedule(self.costs(key), self.micro_batches, self.sizes(key), self.limits(key))
+            except ScheduleError:
+                found = None
+            self._known[key] = found
+        return self._known[key]
+
+    def seconds(self, schedule: Schedule, partition: Sequence[int]) -> float:
+        """Simulate ``schedule`` under ``partition``; infinite where a stage holds more than it may."""
+        peaks = peak_bytes(schedule, self.sizes(partition))
+        if any(peak > limit for peak, limit in zip(peaks, self.limits(partition))):
+            return math.inf
+        return replay(schedule, self.costs(partition)).iteration_seconds
+
+    def lower_bounds(self, bounds: Bounds) -> Floats:
+        """Bound the iterations of many partitions from below, whatever their orders."""
+        bounds = self._in_layers(bounds)
+        goes_back = bounds[1:] > self.frozen_layers
+        speeds = np.asarray(self.speeds)[:, None]
+        forward, *backward = (_sums(seconds, bounds) / speeds for seconds in self._seconds)
+        first, second, whole = (seconds * goes_back for seconds in backward)
+        owners, in_flight = range(len(self.speeds)), self._in_flight(bounds)
+        return lower_bounds(owners, forward, first, second, whole, self.micro_batches, in_flight=in_flight)
+
+    def costs(self, partition: Sequence[int]) -> PassCosts:
+        """Add up the seconds of passes per stage."""
+        stages = list(itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()))
+        goes_back = [stop > self.frozen_layers for _, stop in stages]
+        forward, *backward = (
+            [math.fsum(seconds[start:stop]) / speed for (start, stop), speed in zip(stages, self.speeds)]
+            for seconds in self._seconds
+        )
+        first, second, whole = ([any_ * back for any_, back in zip(seconds, goes_back)] for seconds in backward)
+        return PassCosts.chain(forward, first, second, whole, frozen_chunks=goes_back.count(False))
+
+    def sizes(self, partition: Sequence[int]) -> PassBytes:
+        """Add up what passes hold per stage."""
+        activations, held, recomputed = [], [], []
+        interval = self.checkpoint_interval
+        for start, stop in itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()):
+            heads = range(start, stop, interval) if interval else ()
+            kept = [self.input_bytes[head] for head in heads] if interval else self.activation_bytes[start:stop]
+            segments = (sum(self.activation_bytes[head : min(head + interval, stop)]) for head in heads)
+            activations.append(sum(kept))
+            held.append(sum(self.deferred_bytes[start:stop]))
+            recomputed.append(max(segments, default=0))
+        return PassBytes(tuple(activations), tuple(held), tuple(recomputed))
+
+    def limits(self, partition: Sequence[int]) -> tuple[int, ...]:
+        """Per stage, the bytes that its passes may hold."""
+        limits = one_f_one_b_limit(self.sizes(partition), self.micro_batches, self.memory)
+        if self.limit_bytes is None:
+            return limits
+        stages = itertools.pairwise(self._in_layers(np.asarray(partition)).tolist())
+        left = (self.limit_bytes - sum(self.static_bytes[start:stop]) for start, stop in stages)
+        return tuple(map(min, limits, left))
+
+    def _in_flight(self, bounds: Bounds) -> Bounds | None:
+        """Per stage, the micro-batches that it has memory for; None under checkpointing: not bounded."""
+        if self.checkpoint_interval:
+            return None
+        stages = len(self.speeds)
+        activations = _sums(self.activation_bytes, bounds).astype(np.int64)
+        under_1f1b = np.minimum(np.arange(stages, 0, -1), self.micro_batches)[:, None] * activations
+        limits = np.broadcast_to(np.floor(self.memory * under_1f1b.max(axis=0)), activations.shape)
+        if self.limit_bytes is not None:
+            limits = np.minimum(limits, self.limit_bytes - _sums(self.static_bytes, bounds))
+        fitting = np.where(activations > 0, limits // np.maximum(activations, 1), self.micro_batches)
+        return np.clip(fitting, 1, self.micro_batches).astype(np.int64)
+
+    @property
+    def _seconds(self) -> tuple[tuple[float, ...], ...]:
+        return (
+            self.forward_seconds,
+            self.input_gradient_seconds,
+            self.weight_gradient_seconds,
+            self.backward_seconds,
+        )
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], FoundSchedule | None]:
+        return {}
+
+    def _in_layers(self, bounds: Bounds) -> Bounds:
+        return np.asarray(self.first_layers)[bounds] if self.first_layers else bounds
+
+
+def _sums(values: Sequence[float], bounds: Bounds) -> Floats:
+    """Per stage and partition, the sum over the stage's layers."""
+    sums: Floats = np.diff(np.concatenate([[0.0], np.cumsum(values)])[bounds], axis=0)
+    return sums

@@ -1,0 +1,91 @@
+"""A decision under a schedule of ours goes where the simulated iteration is shortest, and reports that."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import ds_dynmo
+from ds_dynmo.plan import RebalanceReport
+from tests.distributed.harness import run
+from tests.distributed.support import told_clock
+from tests.distributed.support.told_clock import UnsteadyLayer, unsteady_engine
+from tests.distributed.support.training import gather
+
+SECONDS = [(4.0, 0.0), (4.0, 2.0), (8.0, 1.0), (2.0, 16.0), (16.0, 0.5), (16.0, 2.0), (1.0, 1.0)]
+
+
+class SplitLayer(UnsteadyLayer):
+    """Says that the two parts of its backward pass take half of it each."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.anchor = torch.empty(0, requires_grad=True)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return SplitSleep.apply(hidden, (self,), self.anchor)  # type: ignore[no-any-return]
+
+
+class SplitSleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, layers: tuple[SplitLayer], anchor: torch.Tensor) -> torch.Tensor:
+        (layer,) = layers
+        ctx.layer, ctx.weight = layer, layer.weight
+        ctx.save_for_backward(hidden)
+        layer.sleep(layer.forward_seconds)
+        return hidden * layer.weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (hidden,) = ctx.saved_tensors
+        layer = ctx.layer
+        layer.sleep(layer.backward_seconds / 2)
+
+        def weight_gradient() -> torch.Tensor:
+            layer.sleep(layer.backward_seconds / 2)
+            return (hidden * gradient).sum(0)
+
+        ds_dynmo.defer_weight_gradient(ctx.weight, weight_gradient, held_bytes=hidden.nbytes)
+        return gradient * ctx.weight, None, None
+
+
+def decided(block: dict[str, Any]) -> Any:
+    told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
+    engine, data = unsteady_engine({"interval": 0, **block}, SECONDS, [1.0] * 3, 0.0)
+    for _ in range(2):
+        engine.train_batch(data)
+    reports = [engine.rebalance()]
+    engine.train_batch(data)
+    reports.append(engine.rebalance())
+    engine.train_batch(data)
+    running = engine.stage.schedule.running
+    given = engine.balancer._decision_input(engine.profile, None, smoothed=False)
+    every = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), 2)]
+    seconds = {partition: given.pipeline.iteration_seconds(partition) for partition in every}
+    return gather((reports, seconds, engine.partition, running and running.schedule.hash))
+
+
+def test_it_goes_where_the_simulated_iteration_is_shortest() -> None:
+    results = run(3, decided, {"schedule": {"kind": "zero_bubble"}, "min_improvement": 0.0})[0]
+    (first, again), seconds, partition, _ = results[0]
+    assert all(result[1:] == results[0][1:] for result in results), "ranks differ"
+    assert first.moved and tuple(partition) == first.new_partition
+    shortest = min(seconds.values())
+    assert seconds[tuple(partition)] == pytest.approx(shortest, rel=0.005)
+    assert first.iteration_seconds_after == pytest.approx(seconds[tuple(partition)])
+    assert first.iteration_seconds_before > first.iteration_seconds_after >= first.lower_bound_seconds
+    assert first.bubble_ratio_before > first.bubble_ratio_after > 0
+    assert first.schedule_splits > 0 and first.schedule.startswith("zero_bubble")
+    assert not again.moved and again.schedule_splits is not None
+    assert again.iteration_seconds_before == pytest.approx(first.iteration_seconds_after)
+    assert first.as_record()["schedule"] == first.schedule
+
+
+def test_reports_say_1f1b_where_that_is_in_force() -> None:
+    report: RebalanceReport = run(3, decided, {"min_improvement": 0.0})[0][0][0][0]
+    assert report.schedule_splits is None and report.lower_bound_seconds is None
+    assert report.schedule.startswith("1f1b, predicted")
+    assert 0 < report.bubble_ratio_after < 1

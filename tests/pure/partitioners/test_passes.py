@@ -1,0 +1,157 @@
+"""Partitions under schedules of ours: bounds, orders, memory, and the shortest iteration."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ds_dynmo.layer_groups import LayerGroups
+from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, makespan
+from ds_dynmo.schedules import one_f_one_b, peak_bytes
+
+
+def pipeline(
+    rng: random.Random, layers: int = 7, stages: int = 3, micro_batches: int = 5, interval: int = 0
+) -> PipelineModel:
+    """Random layers of which every third has no weight gradient, and the first is frozen now and then."""
+    forward = [rng.uniform(0.3, 1.7) for _ in range(layers)]
+    backward = [2 * one * rng.uniform(0.7, 1.3) for one in forward]
+    frozen = rng.choice([0, 1])
+    backward[:frozen] = [0.0] * frozen
+    weights = [0.0 if number % 3 == 2 else 0.4 * one for number, one in enumerate(backward)]
+    inputs = [1.05 * one - weight for one, weight in zip(backward, weights)]
+    activations = tuple(round(1000 * one) for one in forward)
+    passes = PassModel(
+        tuple(forward),
+        tuple(inputs),
+        tuple(weights),
+        tuple(backward),
+        tuple(rng.randrange(1000) for _ in range(layers)),
+        activations,
+        tuple(size // 10 for size in activations),
+        tuple(round(rng.uniform(0.5, 1.1) * size) for size in activations),
+        micro_batches,
+        tuple(rng.choice([1.0, 0.8]) for _ in range(stages)),
+        frozen_layers=frozen,
+        checkpoint_interval=interval,
+    )
+    return PipelineModel(
+        passes.forward_seconds,
+        passes.backward_seconds,
+        micro_batches,
+        passes.speeds,
+        passes.static_bytes,
+        passes=passes,
+    )
+
+
+def partitions(layers: int, stages: int) -> list[list[int]]:
+    return [[0, *inner, layers] for inner in itertools.combinations(range(1, layers), stages - 1)]
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_bounds_of_many_partitions_are_those_of_each_and_no_order_is_shorter(interval: int) -> None:
+    rng = random.Random(interval)
+    for _ in range(5):
+        passes = pipeline(rng, interval=interval).passes
+        assert passes is not None
+        every = partitions(7, 3)
+        bounds = passes.lower_bounds(np.array(every).T)
+        for partition, bound in zip(every, bounds):
+            found = passes.shortest(partition)
+            assert found is not None and bound <= found.iteration_seconds * (1 + 1e-9)
+            if not interval:
+                assert bound == pytest.approx(found.lower_bound_seconds)
+            assert passes.seconds(found.schedule, partition) == pytest.approx(found.iteration_seconds)
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("memory", [1.0, 1.5])
+def test_no_stage_holds_more_than_its_share_of_the_largest_1f1b_peak(interval: int, memory: float) -> None:
+    rng = random.Random(7)
+    for _ in range(10):
+        passes = pipeline(rng, interval=interval).passes
+        assert passes is not None
+        passes = replace(passes, memory=memory)
+        for partition in rng.sample(partitions(7, 3), 4):
+            found, sizes = passes.shortest(partition), passes.sizes(partition)
+            most = max(peak_bytes(one_f_one_b(3, passes.micro_batches), sizes))
+            assert found is not None
+            assert found.peak_bytes == peak_bytes(found.schedule, sizes)
+            assert max(found.peak_bytes) <= memory * most
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_where_1f1b_fits_a_limit_an_order_does_and_stays_below_it(interval: int) -> None:
+    rng = random.Random(11)
+    for _ in range(10):
+        passes = pipeline(rng, interval=interval).passes
+        assert passes is not None
+        model = MemoryModel(
+            passes.static_bytes, passes.activation_bytes, passes.input_bytes, (0,) * 3, passes.micro_batches, interval
+        )
+        for partition in rng.sample(partitions(7, 3), 4):
+            limit = max(model.bytes_per_stage(partition))
+            found = replace(passes, limit_bytes=limit).shortest(partition)
+            assert found is not None
+            for (start, stop), peak in zip(itertools.pairwise(partition), found.peak_bytes):
+                assert sum(passes.static_bytes[start:stop]) + peak <= limit
+
+
+def test_no_order_where_one_micro_batch_does_not_fit() -> None:
+    given = pipeline(random.Random(2))
+    assert given.passes is not None
+    tight = replace(given, passes=replace(given.passes, limit_bytes=max(given.passes.static_bytes)))
+    assert tight.shortest_schedule([0, 2, 4, 7]) is None
+    assert tight.iteration_seconds([0, 2, 4, 7]) == given.seconds_under_1f1b([0, 2, 4, 7])
+
+
+def test_auto_keeps_1f1b_where_nothing_is_shorter() -> None:
+    given = pipeline(random.Random(3), micro_batches=1)
+    assert given.passes is not None
+    without_weights = replace(
+        given.passes,
+        input_gradient_seconds=given.passes.backward_seconds,
+        weight_gradient_seconds=(0.0,) * 7,
+        may_stay=True,
+    )
+    auto = replace(given, passes=without_weights)
+    assert auto.shortest_schedule([0, 2, 4, 7]) is None
+    assert auto.iteration_seconds([0, 2, 4, 7]) == given.seconds_under_1f1b([0, 2, 4, 7])
+    assert given.shortest_schedule([0, 2, 4, 7]) is not None
+
+
+def test_makespan_goes_where_the_iteration_is_shortest() -> None:
+    rng, behind = random.Random(5), []
+    for _ in range(12):
+        given, start = pipeline(rng), [0, 2, 4, 7]
+        chosen = makespan([1.0] * 7, 3, start=start, pipeline=given)
+        shortest = min(map(given.iteration_seconds, partitions(7, 3)))
+        behind.append(given.iteration_seconds(chosen) / shortest)
+        assert given.iteration_seconds(chosen) <= given.iteration_seconds(start)
+    assert max(behind) < 1.03 and sum(behind) / len(behind) < 1.005
+
+
+def test_makespan_of_many_layers_beats_the_partition_for_1f1b() -> None:
+    rng = random.Random(6)
+    for _ in range(3):
+        given = pipeline(rng, layers=24, stages=4, micro_batches=8)
+        costs = [f + b for f, b in zip(given.forward_seconds, given.backward_seconds)]
+        start = [0, 6, 12, 18, 24]
+        for_1f1b = makespan(costs, 4, start=start, pipeline=replace(given, passes=None))
+        chosen = makespan(costs, 4, start=start, pipeline=given)
+        assert given.iteration_seconds(chosen) <= 1.005 * given.iteration_seconds(for_1f1b)
+        assert makespan(costs, 4, start=start, pipeline=replace(given)) == chosen, "every rank decides the same"
+
+
+def test_groups_of_layers_count_as_layers() -> None:
+    given, groups = pipeline(random.Random(8), interval=2), LayerGroups((0, 1, 3, 4, 6, 7))
+    folded = given.folded(groups)
+    assert folded.iteration_seconds([0, 2, 3, 5]) == given.iteration_seconds([0, 3, 4, 7])
+    assert folded.passes is not None and given.passes is not None
+    bound = folded.passes.lower_bounds(np.array([[0], [2], [3], [5]]))
+    assert bound == given.passes.lower_bounds(np.array([[0], [3], [4], [7]]))
