@@ -7,7 +7,8 @@ Partitions that a lower bound excludes are not simulated.
 
 Under a schedule of ours (``pipeline.passes``) an order has to be found for each partition, which takes long. Candidates
 are all partitions, or the neighbours of the best one under 1F1B whose messages leave by themselves. The dozen of least
-bound are simulated under the shortest orders of two of them, and the best of these get orders of their own.
+bound are simulated under the shortest orders of a few partitions: that of least bound, the best one under 1F1B and the
+one in force. The best of the dozen get orders of their own.
 """
 
 from __future__ import annotations
@@ -91,17 +92,19 @@ def _under_schedules(
     passes = pipeline.passes
     assert passes is not None
     num_stages = len(pipeline.speeds)
+    searched: list[list[int]] = []
     if math.comb(len(costs) - 1, num_stages - 1) <= _ALL:
         candidates = _fitted(_every_partition(len(costs), num_stages), furthest)
         if not candidates.shape[1]:
             balanced(costs, num_stages, memory=memory)  # says why none fits
     else:
         best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, given)
+        searched.append(best)
         near = np.array(best)[:, None] + _shifts(num_stages)
         candidates = _fitted(np.column_stack([np.array(best), near]), furthest)
     order = np.argsort(passes.lower_bounds(candidates), kind="stable")[:_SIMULATED]
     dozen: list[list[int]] = candidates[:, order].T.tolist()
-    searched = dozen[:1]
+    searched.append(dozen[0])
     if given is not None and _fitted(np.array(given)[:, None], furthest).shape[1]:
         searched.append(given)
     orders = [found.schedule for found in map(passes.shortest, searched) if found is not None]
