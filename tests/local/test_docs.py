@@ -20,7 +20,15 @@ def test_the_page_of_cases_lists_the_keys_of_the_block() -> None:
     assert sorted(listed) == sorted(keys(ModelConfig))
 
 
-INSTANCE = {"global_steps", "grid", "module", "optimizer", "released"}  # set in the constructor, most by DeepSpeed
+INSTANCE = {
+    "global_steps",
+    "grid",
+    "loss",
+    "module",
+    "optimizer",
+    "pipe_buffers",
+    "released",
+}  # set in the constructor, most by DeepSpeed
 
 
 def test_every_name_of_the_engine_that_is_documented_exists() -> None:
