@@ -68,7 +68,7 @@ def test_killed_before_there_are_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed", ["launcher", "group"])
 def test_a_killed_benchmark_that_launches_jobs(killed: str, tmp_path: Path) -> None:
     """Jobs in groups of their own, and a checkpoint in a scratch folder."""
-    benchmark = [sys.executable, str(ROOT / "scripts" / "benchmarks" / "repack.py"), "restart", "--stages", "3"]
+    benchmark = [sys.executable, str(ROOT / "scripts" / "repack.py"), "restart"]
     with WatchedCommand(tmp_path, benchmark) as command:
         command.until(lambda: command.processes("--local_rank=2"))
         if killed == "group":
