@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
-from ds_dynmo.engine.comm.channels import Channels, Lane
+from ds_dynmo.engine.comm.channels import Channels, Lane, Taken
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.backward import backward_from_own
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
@@ -20,7 +20,7 @@ from ds_dynmo.engine.pipeline.steps import InputGradientPass, ScheduleSteps, Wei
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients, splittable
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.schedules import Kind
+from ds_dynmo.schedules import Kind, Schedule
 
 _MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the other stage
     deepspeeds.SendActivation: (Lane.ACTIVATION, "next_stage"),
@@ -40,6 +40,7 @@ class ScheduledBatches:
         self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
         self._forward_passes = 0
         self._losses: dict[int, Any] = {}  # of the last stage, by buffer
+        self._learned: tuple[Schedule | None, Taken] = (None, {})  # of the latest schedule: taken_sends
 
     @contextmanager
     def batch(self, steps: ScheduleSteps, present: Instructions) -> Iterator[None]:
@@ -57,11 +58,17 @@ class ScheduledBatches:
         self._forward_passes = 0
         self._losses = {}
         with (
-            self._channels.batch(taken_sends(steps.schedule, engine.stage_id)),
+            self._channels.batch(self._taken_sends(steps.schedule)),
             messages_through(self._channels),
             self.gradients.splitting(self._splittable() if any(self._splits) else []),
         ):
             yield
+
+    def _taken_sends(self, schedule: Schedule) -> Taken:
+        """Look up what the messages of a batch tell of those before, which is worked out once for each schedule."""
+        if self._learned[0] is not schedule:
+            self._learned = schedule, taken_sends(schedule, self._stage.engine.stage_id)
+        return self._learned[1]
 
     def _splittable(self) -> list[Any]:
         """The modules of this stage that can put their weight gradients off: none that has a tied weight."""
