@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import PRECISIONS, Case
+from tests.distributed.support.elastic import PARK
 from tests.distributed.support.training import batches, build, gather, partitions, train, train_frozen, whole
 
 ZERO_BUBBLE = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
@@ -97,3 +98,31 @@ def test_deepspeeds_code_runs_1f1b() -> None:
     results = run(3, decided, Case(stages=3, micro_batches=6))[0]
     assert results[0][0] == [None] * 4
     assert all(part == (0.0, 0.0, 0) for part in results[0][2])
+
+
+def decided_on_fewer_stages(case: Case) -> dict[str, Any]:
+    """Decide an order on three stages, on two while a rank is parked, and train on with all three."""
+    engine = build(case)
+    data, hashes, losses = batches(engine), {}, {}
+    while engine.global_steps < 6:
+        loss = engine.train_batch(data).item()
+        losses[engine.global_steps] = loss
+        running = engine.stage.schedule.running
+        hashes[engine.global_steps] = None if running is None else running.schedule.hash
+        if engine.global_steps in (1, 3):
+            engine.rebalance()
+        if engine.global_steps in (2, 4):
+            engine.repack(partition=[0, 3, 8] if engine.global_steps == 2 else [0, 2, 5, 8])
+        if engine.released and not engine.wait_for_recall():
+            break
+    engine.dismiss_parked()
+    return {"hashes": hashes, "losses": losses}
+
+
+def test_a_rank_that_was_parked_runs_the_order_of_the_others() -> None:
+    block = {**PARK, "schedule": {"kind": "zero_bubble"}, "profile": {"batches": 1, "warmup_batches": 0}}
+    results = run(3, decided_on_fewer_stages, Case(stages=3, micro_batches=6, dynmo=block))
+    for step in (5, 6):
+        hashes = {result["hashes"][step] for result in results}
+        assert len(hashes) == 1 and None not in hashes
+        assert len({result["losses"][step] for result in results}) == 1

@@ -136,3 +136,10 @@ def test_what_runs_is_what_the_engine_was_given() -> None:
     assert ours.running is steps
     ours.begin(given())
     assert ours.running is None
+
+
+def test_what_was_found_is_forgotten_when_ranks_join_that_do_not_know_it() -> None:
+    ours, joined = (ScheduleInForce(ScheduleConfig(kind="zero_bubble")) for _ in range(2))
+    ours.decide(one_f_one_b(3, 4))
+    ours.forget()
+    assert ours.steps(given()).schedule == joined.steps(given()).schedule != one_f_one_b(3, 4)

@@ -331,6 +331,7 @@ class Balancer:
         self._profiler.forget(batches_too=True)
         if moved.stages_changed:  # what was learnt of the layers holds
             self.cost_model.stages_changed()
+            self._stage.schedule.forget()
             self._move_seconds = 0.0
             if self.profile is not None:
                 micro_batches = self._stage.engine.micro_batches

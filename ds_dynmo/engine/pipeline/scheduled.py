@@ -40,7 +40,7 @@ class ScheduledBatches:
         self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
         self._forward_passes = 0
         self._losses: dict[int, Any] = {}  # of the last stage, by buffer
-        self._learned: tuple[Schedule | None, Taken] = (None, {})  # of the latest schedule: taken_sends
+        self._learned: tuple[Schedule | None, int, Taken] = (None, -1, {})  # latest schedule, stage, taken_sends
 
     @contextmanager
     def batch(self, steps: ScheduleSteps, present: Instructions) -> Iterator[None]:
@@ -65,10 +65,11 @@ class ScheduledBatches:
             yield
 
     def _taken_sends(self, schedule: Schedule) -> Taken:
-        """Look up what the messages of a batch tell of those before, which is worked out once for each schedule."""
-        if self._learned[0] is not schedule:
-            self._learned = schedule, taken_sends(schedule, self._stage.engine.stage_id)
-        return self._learned[1]
+        """Look up what messages of a batch tell of those before: worked out once for a schedule and stage."""
+        stage = self._stage.engine.stage_id  # a re-packing may make it another
+        if self._learned[0] is not schedule or self._learned[1] != stage:
+            self._learned = schedule, stage, taken_sends(schedule, stage)
+        return self._learned[2]
 
     def _splittable(self) -> list[Any]:
         """The modules of this stage that can put their weight gradients off: none that has a tied weight."""

@@ -154,6 +154,10 @@ class ScheduleInForce:
         """Train by ``found`` from the next batch on; None: by DeepSpeed's."""
         self.found, self._decided = found, True
 
+    def forget(self) -> None:
+        """Train by the order for equal costs until the next decision: ranks that were away do not know the latest."""
+        self.found, self._decided = None, False
+
     def steps(self, given: Any) -> Any:
         """Choose the steps of the next batch.
 
