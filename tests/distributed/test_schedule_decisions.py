@@ -10,6 +10,7 @@ import torch
 
 import ds_dynmo
 from ds_dynmo.plan import RebalanceReport
+from ds_dynmo.schedules import schedule_for_equal_costs
 from tests.distributed.harness import run
 from tests.distributed.support import told_clock
 from tests.distributed.support.told_clock import UnsteadyLayer, unsteady_engine
@@ -62,7 +63,7 @@ def decided(block: dict[str, Any]) -> Any:
     reports.append(engine.rebalance())
     engine.train_batch(data)
     running = engine.stage.schedule.running
-    given = engine.balancer._decision_input(engine.profile, None, smoothed=False)
+    given = engine.balancer.decision_input(engine.profile, None, smoothed=False)
     every = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), 2)]
     seconds = {partition: given.pipeline.iteration_seconds(partition) for partition in every}
     return gather((reports, seconds, engine.partition, running and running.schedule.hash))
@@ -89,3 +90,33 @@ def test_reports_say_1f1b_where_that_is_in_force() -> None:
     assert report.schedule_splits is None and report.lower_bound_seconds is None
     assert report.schedule.startswith("1f1b, predicted")
     assert 0 < report.bubble_ratio_after < 1
+
+
+def sent_to(partitions: list[list[int]]) -> Any:
+    """Go to the first before there is a profile; by partition, the order that ran and the one to be found."""
+    told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
+    engine, data = unsteady_engine(block, SECONDS, [1.0] * 3, 0.0)
+    seen, reports = [], []
+    for partition in partitions:
+        reports.append(engine.rebalance(partition))
+        given = engine.profile and engine.balancer.decision_input(engine.profile, None, smoothed=False)
+        engine.train_batch(data)
+        found = given and given.pipeline.shortest_schedule(partition)
+        seen.append((engine.stage.schedule.running.schedule, found))
+        if engine.profile is None:
+            engine.rebalance()
+    return gather((reports, seen))
+
+
+def test_a_partition_that_is_given_gets_the_order_for_it() -> None:
+    partitions = [[0, 1, 2, 7], [0, 2, 5, 7], [0, 3, 4, 7]]
+    results = run(3, sent_to, partitions)[0]
+    reports, seen = results[0]
+    assert all(theirs == seen for _, theirs in results), "ranks differ"
+    assert seen[0] == (schedule_for_equal_costs(3, 4), None) and reports[0].schedule == ""
+    for report, (ran, found) in zip(reports[1:], seen[1:], strict=True):
+        assert ran == found.schedule
+        assert report.iteration_seconds_after == pytest.approx(found.iteration_seconds)
+        assert report.lower_bound_seconds == pytest.approx(found.lower_bound_seconds)
+        assert report.schedule_splits == ran.splits and report.decide_seconds > 0

@@ -25,7 +25,7 @@ from ds_dynmo.engine.balancing.policy import (
     accept_move,
     costs_and_speeds,
     decide,
-    predict_in_force,
+    predict,
 )
 from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
@@ -39,6 +39,7 @@ from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmles
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
+from ds_dynmo.schedules import Schedule
 
 
 class Balancer:
@@ -213,17 +214,13 @@ class Balancer:
             raise AssertionError("no plan cannot be agreed on") from error
         self.cost_model.decided(decision)
         seconds = (profile_seconds, time.perf_counter() - began)
-        report = self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
-        if self._chooses_schedule:
-            self._comm.agree_on_schedule(decision.schedule.hash if decision.schedule is not None else "")
-            self._stage.schedule.decide(decision.schedule)
-        return report
+        return self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
 
     def decide(self, profile: Profile, limit_bytes: int | None, reason: Reason) -> Decision:
         """Decide where layers should go; the same on every rank. Collective if ``dynmo.decentralized`` is set."""
         with self._stage.timeline.phase("decide", "decide"):
             memory = self.memory.model(profile, limit_bytes)
-            given = self._decision_input(profile, limit_bytes, smoothed=reason.is_automatic)
+            given = self.decision_input(profile, limit_bytes, smoothed=reason.is_automatic)
             tradeoff = self.cost_model.move_tradeoff(self.trigger.batches_to_gain) if reason.is_automatic else None
             if not self._config.decentralized:
                 return decide(given, self._config, memory, tradeoff, self.groups)
@@ -240,7 +237,8 @@ class Balancer:
     def _chooses_schedule(self) -> bool:
         return self._stage.schedule.is_ours and self._stage.placement.num_stages > 1
 
-    def _decision_input(self, profile: Profile, limit_bytes: int | None, *, smoothed: bool) -> DecisionInput:
+    def decision_input(self, profile: Profile, limit_bytes: int | None, *, smoothed: bool) -> DecisionInput:
+        """Make the input of a decision where layers are, with the schedules that it may choose from."""
         placement, schedule = self._stage.placement, self._stage.schedule
         choice = None
         if self._chooses_schedule:
@@ -257,17 +255,19 @@ class Balancer:
         profile_and_decide_seconds: tuple[float, float] = (0.0, 0.0),
         settles: bool = True,
     ) -> RebalanceReport:
-        """Move layers to ``new``, and report it. Collective.
+        """Move layers to ``new``, train by the schedule that was found for it, and report it. Collective.
 
         Args:
-            decision: that ``new`` comes from; None: it was given.
+            decision: that ``new`` comes from; None: it was given, and the latest profile says which schedule is best.
             settles: drop a decision that is pending.
         """
+        decided_from = self.profile if decision is not None else None
+        if decision is None and self.profile is not None:
+            began = time.perf_counter()
+            decision = predict(self.decision_input(self.profile, self.memory.bytes(), smoothed=False), new)
+            profile_and_decide_seconds = 0.0, time.perf_counter() - began
         with self._stage.timeline.phase("migrate", "migrate"):
             plan = MigrationPlan.between(self._stage.placement, new)
-            decided_from = self.profile if decision is not None else None
-            if decision is None and self.profile is not None:
-                decision = predict_in_force(self._decision_input(self.profile, None, smoothed=False), new)
             began = time.perf_counter()
             moved_bytes = self._migrate(plan, partial(self.memory.check, profile=decided_from))
             if plan.moves:
@@ -290,7 +290,15 @@ class Balancer:
                 load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
             )
             self._reporter.rebalanced(report, self._stage.engine.global_samples)
-            return report
+        if decision is not None:
+            self._train_by(decision.schedule)
+        return report
+
+    def _train_by(self, found: Schedule | None) -> None:
+        """Train by ``found`` from the next batch on; None: by DeepSpeed's 1F1B. Collective."""
+        if self._chooses_schedule:
+            self._comm.agree_on_schedule(found.hash if found is not None else "")
+            self._stage.schedule.decide(found)
 
     # -- what the repacker and checkpoints ask --------------------------------------------------------
 

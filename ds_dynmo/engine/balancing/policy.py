@@ -226,11 +226,6 @@ def predict(given: DecisionInput, placement: Placement, verdict: str = "") -> De
     return replace(_predict(given, placement, found.schedule, verdict), lower_bound_seconds=bound)
 
 
-def predict_in_force(given: DecisionInput, placement: Placement) -> Decision:
-    """Predict what ``placement`` gives under the schedule in force."""
-    return _predict(given, placement, given.schedules.in_force if given.schedules else None, "")
-
-
 def _predict(given: DecisionInput, placement: Placement, schedule: Schedule | None, verdict: str) -> Decision:
     in_force = given.schedules.in_force if given.schedules else None
     iteration_before = predicted(given.pipeline, given.partition, in_force)
