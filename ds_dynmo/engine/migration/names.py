@@ -1,10 +1,10 @@
-"""Names by which an object that several layers refer to is found on every rank.
+"""Name objects that several layers refer to, so that every rank finds its own.
 
-An object that was shared when the model was built is under one path on every rank, from
+An object that was shared when the model was built has the same path on every rank. The path begins at
 
-- the layer list: what two of its entries refer to, such as a configuration that several LayerSpecs take;
-- the ``PipelineModule``: its attributes, the process grid among them;
-- the globals of a Python module: what a function returns as *the* arguments, registry or process group.
+- the layer list, for what two of its entries refer to, such as a configuration that several LayerSpecs take;
+- the ``PipelineModule``, for its attributes, such as the process grid;
+- the globals of a Python module, such as the arguments that Megatron's ``get_args()`` returns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY, Path, c
 _LAYER, _PIPELINE, _GLOBALS = "layer", "pipeline", "globals"
 _NO_GLOBALS_OF_A_MODEL = frozenset({*sys.stdlib_module_names, "torch", "numpy", "deepspeed", "ds_dynmo"} - {"__main__"})
 _GLOBALS_DEPTH = 3
-_MOST_ENTRIES = 10_000  # of a container that is looked into for names: a loss function may hold a whole data set
+_MOST_ENTRIES = 10_000  # larger containers are not searched for names: a loss function may hold a whole data set
 
 
 @dataclass(frozen=True)
 class Name:
-    """Where an object is on every rank: an anchor, and steps from there.
+    """Where an object is on every rank: an anchor, and the steps from there.
 
     ``anchor`` is ``("layer", number)``, ``("pipeline", None)`` or ``("globals", name of a Python module)``.
     """
@@ -47,8 +47,8 @@ class Names:
 
     Args:
         pipeline: DeepSpeed's module, as built.
-        modules: gives the layers that this rank has at present, by number.
-        gather: one picklable value of every rank.
+        modules: returns the layers that this rank has now, by number.
+        gather: returns one picklable value of every rank.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Names:
         self._pipeline = pipeline
         self._modules = modules
         users = self._users(gather)
-        # Both with the objects themselves, so that no other takes the id of one.
+        # Both keep the objects alive, so that their ids are not reused.
         self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
 
     def of(self, value: Any) -> Name | None:
-        """Name ``value`` from the layer list or the ``PipelineModule``; None: it has no name."""
+        """Find the name of ``value`` in the layer list or the ``PipelineModule``, or None if it has no name."""
         entry = self._names.get(id(value))
         return entry[1] if entry is not None else None
 
@@ -78,10 +78,10 @@ class Names:
         return id(part) not in self._in_several
 
     def find(self, name: Name) -> Any:
-        """Find what has this name on this rank.
+        """Find the object with this name on this rank.
 
         Raises:
-            LookupError: nothing has.
+            LookupError: there is none.
         """
         kind, key = name.anchor
         if kind == _LAYER:
@@ -91,10 +91,10 @@ class Names:
         return follow(start, name.path)
 
     def _users(self, gather: Callable[[Any], list[Any]]) -> dict[int, tuple[nn.Module, set[int]]]:
-        """Map the ``id`` of each module that layers register to those layers. Uses of one key count as the first use.
+        """Map the ``id`` of each module that layers register to those layers. Tied layers count as the first of them.
 
-        Layers given as modules are on every rank. Which of the modules among the arguments of LayerSpecs a layer took,
-        the ranks tell that have built it.
+        Layers given as modules are on every rank. For modules among the arguments of LayerSpecs, only a rank that has
+        built a layer knows which of them the layer registers, so the ranks tell each other.
         """
         users: dict[int, tuple[nn.Module, set[int]]] = {}
         first_use = self._first_uses()
@@ -111,20 +111,24 @@ class Names:
         return users
 
     def _first_uses(self) -> list[int]:
-        """Find, per layer, the first that is tied to it: itself, unless it is a later use of a key."""
+        """Find, per layer, the first layer with the same tie key: the layer itself if it has none."""
         first: dict[str | int, int] = {}
         specs = layer_specs(self._pipeline)
         keys = [str(spec.key) if isinstance(spec, TiedLayerSpec) else layer for layer, spec in enumerate(specs)]
         return [first.setdefault(key, layer) for layer, key in enumerate(keys)]
 
     def _find_names(self, owner: Mapping[int, int]) -> dict[int, tuple[Any, Name]]:
-        """Map an ``id`` to its name. ``owner``: by ``id`` of a module, the only layer that registers it."""
+        """Map the ``id`` of each shared object to the object and its name.
+
+        Args:
+            owner: by ``id`` of a module, the only layer that registers it.
+        """
         found: dict[int, tuple[Any, Name]] = {}
         users: dict[int, int] = {}
         for layer, spec in enumerate(layer_specs(self._pipeline)):
 
             def enter(value: Any, layer: int = layer) -> bool:
-                """Stop at what another layer owns, and, the third time, at what two entries refer to."""
+                """Do not enter what another layer owns, nor an object on its third visit: it is known to be shared."""
                 return owner.get(id(value), layer) == layer and users[id(value)] <= 2
 
             for path, value in walk([((), spec)], enter):
@@ -141,8 +145,8 @@ class Names:
     def in_globals(self, wanted: Mapping[int, Any], layer: nn.Module) -> dict[int, Name]:
         """Name those of the objects ``wanted`` that are in the globals of a Python module.
 
-        Of any module that is no part of Python, torch, numpy or DeepSpeed the globals themselves; of the packages that
-        the layer's classes are of, and of the program, also what those hold.
+        The globals of every module count, except for Python's own, torch's, numpy's and DeepSpeed's. In the program and
+        in the packages of the layer's classes, what the globals hold counts too, ``_GLOBALS_DEPTH`` steps deep.
         """
         packages = {type(part).__module__.partition(".")[0] for part in layer.modules()} | {"__main__"}
         found: dict[int, Name] = {}
@@ -152,7 +156,7 @@ class Names:
                 continue
             globals_of_module = dict(vars(module))
             if package not in packages and wanted.keys().isdisjoint(map(id, globals_of_module.values())):
-                continue  # fifty thousand of them in a usual program, for each layer that leaves
+                continue  # a usual program has 50,000 globals, too many to walk for each layer that leaves
             held = [((("attribute", name),), value) for name, value in globals_of_module.items()]
             reached: Iterator[tuple[Path, Any]] = iter(held)
             if package in packages:
@@ -164,7 +168,7 @@ class Names:
 
 
 def _is_of_pipeline(name: str) -> bool:
-    """Tell whether it holds layers, or is what every module has, such as the hooks of an engine."""
+    """Tell whether the attribute holds layers, or is one that every ``nn.Module`` has, such as its hooks."""
     return name in HOLDS_LAYERS or name.isdigit() or name in MODULE_MACHINERY
 
 
@@ -173,7 +177,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_of(value: Any, module_name: str) -> bool:
-    """Tell whether it is not a class that a module imports from elsewhere."""
+    """Tell whether a module defines ``value``: False for a class that it imports from elsewhere."""
     return getattr(value, "__module__", module_name) == module_name if isinstance(value, type) else True
 
 

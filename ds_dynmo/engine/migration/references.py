@@ -1,13 +1,13 @@
-"""What a layer refers to and does not own: it arrives as the destination's own counterpart, never as a copy.
+"""Find what a layer refers to but does not own. Where it arrives, it refers to that rank's counterparts, not to copies.
 
 A layer owns the modules, parameters and buffers that are registered in it and in no other layer, and whatever else
-only it refers to. All that moves. Of an object that was shared when the model was built, its name travels
+only it refers to. That moves. An object that was shared when the model was built does not: its name travels instead
 (:mod:`ds_dynmo.engine.migration.names`).
 
-What layers share without a name would become a copy of each layer's own, and a tensor of another layer would be shipped
-with this one: both are refused before bytes move, with the attribute's path. A user settles it by declaring attributes
-to be the rank's (``rank_attributes`` in the "dynmo" block, or of a module's class): where the layer arrives, those are
-what it has when it is built anew from its spec.
+Two things are refused before bytes move, with the attribute's path: an object that layers share without a name, which
+would become one copy per layer, and a tensor of another layer. A user who declares attributes to belong to the rank
+(``rank_attributes`` in the "dynmo" block, or in a module's class) avoids this: a layer that arrives has the values that
+it gets when it is built there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Reference:
 
     Attributes:
         where: the path of the layer's attribute that refers to it, for messages.
-        kind: its type, which that of its counterpart has to be.
-        tensors: of a tensor, and of a module that the layer computes with: per tensor in it, by name, its dtype, shape
-            and a checksum, which its counterpart has to have.
+        kind: its type. The counterpart must have the same.
+        tensors: for a tensor, or a module that the layer computes with: name, dtype, shape and checksum of each tensor
+            in it. Those of the counterpart must be equal.
     """
 
     name: Name
@@ -47,10 +47,10 @@ class Reference:
 
 @dataclass
 class Outside:
-    """What of a layer does not travel with it.
+    """What a layer refers to that does not travel with it.
 
     Attributes:
-        references: by ``id``, what is found by name where it arrives.
+        references: by ``id``, what is found by name where the layer arrives.
         rank_attributes: by ``id`` of a module, its attributes that belong to the rank.
     """
 
@@ -59,12 +59,12 @@ class Outside:
 
 
 class References:
-    """What the layers of one rank refer to. Construction is collective.
+    """Tells what the layers of one rank own, and what they only refer to. Construction is collective.
 
     Args:
         pipeline: DeepSpeed's module, as built.
-        modules: gives the layers that this rank has at present, by number.
-        gather: one picklable value of every rank.
+        modules: returns the layers that this rank has now, by number.
+        gather: returns one picklable value of every rank.
         rank_attributes: names of attributes that belong to the rank, in every module of every layer.
     """
 
@@ -95,11 +95,11 @@ class References:
         """Find what ``layer`` refers to that does not move with it.
 
         Args:
-            marks: what else travels with it and may refer to anything, by a name for messages.
+            marks: other objects that travel with it and may refer to anything, by a name for messages.
 
         Raises:
-            TypeError: it refers to something that it shares with another layer and that has no name, to a tensor of
-                another layer's, or to one without values; the message has the attribute's path.
+            TypeError: it refers to an object that it shares with another layer and that has no name, to a tensor of
+                another layer, or to a tensor without values. The message has the attribute's path.
         """
         found = Outside()
         own_modules = {id(part): part for part in layer.modules() if self._names.is_own(part)}
@@ -116,7 +116,7 @@ class References:
                     _check_has_values(path, value)
             elif (name := self._names.of(value)) is not None:
                 if isinstance(value, nn.Parameter):
-                    _check_is_no_others(path, value, self._others(layer))
+                    _check_not_of_others(path, value, self._others(layer))
                 found.references[id(value)] = self._reference(name, path, value, layer)
             elif not is_frozen(value):
                 nameless[id(value)] = (path, value)
@@ -125,9 +125,9 @@ class References:
             for key, name in named.items():
                 found.references[key] = self._reference(name, *nameless[key], layer)
             travels = {id(value) for _, value in _walk_layer(roots, enter, self._rank_attributes_of, found)}
-            for key in named.keys() - travels:  # it is in another of them
+            for key in named.keys() - travels:  # reached only through another named object
                 del found.references[key]
-            self._check_no_parts([nameless[key] for key in named.keys() & travels], self._others(layer))
+            self._check_not_parts_of_others([nameless[key] for key in named.keys() & travels], self._others(layer))
             own = {key: entry for key, entry in nameless.items() if key in travels - named.keys()}
             self._check_nameless(own, layer, found)
         return found
@@ -148,7 +148,7 @@ class References:
                 if not self._names.is_own(part):
                     continue
                 owner[id(part)] = number, path or "the layer itself"
-                tensors += [(t, (number, name)) for name, t in _named_tensors(path, part) if self._is_held_by_it(t)]
+                tensors += [(t, (number, name)) for name, t in _named_tensors(path, part) if self._leaves_with_layer(t)]
         owner.update({id(tensor): found for tensor, found in tensors})
         gone = set(map(id, leaving.values()))
 
@@ -169,8 +169,8 @@ class References:
                         "pass what both need to each as an argument of its LayerSpec, or tie the two (TiedLayerSpec)"
                     )
 
-    def _is_held_by_it(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor leaves with the layer that registers it. The rank's stay, unless they are weights."""
+    def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor leaves with the layer that registers it: a shared one stays unless it is a parameter."""
         return isinstance(tensor, nn.Parameter) or not self._names.is_shared(tensor)
 
     def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
@@ -180,14 +180,14 @@ class References:
         declared = self._rank_attributes.union(getattr(type(module), RANK_ATTRIBUTES, ()))
         return frozenset(name for name in declared if name in vars(module))
 
-    def _check_no_parts(self, named: Iterable[tuple[Path, Any]], others: Mapping[int, nn.Module]) -> None:
-        """Refuse what is in the globals but is another layer's: on another rank it differs from what that layer has."""
+    def _check_not_parts_of_others(self, named: Iterable[tuple[Path, Any]], others: Mapping[int, nn.Module]) -> None:
+        """Refuse objects in the globals that another layer owns: that layer may be on another rank."""
         owner = {
             id(part): number for number, other in others.items() for part in other.modules() if self._names.is_own(part)
         }
         for path, value in named:
             if isinstance(value, nn.Parameter):
-                _check_is_no_others(path, value, others)
+                _check_not_of_others(path, value, others)
             elif id(value) in owner:
                 raise TypeError(
                     f"{_path(path)} is a part of layer {owner[id(value)]}: a layer does not take another's parts "
@@ -195,16 +195,16 @@ class References:
                 )
 
     def _check_nameless(self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, found: Outside) -> None:
-        """Refuse what another layer refers to as well."""
+        """Refuse objects without a name that another layer refers to, too."""
         others = self._others(layer)
         for path, value in nameless.values():
             if isinstance(value, torch.Tensor):
                 _check_has_values(path, value)
-                _check_is_no_others(path, value, others)
+                _check_not_of_others(path, value, others)
         named = dict.fromkeys(found.references, 0)
         for number, other in others.items():
             for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
-                # What cannot be pickled does not travel: the layer gets what its spec builds anew.
+                # An object that cannot be pickled does not travel: the layer gets a new one when it is built there.
                 if id(value) in nameless and can_be_pickled(value, named):
                     path, shared = nameless[id(value)]
                     raise TypeError(
@@ -226,19 +226,22 @@ class References:
                     "TiedLayerSpecs of one key"
                 )
         return Reference(
-            name, _path(path), _kind(value), tuple((n, t.dtype, tuple(t.shape), _sum(t)) for n, t in tensors.items())
+            name,
+            _path(path),
+            _kind(value),
+            tuple((n, t.dtype, tuple(t.shape), _checksum(t)) for n, t in tensors.items()),
         )
 
     # -- a layer that arrives -------------------------------------------------------------------------
 
     def resolve(self, reference: Reference, device: torch.device) -> Any:
-        """Find the counterpart of an object here.
+        """Find the counterpart of an object on this rank.
 
         Args:
-            device: where a module that a layer computes with has to be.
+            device: where a module that a layer computes with must be.
 
         Raises:
-            LookupError: there is none, it is another kind of object, or holds other tensors.
+            LookupError: there is no counterpart, or its type or its tensors differ.
         """
         name = reference.name
         try:
@@ -251,7 +254,7 @@ class References:
             )
         for part, dtype, shape, checksum in reference.tensors:
             here = _counterpart(value, part, dtype, device)
-            if here is None or (here.dtype, tuple(here.shape), _sum(here)) != (dtype, shape, checksum):
+            if here is None or (here.dtype, tuple(here.shape), _checksum(here)) != (dtype, shape, checksum):
                 raise LookupError(
                     f"{reference.where} refers to {name}{'.' * bool(part)}{part}, which holds other values here than "
                     "where the layer was: register it as a buffer of each layer, or build it alike on every rank"
@@ -265,7 +268,7 @@ def _walk_layer(
     rank_attributes: Callable[[nn.Module], frozenset[str]],
     found: Outside,
 ) -> Iterator[tuple[Path, Any]]:
-    """Walk as :func:`walk` does, without attributes that belong to the rank, which are noted in ``found``."""
+    """Walk as :func:`walk` does, but skip attributes that belong to the rank and record them in ``found``."""
 
     def refers_to(value: Any) -> Iterator[tuple[Step, Any]]:
         if not isinstance(value, nn.Module):
@@ -280,7 +283,7 @@ def _walk_layer(
 
 
 def _all_of(value: Any) -> Iterator[tuple[Step, Any]]:
-    """List what ``value`` refers to, in whatever way."""
+    """List every object that ``value`` refers to, in any way."""
     yield from children(value)
     yield from members(value)
 
@@ -300,8 +303,8 @@ def _check_has_values(path: Path, tensor: torch.Tensor) -> None:
         raise TypeError(f"{_path(path)} is on the meta device: it has no values to move")
 
 
-def _check_is_no_others(path: Path, tensor: torch.Tensor, others: Mapping[int, nn.Module]) -> None:
-    """Refuse a tensor that is, or lies in, one of another layer's."""
+def _check_not_of_others(path: Path, tensor: torch.Tensor, others: Mapping[int, nn.Module]) -> None:
+    """Refuse a tensor that is a tensor of another layer, or a view of one."""
     for number, other in others.items():
         for name, theirs in (*other.named_parameters(), *other.named_buffers()):
             if tensor is theirs or _lies_in(tensor, theirs):
@@ -318,9 +321,9 @@ def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Find the tensor ``part`` of what was found here, on the device and in the precision that the layer computes in.
+    """Find the tensor named ``part`` of ``value``, and convert it to the layer's device and dtype.
 
-    A rank on which no layer computed with a module has it as it was given, not as DeepSpeed prepared it for the others.
+    A rank on which no layer has computed with a module holds it as the user built it. DeepSpeed has not converted it.
     """
     if not part:
         return value if isinstance(value, torch.Tensor) else None
@@ -336,7 +339,7 @@ def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device
     return held.get(leaf)
 
 
-def _sum(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
     if tensor.is_meta:
         return -1
     data = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
