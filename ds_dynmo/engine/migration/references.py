@@ -170,7 +170,7 @@ class References:
                     )
 
     def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor leaves with the layer that registers it: a shared one stays unless it is a parameter."""
+        """Tell whether a tensor leaves with the layer that registers it: parameters do, other shared tensors stay."""
         return isinstance(tensor, nn.Parameter) or not self._names.is_shared(tensor)
 
     def _others(self, layer: nn.Module) -> dict[int, nn.Module]:
