@@ -1,4 +1,4 @@
-"""For all tests: the accelerator, where their temporary folders are, and what may be skipped."""
+"""Settings for all tests: their accelerator, their temporary folders, and which skips are allowed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 
 from guard import scratch_folder_of_program
 
-NO_PACKAGE = "could not import"  # so begin the reasons of pytest.importorskip
+NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
 LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Temporary files of tests and of what they start go once pytest has ended, also if it is killed.
+    """Remove temporary files of tests and of programs that they start when pytest ends, also if it is killed.
 
-    Not those in ``tmp_path``: pytest keeps those of failed tests, and removes them three runs later.
+    Files in ``tmp_path`` stay: pytest keeps those of failed tests and removes them three runs later.
     """
     tmp_path_factory.getbasetemp()
     folder = scratch_folder_of_program()
@@ -31,10 +31,9 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run on the CPU, also on a machine with accelerators, unless tests/accelerator alone is asked for.
+    """Run on the CPU, also on a machine with accelerators, unless only tests/accelerator is asked for.
 
-    DeepSpeed looks for an accelerator once, when it is first asked. Workers, fork servers and launched programs inherit
-    the variable.
+    DeepSpeed looks for an accelerator once. Workers, fork servers and launched programs inherit the variable.
     """
     folder = Path(__file__).resolve().parent / "accelerator"
     asked = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
@@ -43,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that launch programs come first in what each worker begins with, so that short ones are left at the end."""
+    """Start each worker with tests that launch programs, so that short tests are left for the end."""
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     slow = [item for item in items if item.path.name in LAUNCHES]
     quick = [item for item in items if item.path.name not in LAUNCHES]
@@ -66,9 +65,9 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
 
 
 def _fail_without_package(report: Any) -> Any:
-    """Where ``CI`` is set, a skip for want of a Python package is a failure: the extra "test" installs them all.
+    """Where ``CI`` is set, fail a test that was skipped because a Python package is missing.
 
-    A skip for want of a device, a browser or Slurm stays one, and says so.
+    The extra "test" installs all packages. Skips because of a missing device, browser or Slurm stay skips.
     """
     if os.environ.get("CI") and report.outcome == "skipped":
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,4 +1,4 @@
-"""A tensor that says it is on an accelerator, where there is none."""
+"""A tensor that claims to be on an accelerator, for machines without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier tree wrote load bitwise: weights, optimizer state, counters, what decisions go by."""
+"""Checkpoints of an earlier version load bitwise: weights, optimizer state, counters, and the state of decisions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def manifest(folder: Path, tag: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", work.PRECISIONS)
-def test_the_run_goes_on_bitwise(tmp_path: Path, precision: str) -> None:
+def test_a_run_continues_bitwise(tmp_path: Path, precision: str) -> None:
     shutil.unpack_archive(CHECKPOINTS / f"{precision}.tar.xz", tmp_path)
     then = json.loads((CHECKPOINTS / f"{precision}.json").read_text())
-    now = run(len(then), work.go_on_from, precision, str(tmp_path))
+    now = run(len(then), work.resume, precision, str(tmp_path))
     for ours, theirs in zip(now, then, strict=True):
         assert ours["client"] == 4
         assert ours["saved"] == theirs["saved"]
         assert ours["afterwards"] == theirs["afterwards"]
-    # what the controller and the cost model remember, and where everything is: as it was, saved again
+    # The state of the controller and the cost model, and the placement, are saved again as they were.
     before, after = manifest(tmp_path, precision), manifest(tmp_path, "again")
     assert after["files"].keys() == before["files"].keys()
     for key in before.keys() - {"files"}:

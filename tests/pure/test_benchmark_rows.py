@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, on figures made up."""
+"""The benchmark's arithmetic on made-up figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ratios_are_medians_of_the_rounds() -> None:
 def test_shares_come_from_the_layers_own_seconds() -> None:
     table = {row["balancer"]: row for row in rows("freezing", MEASURED, tokens=120)}
     own, dense = table["partition_time"], table["dense"]
-    # 8 micro-batches of 3 s a stage, and the first and last pass of one stage through the other
+    # 8 micro-batches of 3 s per stage, and the first and last pass of the other stage
     assert own["share_of_bound"] == pytest.approx(27 / 40)
     assert dense["share_of_bound"] == pytest.approx(9 * 6 / 120)
     assert own["bubble_ratio"] == pytest.approx(1 - 24 / 40) and own["imbalance"] == 0
@@ -60,7 +60,7 @@ def test_a_run_of_phases_counts_each_by_its_iterations() -> None:
     assert measured.row()["imbalance"] == pytest.approx(0.5)
 
 
-def test_partitions_that_are_alike_are_run_once() -> None:
+def test_equal_partitions_are_run_once() -> None:
     known = Statics(
         {"static_uniform": (0, 2, 4), "static_parameters": (0, 2, 4), "static_profiled": (0, 3, 4)},
         {"static_uniform": 4.0, "static_parameters": 4.0, "static_profiled": 3.0},
@@ -81,7 +81,7 @@ def test_without_an_oracle_there_is_no_share_of_it() -> None:
     assert {row["share_of_ideal"] for row in rows("freezing", real, tokens=120)} == {None}
 
 
-def test_the_table_has_a_dash_for_what_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_dash_for_missing_values(capsys: pytest.CaptureFixture[str]) -> None:
     print_rows(rows("freezing", {name: one for name, one in MEASURED.items() if name != "oracle"}, tokens=120))
     head, *lines = capsys.readouterr().out.strip().splitlines()
     assert head.split()[:2] == ["case", "balancer"] and head.split()[-3:] == ["profile", "decide", "migrate"]

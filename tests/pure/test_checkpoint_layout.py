@@ -1,4 +1,4 @@
-"""Where saved shards hold the elements of a parameter, and the manifest that says so."""
+"""Where saved shards hold the elements of a parameter, and the manifest that records it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_doctests() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_fragments_put_every_element_where_it_belongs(seed: int) -> None:
+def test_fragments_restore_every_element(seed: int) -> None:
     chooser = random.Random(seed)
     sizes = [chooser.choice([1, 2, 7, 20]) for _ in range(chooser.randint(1, 6))]
     shards = chooser.randint(1, 5)
@@ -70,16 +70,16 @@ def test_a_manifest_is_read_as_it_was_written(placement: Placement) -> None:
     assert read == written and read.num_stages == 2 and read.partition == placement.boundaries
 
 
-def test_the_manifest_of_a_chain_says_no_more_than_it_did() -> None:
-    """So that earlier readers, who refuse keys that they do not know, read it."""
+def test_the_manifest_of_a_chain_has_no_new_keys() -> None:
+    """Earlier versions refuse keys that they do not know."""
     keys = {"format", "partition", "replicas", "optimizer", "optimizer_class", "slices", "frozen_excluded", "files"}
     keys |= {"state", "replicas_differ", "ties"}
     assert json.loads(manifest().to_json()).keys() == keys
     assert json.loads(manifest(V).to_json()).keys() == keys | {"partition_owners"}
 
 
-def test_slots_of_a_v_are_of_both_chunks_of_a_stage() -> None:
-    """Files are by stage, not by chunk: the first stage's hold the first layer and the last."""
+def test_slots_of_a_v_cover_both_chunks_of_a_stage() -> None:
+    """Files are per stage, not per chunk: those of the first stage hold the first and the last layer."""
     stages = [
         StageLayout(tuple(Slot(layer, "w", 0, place, place, 1) for place, layer in enumerate(V.layers_of(stage))))
         for stage in V.stages
@@ -94,18 +94,18 @@ def test_slots_of_a_v_are_of_both_chunks_of_a_stage() -> None:
     assert {layer: stage for (layer, _), (stage, _) in places.items()} == {0: 0, 1: 1, 2: 1, 3: 0}
 
 
-def test_a_tied_parameter_is_read_from_the_stage_at_hand_else_the_first() -> None:
+def test_a_tied_parameter_is_read_from_the_own_stage_or_the_first() -> None:
     assert [manifest().slices[0].slots(prefer=stage)[0, "w"][0] for stage in (0, 1, 2)] == [0, 1, 0]
 
 
-def test_slices_are_joined_from_what_ranks_tell() -> None:
-    def told(slice_index: int, stage: int) -> tuple[int, int, SliceLayout]:
+def test_slice_layouts_are_joined_from_those_of_all_ranks() -> None:
+    def layout_of(slice_index: int, stage: int) -> tuple[int, int, SliceLayout]:
         number = 2 * stage + slice_index
         slots = (Slot(stage, "w", 0, 0, 0, 1 + slice_index),)
         layers = {stage: {"w": [1 + slice_index]}}
         return slice_index, stage, SliceLayout((StageLayout(slots),), (number,), layers, {stage: f"file {number}"})
 
-    every = [told(slice_index, stage) for stage in (1, 0) for slice_index in (1, 0)]
+    every = [layout_of(slice_index, stage) for stage in (1, 0) for slice_index in (1, 0)]
     first, second = join([*every, *every])  # two replicas
     assert (first.numbers, second.numbers) == ((0, 2), (1, 3))
     assert first.shapes == {0: {"w": [1]}, 1: {"w": [1]}} and second.shapes == {0: {"w": [2]}, 1: {"w": [2]}}
@@ -114,19 +114,19 @@ def test_slices_are_joined_from_what_ranks_tell() -> None:
 
 
 @pytest.mark.parametrize("change", ["{", "[]", '{"format": 1}', '{"format": 3}', "null"])
-def test_what_is_no_manifest(change: str) -> None:
+def test_an_invalid_manifest_is_refused(change: str) -> None:
     with pytest.raises(ValueError, match=r"it is not a manifest|its format is not 3|Expecting property name"):
         Manifest.from_json(change)
 
 
-def test_stages_and_partition_have_to_agree() -> None:
+def test_a_manifest_with_stages_unlike_its_partition_is_refused() -> None:
     text = manifest().to_json().replace('3\n ],\n "replicas"', '3, 4\n ],\n "replicas"')
     assert text != manifest().to_json()
     with pytest.raises(ValueError, match="2 stages"):
         Manifest.from_json(text)
 
 
-def test_boundaries_in_a_manifest_have_to_be_a_partition() -> None:
+def test_a_manifest_with_an_invalid_partition_is_refused() -> None:
     text = manifest().to_json().replace('1,\n  3\n ],\n "replicas"', '0,\n  3\n ],\n "replicas"')
     with pytest.raises(ValueError, match="stage 0 would own no layer"):
         Manifest.from_json(text)

@@ -32,7 +32,7 @@ def test_an_empty_block_is_all_defaults() -> None:
     assert read().randomness == RandomnessConfig(per_layer=True, seed=None)
 
 
-def test_every_default_is_a_value_that_the_block_takes() -> None:
+def test_every_default_may_be_written_in_the_block() -> None:
     defaults = json.loads(DynMoConfig().model_dump_json())
     assert read(**defaults) == DynMoConfig()
 
@@ -108,7 +108,7 @@ def test_a_block_cannot_be_changed() -> None:
         ("monitor", None, "valid boolean"),
     ],
 )
-def test_a_wrong_value_names_key_value_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
+def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(**{key: value})
     line = str(error.value)
@@ -125,7 +125,7 @@ def test_a_trace_needs_a_path_and_two_steps_in_order(steps: Any) -> None:
     assert str(error.value) == f"dynmo.trace.steps = {json.dumps(steps)}: should be {allowed}"
 
 
-def test_a_trace_lacks_no_key() -> None:
+def test_missing_and_unknown_keys_of_a_trace_are_named() -> None:
     with pytest.raises(ConfigError) as error:
         read(trace={"file": "trace.json"})
     assert str(error.value).splitlines() == [
@@ -156,7 +156,7 @@ def test_stop_step_may_equal_start_step_but_not_come_before() -> None:
 
 
 @pytest.mark.parametrize("balancer", ["partition", "diffusion", "makespan"])
-def test_balancers_that_come_with_the_package(balancer: str) -> None:
+def test_builtin_balancers_are_accepted(balancer: str) -> None:
     assert read(balancer=balancer).balancer == balancer
 
 
@@ -202,7 +202,7 @@ def test_an_unknown_balancer_is_one_problem_even_if_decentralized() -> None:
         ({"profile": {"zzz": 2}}, "dynmo.profile.zzz = 2: unknown key; should be one of batches, warmup_batches"),
     ],
 )
-def test_an_unknown_key_gets_the_nearest_right_one(block: dict[str, Any], line: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(block: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(**block)
     assert str(error.value) == line
@@ -221,7 +221,7 @@ def test_all_problems_are_in_one_message_a_line_each() -> None:
 
 
 @pytest.mark.parametrize("block", [None, [], 3, "on", True])
-def test_a_block_that_is_no_object(block: Any) -> None:
+def test_a_block_that_is_not_an_object_is_refused(block: Any) -> None:
     with pytest.raises(ConfigError, match=r"^dynmo = .*: should be an object"):
         read_dynmo_config({"dynmo": block})
 
@@ -232,7 +232,7 @@ def test_a_misspelt_block_is_refused(key: str) -> None:
         read_dynmo_config({key: {}})
 
 
-def test_keys_of_deepspeed_are_no_misspelling() -> None:
+def test_deepspeeds_keys_are_not_taken_for_misspellings() -> None:
     keys = "dynamic_loss_scale train_batch_size optimizer scheduler monitor_config compile dump_state zero_optimization"
     assert read_dynmo_config(dict.fromkeys(keys.split(), 0)) is None
 
@@ -249,7 +249,7 @@ def test_a_config_as_dict_path_or_base64(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["no_such_file.json", "no_such_file", "abcd", "ZGVtbw==", "", None, 3])
-def test_a_config_that_is_none(config: Any) -> None:
+def test_an_invalid_config_is_refused(config: Any) -> None:
     with pytest.raises(ConfigError, match=r"no such file|a path, a dict or a base64 string"):
         read_dynmo_config(config)
 
@@ -264,7 +264,7 @@ def test_a_config_that_is_none(config: Any) -> None:
         ("[]", r"should hold a JSON object, got \[\]"),
     ],
 )
-def test_a_file_that_is_no_json_object(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_without_a_json_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as error:
@@ -272,7 +272,7 @@ def test_a_file_that_is_no_json_object(tmp_path: Path, text: str, message: str) 
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "binary"):
         with pytest.raises(ConfigError, match="cannot be read"):
@@ -309,7 +309,7 @@ def test_type_partition(text: str, types: tuple[tuple[str, float], ...]) -> None
         ("type:a:1:2", "number > 0"),
     ],
 )
-def test_type_partition_that_is_none(text: str, message: str) -> None:
+def test_an_invalid_type_partition_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_type_partition(text)
 
@@ -347,7 +347,7 @@ class Drawing(BaseModel):
         ({"title": "t", "titel": "u"}, 'model.titel = "u": unknown key; did you mean "title"?'),
     ],
 )
-def test_any_other_model_is_parsed_the_same_way(data: dict[str, Any], line: str) -> None:
+def test_any_pydantic_model_is_parsed_the_same_way(data: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_block(Drawing, data, "model")
     assert str(error.value) == line
@@ -359,7 +359,7 @@ def test_a_key_path_through_a_list() -> None:
     assert "Box" not in str(error.value)
 
 
-def test_parse_block_gives_the_model() -> None:
+def test_parse_block_returns_the_model() -> None:
     assert parse_block(Drawing, {"title": "t"}, "model") == Drawing(title="t")
 
 

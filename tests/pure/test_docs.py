@@ -25,7 +25,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them: lower case, punctuation dropped, hyphens for spaces."""
+    """Return the anchors of a page's headings as GitHub makes them: lower case, no punctuation, hyphens for spaces."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in HEADING.findall(text)}
 
@@ -53,7 +53,7 @@ def test_every_page_is_in_the_sites_navigation() -> None:
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a block; an object's as ``object.key``. An object that is always there is no key itself."""
+    """Yield every key of a block; those of an object as ``object.key``. Required objects are not keys themselves."""
     for name, field in model.model_fields.items():
         annotations = (field.annotation, *get_args(field.annotation))
         inner = [one for one in annotations if isinstance(one, type) and issubclass(one, BaseModel)]

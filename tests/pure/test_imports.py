@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN): one direction, and one package that communicates."""
+"""Which package may import which (docs/design.md), and that only one communicates."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def forbidden(folder: str, *prefixes: str) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", ["partitioners", "schedules"])
-def test_what_decides_is_pure(folder: str) -> None:
+def test_packages_that_decide_are_pure(folder: str) -> None:
     allowed = {"numpy", "ds_dynmo", *sys.stdlib_module_names}
     for path in (PACKAGE / folder).rglob("*.py"):
         assert {name.split(".")[0] for name in imports(path)} <= allowed, path
     assert not forbidden(folder, "ds_dynmo.engine", "ds_dynmo.models", "multiprocessing", "subprocess")
 
 
-def test_schedules_know_placements_and_nothing_else() -> None:
+def test_schedules_import_only_placements() -> None:
     """Partitioners may import them, never the reverse."""
     allowed = ("ds_dynmo.schedules", "ds_dynmo.errors", "ds_dynmo.placement")
     for path in (PACKAGE / "schedules").rglob("*.py"):
@@ -49,13 +49,13 @@ def test_schedules_know_placements_and_nothing_else() -> None:
         assert all(name.startswith(allowed) for name in ours), path
 
 
-def test_models_know_neither_engine_nor_partitioners() -> None:
-    """But what reads the layers of DeepSpeed's module, which no other package may."""
+def test_models_import_neither_engine_nor_partitioners() -> None:
+    """Except for the adapter's module that reads the layers of a ``PipelineModule``."""
     names = forbidden("models", "ds_dynmo.engine", "ds_dynmo.partitioners")
     assert not [name for name in names if " imports ds_dynmo.engine.deepspeed_adapter.module" not in name]
 
 
-def test_the_engine_knows_no_model() -> None:
+def test_the_engine_imports_no_model() -> None:
     assert not forbidden("engine", "ds_dynmo.models")
 
 

@@ -30,7 +30,7 @@ def test_pruning_follows_the_schedule_of_zhu_and_gupta() -> None:
     phases = Pruning().phases(48, 0)
     assert [phase.iterations for phase in phases] == [4000, 1000, 1000, 1000, 3000]
     for phase, sparsity in zip(phases, (0, 0.5203125, 0.7875, 0.8859375, 0.9), strict=True):
-        assert np.mean(phase.forward) == pytest.approx(1 - sparsity)  # global: so many of all weights
+        assert np.mean(phase.forward) == pytest.approx(1 - sparsity)  # the sparsity is that of all layers together
         assert phase.trainable == phase.forward == phase.backward
 
 
@@ -84,12 +84,12 @@ def test_sparse_attention_is_as_dense_as_the_speedup_takes() -> None:
 def test_loads_are_the_same_for_the_same_seed(name: str) -> None:
     case = CASES[name]
     assert case.phases(12, 4, seed=3, replica=1) == case.phases(12, 4, seed=3, replica=1)
-    if name not in ("freezing", "early_exit"):  # which draw nothing
+    if name not in ("freezing", "early_exit"):  # these two use no random numbers
         assert case.phases(12, 4, seed=3) != case.phases(12, 4, seed=4)
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_fluctuations_have_the_correlation_that_is_said(correlation: float) -> None:
+def test_fluctuations_have_the_requested_correlation(correlation: float) -> None:
     def series(replica: int) -> np.ndarray:
         case = Fluctuating("a case", own_level=0.6, correlation=correlation)
         return case.fluctuations((40,), 400, seed=1, replica=replica)

@@ -1,4 +1,4 @@
-"""Which stage holds which layers, of a chain and of a V; and that nobody else calculates that."""
+"""Which stage owns which layers, in a chain and in a V, and that no other module calculates it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_v_comes_back_to_the_first_stage() -> None:
     assert not V.is_chain and CHAIN.is_chain and Placement.v([0, 1, 2]).num_stages == 1
 
 
-def test_where_a_stage_has_one_run() -> None:
+def test_run_of_needs_a_stage_with_one_chunk() -> None:
     assert CHAIN.run_of(2) == range(3, 8)
     with pytest.raises(PartitionError, match="stage 1 has 2 chunks"):
         V.run_of(1)
@@ -48,7 +48,7 @@ def test_where_a_stage_has_one_run() -> None:
 
 @pytest.mark.parametrize("where", [CHAIN, V], ids=["chain", "V"])
 @pytest.mark.parametrize("layer", [-1, 12])
-def test_a_layer_that_there_is_not(where: Placement, layer: int) -> None:
+def test_a_layer_that_does_not_exist_is_refused(where: Placement, layer: int) -> None:
     with pytest.raises(PartitionError, match=f"layer {layer} is in no stage"):
         where.stage_of(layer)
 
@@ -60,14 +60,14 @@ def test_a_stage_without_layers() -> None:
     assert CHAIN.empty_stages == () and released == Placement.chain([0, 2, 2, 8], empty=[0, 1])
 
 
-def test_cut_elsewhere() -> None:
+def test_other_boundaries_keep_the_owners() -> None:
     assert V.at([0, 1, 2, 3, 4, 5, 12]) == Placement.v([0, 1, 2, 3, 4, 5, 12])
     for wrong in ([0, 6, 12], [0, 1, 2, 3, 4, 5, 13], [0, 1, 2, 3, 3, 5, 12]):
         with pytest.raises(PartitionError):
             V.at(wrong)
 
 
-def test_written_down_and_read_again() -> None:
+def test_a_placement_is_read_from_its_lists() -> None:
     assert Placement.of([0, 2, 3, 8]) == CHAIN
     assert Placement.of(list(V.boundaries), list(V.owners)) == V
 
@@ -85,7 +85,7 @@ def test_written_down_and_read_again() -> None:
         ([0, 2.5, 8], [0, 1], "list of ints"),
     ],
 )
-def test_what_is_no_placement(boundaries: Any, owners: Any, message: str) -> None:
+def test_an_invalid_placement_is_refused(boundaries: Any, owners: Any, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         Placement.of(boundaries, owners)
 
@@ -94,7 +94,7 @@ def test_what_is_no_placement(boundaries: Any, owners: Any, message: str) -> Non
     ("boundaries", "message"),
     [([0, 3, 5, 8], "a V of 1 stages need 3"), ([0, 3, 3], "stage 0 would own no layer"), ([], "a V of 1 stages")],
 )
-def test_what_is_no_v(boundaries: Any, message: str) -> None:
+def test_an_invalid_v_is_refused(boundaries: Any, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         Placement.v(boundaries)
 
@@ -119,12 +119,12 @@ def test_a_partition_becomes_plain_ints() -> None:
         (None, "list of ints"),
     ],
 )
-def test_what_is_no_partition(partition: Any, message: str) -> None:
+def test_an_invalid_partition_is_refused(partition: Any, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         check_partition(partition, 8, 2)
 
 
-# -- nobody else calculates with boundaries -----------------------------------------------------------
+# -- no other module calculates with boundaries -------------------------------------------------------
 
 PACKAGE = Path(placement.__file__).parent
 CALCULATE = {PACKAGE / "placement.py", PACKAGE / "layer_groups.py"} | {*(PACKAGE / "partitioners").rglob("*.py")}
@@ -132,14 +132,14 @@ BOUNDARIES = {"partition", "parts", "boundaries", "bounds", "old_partition", "ne
 
 
 def arithmetic(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of ``p[s]``, ``zip(p, p[1:])`` and ``len(p) - 1`` of what is called as boundaries are.
+    """Yield line and text of ``p[s]``, ``zip(p, p[1:])`` and ``len(p) - 1`` where ``p`` has a name of boundaries.
 
-    And of ``p[s : s + 2]``, and of ``p[s]`` and ``p[s + 1]`` in one function, whatever ``p`` is called.
+    Also of ``p[s : s + 2]``, and of ``p[s]`` and ``p[s + 1]`` in one function, whatever ``p`` is called.
     """
     for node in ast.walk(tree):
         found = False
         if isinstance(node, ast.Subscript):
-            found = named(node.value) in BOUNDARIES or between_neighbours(node.slice)
+            found = named(node.value) in BOUNDARIES or is_adjacent_pair(node.slice)
         elif isinstance(node, ast.Call) and named(node.func) in ("zip", "pairwise"):
             found = any(named(argument) in BOUNDARIES for argument in node.args)
         elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.Call) and named(node.left.func) == "len":
@@ -159,8 +159,8 @@ def named(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def between_neighbours(index: ast.AST) -> bool:
-    """Is it ``s : s + 2``?"""
+def is_adjacent_pair(index: ast.AST) -> bool:
+    """Tell whether ``index`` is ``s : s + 2``."""
     if not isinstance(index, ast.Slice) or index.lower is None or index.upper is None:
         return False
     return ast.unparse(index.upper) == f"{ast.unparse(index.lower)} + 2"
@@ -170,12 +170,12 @@ def between_neighbours(index: ast.AST) -> bool:
     "text",
     ["partition[stage]", "engine.partition[-1]", "x[s:s + 2]", "zip(bounds, bounds[1:])", "len(module.parts) - 1"],
 )
-def test_what_looks_like_arithmetic_of_boundaries(text: str) -> None:
+def test_boundary_arithmetic_is_recognised(text: str) -> None:
     assert [*arithmetic(ast.parse(text))]
     assert not [*arithmetic(ast.parse("plan.old.layers_of(stage); costs[layer]; zip(a, b[1:]); len(costs) - 1"))]
 
 
-def test_nothing_else_calculates_with_boundaries() -> None:
+def test_no_other_module_calculates_with_boundaries() -> None:
     assert not [
         f"{path.relative_to(PACKAGE)}:{line}: {text}"
         for path in sorted({*PACKAGE.rglob("*.py")} - CALCULATE)

@@ -38,13 +38,13 @@ def test_moves_of_a_v() -> None:
     assert plan.moves == (LayerMove(1, 1, 0), LayerMove(4, 1, 0))
     assert plan == MigrationPlan.between(VS[0], VS[1].boundaries)
     within_a_stage = MigrationPlan.between(Placement.v([0, 2, 4, 6, 8]), Placement.v([0, 2, 5, 6, 8]))
-    assert within_a_stage.moves == ()  # from one chunk of stage 1 to its other
+    assert within_a_stage.moves == ()  # a layer goes from one chunk of stage 1 to its other
 
 
-def test_what_a_move_of_a_v_holds() -> None:
+def test_peak_bytes_of_a_move_of_a_v() -> None:
     held = [HeldBytes(own=10**layer) for layer in range(6)]
     peaks = migration_peaks(MigrationPlan.between(*VS), held, range(6))
-    assert peaks == (110011, 11110)  # everything that stage 0 has at the end, and stage 1 had before
+    assert peaks == (110011, 11110)  # all that stage 0 has at the end, and all that stage 1 had before
 
 
 def test_stages_that_leave_and_come_back() -> None:
@@ -86,7 +86,7 @@ def repack_report(old: Placement, new: Placement) -> RepackReport:
     return RepackReport(7, "by hand", old, new, (1,), (), None, None, 1, 8, 0.0, 0.0, 0.0)
 
 
-def test_records_of_a_chain_are_as_they_were() -> None:
+def test_records_of_a_chain_name_no_owners() -> None:
     record = json.loads(json.dumps(rebalance_report(*CHAINS).as_record()))
     assert (record["old_partition"], record["new_partition"]) == ([0, 2, 4, 6], [0, 3, 5, 6])
     assert not any("placement" in name or "owners" in name for name in record)
@@ -97,7 +97,7 @@ def test_records_of_a_chain_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("report", [rebalance_report(*VS), repack_report(*VS)])
-def test_records_of_a_v_have_owners_beside(report: RebalanceReport | RepackReport) -> None:
+def test_records_of_a_v_name_the_owners(report: RebalanceReport | RepackReport) -> None:
     record = json.loads(json.dumps(report.as_record()))
     assert report.old_partition == (0, 1, 3, 5, 6) and report.new_partition == (0, 2, 3, 4, 6)
     for which, placement in zip(("old", "new"), VS):
@@ -105,7 +105,7 @@ def test_records_of_a_v_have_owners_beside(report: RebalanceReport | RepackRepor
         assert read == placement
 
 
-def test_what_reports_of_a_v_say() -> None:
+def test_reports_of_a_v_tell_moves_and_stages() -> None:
     assert rebalance_report(*VS).moved and not rebalance_report(VS[0], VS[0]).moved
     report = repack_report(Placement.v([0, 1, 2, 3, 6]), Placement.v([0, 2, 6]))
     assert (report.old_stages, report.new_stages) == (2, 1)
@@ -119,6 +119,6 @@ def test_a_profile_of_a_v() -> None:
     assert profile.costs("time") == [3.0] * 6
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert all(getattr(public, name).__doc__ for name in public.__all__)
     assert public.stage_of(4, [0, 3, 8]) == 1

@@ -1,4 +1,4 @@
-"""scripts/simulate.py: runs of known loads, what a move has to be worth, and the tables."""
+"""scripts/simulate.py: runs with known loads, which moves pay, and the tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def steps(*phases: Phase) -> list[Step]:
     return [Step.of([phase], 1.0) for phase in phases]
 
 
-def test_an_iteration_is_known() -> None:
+def test_seconds_and_imbalance_of_an_iteration() -> None:
     full, schedule, work, imbalance = iteration(dense_steps(setting())[0], [0, 4, 8], setting())
     assert (full, schedule, work, imbalance) == (8 * 12, (8 + 1) * 12, 8 * 12, 0)
     full, _, work, imbalance = iteration(steps(HALF_FROZEN)[0], [0, 4, 8], setting())
@@ -48,7 +48,7 @@ def test_an_iteration_is_known() -> None:
 
 
 @pytest.mark.parametrize("arm", DYNAMIC)
-def test_half_frozen_is_twice_as_fast_when_it_is_even(arm: str) -> None:
+def test_a_half_frozen_model_is_twice_as_fast_when_balanced(arm: str) -> None:
     run = steps(HALF_FROZEN)
     static, dynamic = replay(run, STATIC, setting(announced=True)), replay(run, arm, setting(announced=True))
     assert static.full_seconds == 96 and static.full_bubble == 0.5 and static.moves == 0
@@ -56,7 +56,7 @@ def test_half_frozen_is_twice_as_fast_when_it_is_even(arm: str) -> None:
     assert dynamic.full_seconds == pytest.approx((96 + 999 * 48) / 1000)  # the first iteration is profiled
 
 
-def test_without_word_of_the_change_the_next_interval_sees_it() -> None:
+def test_an_unannounced_change_is_seen_at_the_next_interval() -> None:
     run = steps(Phase.of([1] * 8, 250), HALF_FROZEN)
     seconds = replay(run, "partition_time", setting()).full_seconds
     assert seconds == pytest.approx((300 * 96 + 950 * 48) / 1250)  # from 250 to the multiple of 100 after it
@@ -64,14 +64,14 @@ def test_without_word_of_the_change_the_next_interval_sees_it() -> None:
     assert rare.full_seconds == 96 and rare.moves == 0
 
 
-def test_the_oracle_knows_loads_that_last_and_is_one_behind_where_they_change_always() -> None:
+def test_the_oracle_is_one_iteration_late_only_if_loads_always_change() -> None:
     assert replay(steps(HALF_FROZEN), "oracle", setting()).full_seconds == 48
     one = Phase(1, HALF_FROZEN.forward, HALF_FROZEN.backward, HALF_FROZEN.trainable)
     assert replay(steps(one, one), "oracle", setting(interval=1)).full_seconds == (96 + 48) / 2
 
 
-def test_a_move_has_to_be_paid_back_before_the_next_rebalance() -> None:
-    # Two layers move; an iteration gets 54 s shorter (the fall of the bottleneck, and the filling with it).
+def test_a_move_must_be_repaid_before_the_next_rebalance() -> None:
+    # Two layers move. An iteration gets 54 s shorter, because the bottleneck falls and the pipeline fills faster.
     saved = iteration(steps(HALF_FROZEN)[0], [0, 4, 8], setting())[1]
     saved -= iteration(steps(HALF_FROZEN)[0], [0, 6, 8], setting())[1]
     for interval, moves in ((1, 0), (4, 1)):
@@ -82,21 +82,21 @@ def test_a_move_has_to_be_paid_back_before_the_next_rebalance() -> None:
         assert run.move_seconds == pytest.approx(moves * 3 * saved / 1000)
 
 
-def test_a_move_has_to_bring_three_percent() -> None:
-    # The first layer of the second stage goes, which leaves 4.0 to it: 2.4% less than 4.1, 5.9% less than 4.25.
+def test_a_move_must_gain_three_percent() -> None:
+    # The second stage gives its first layer away and keeps 4.0: 2.4% less than 4.1, 5.9% less than 4.25.
     for small, moves in ((0.1, 0), (0.25, 1)):
         run = steps(Phase.of((1, 1, 1, 0.5, small, 1, 1, 2), 1000))
         assert replay(run, "partition_time", setting(announced=True)).moves == moves
 
 
-def test_a_shorter_iteration_is_worth_it_where_the_bottleneck_stays() -> None:
+def test_a_shorter_iteration_pays_even_if_the_bottleneck_stays() -> None:
     even, few = steps(Phase.of((1,) * 6, 1000))[0], setting(layers=6, stages=3, micro_batches=2)
     late, middle = (0, 1, 2, 6), (0, 1, 5, 6)  # four layers on one stage either way, 30 s or 27 s an iteration
     assert [iteration(even, partition, few)[1] for partition in (late, middle)] == [30, 27]
     assert all(worth_it(even, late, middle, arm, few) for arm in DYNAMIC)
 
 
-def test_bubbles_are_what_the_iteration_has_beside_work() -> None:
+def test_the_bubble_is_the_share_of_an_iteration_without_work() -> None:
     run = steps(Phase.of([1] * 4 + [2] * 4, 1000))
     static = replay(run, STATIC, setting())
     _, schedule, work, _ = iteration(run[0], [0, 4, 8], setting())
@@ -104,7 +104,7 @@ def test_bubbles_are_what_the_iteration_has_beside_work() -> None:
     assert static.schedule_bubble == pytest.approx(1 - work / schedule)
 
 
-def test_the_machine_is_the_papers_but_for_what_is_asked() -> None:
+def test_the_machine_is_the_papers_unless_told_otherwise() -> None:
     paper, asked = Setting.of(CASES["freezing"]), Setting.of(CASES["freezing"], stages=8, interval=500, replicas=None)
     assert (paper.layers, paper.stages, paper.replicas, paper.micro_batches) == (40, 24, 30, 96)
     assert (paper.interval, paper.announced) == (50, True)
@@ -132,7 +132,7 @@ def test_fewer_stages_sustain_a_pruned_model() -> None:
     assert sustained_stages(rows) == pytest.approx((4000 * 8 + 1000 * 4 + 5000 * 2) / 10_000, abs=0.4)
 
 
-def test_static_partitions_are_those_known_before_the_model_changes() -> None:
+def test_static_partitions_come_from_the_first_phase() -> None:
     light, heavy = Phase.of([1] * 6 + [4] * 2, 1000, trainable=[1, 1, 1, 1, 1, 1, 1, 9]), HALF_FROZEN
     known = known_statics(steps(light, heavy)[0], setting())
     assert known.partitions == {
@@ -149,7 +149,7 @@ def test_static_partitions_are_those_known_before_the_model_changes() -> None:
     assert even.best == STATIC and even.alike == {"static_parameters": STATIC, "static_profiled": STATIC}
 
 
-def test_what_stays_lopsided_is_no_gain_of_moving_layers() -> None:
+def test_a_static_partition_that_fits_leaves_moves_no_gain() -> None:
     class Lopsided:
         name, interval, announces = "lopsided", 100, True
 
@@ -174,7 +174,7 @@ def test_the_table_shows_every_balancer_beside_the_paper(capsys: pytest.CaptureF
     assert rows["dense"]["speedup_over_dense"] == rows[STATIC]["speedup_over_uniform"] == 1
     assert rows["oracle"]["speedup_over_uniform"] >= rows["partition_time"]["speedup_over_uniform"] > 1.5
     assert rows["static_parameters"]["speedup_over_uniform"] == 1  # exits change no parameters
-    # Tokens leave from the first iteration on, so that most of that is there for a static partition too.
+    # Tokens leave from the first iteration on, so a static partition gains most of it, too.
     assert rows["static_profiled"]["speedup_over_static"] == 1 > rows[STATIC]["speedup_over_static"]
     assert 1 <= rows["oracle"]["speedup_over_static"] < 1.2
 
@@ -191,7 +191,7 @@ def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert rows["oracle"]["speedup_over_static"] == pytest.approx(1100 / (100 + 1000 / 2))
 
 
-def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^2$"):
         simulate.main(["--case", "moe", "--layers", "4", "--stages", "8"])
     assert "4 layers" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Random instances, and the answers that trying every partition gives."""
+"""Random instances, and the exact answers from trying every partition."""
 
 import itertools
 import math
@@ -48,18 +48,18 @@ def plain_bottleneck(costs: list[float], partition: list[int]) -> float:
 
 
 def slowest_seconds(costs: list[float], partition: Sequence[int], speeds: list[float]) -> float:
-    """Of the slowest stage, where a layer takes its cost over the stage's speed."""
+    """Return the seconds of the slowest stage, where a layer takes its cost divided by the stage's speed."""
     return max(math.fsum(costs[a:b]) / speed for a, b, speed in zip(partition, partition[1:], speeds))
 
 
 def overshoot(memory: MemoryModel, partition: list[int]) -> int:
-    """Bytes by which the worst stage exceeds its limit; not positive where all fit."""
+    """Return the bytes by which the worst stage exceeds its limit; not positive if all fit."""
     return max(
         memory.stage_bytes(stage, *partition[stage : stage + 2]) - memory.limits[stage]
         for stage in range(len(memory.limits))
     )
 
 
-def that_fit(partitions: Iterable[list[int]], memory: MemoryModel | None) -> list[list[int]]:
-    """Those of ``partitions`` under which every stage keeps its limit."""
+def partitions_that_fit(partitions: Iterable[list[int]], memory: MemoryModel | None) -> list[list[int]]:
+    """Return those of ``partitions`` that keep every stage within its limit."""
     return [partition for partition in partitions if memory is None or overshoot(memory, partition) <= 0]

@@ -11,12 +11,12 @@ from tests.pure.partitioners.instances import (
     KINDS,
     every_partition,
     overshoot,
+    partitions_that_fit,
     plain_bottleneck,
     random_costs,
     random_memory,
     random_start,
     slowest_seconds,
-    that_fit,
 )
 
 
@@ -31,7 +31,7 @@ def check_optimal(seed: int, count: int, most_layers: int) -> None:
 
 
 def check_optimal_within_memory(seed: int, count: int, most_layers: int) -> tuple[int, int]:
-    """Returns how many instances had a partition that fits, and how many none."""
+    """Return how many instances had a partition that fits, and how many had none."""
     rng = random.Random(seed)
     met = none = 0
     for case in range(count):
@@ -40,7 +40,7 @@ def check_optimal_within_memory(seed: int, count: int, most_layers: int) -> tupl
         costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
         memory = random_memory(rng, num_layers, num_stages)
         partitions = list(every_partition(num_layers, num_stages))
-        fitting = that_fit(partitions, memory)
+        fitting = partitions_that_fit(partitions, memory)
         if fitting:
             met += 1
             partition = balanced(costs, num_stages, memory=memory)
@@ -63,36 +63,36 @@ def check_message(message: str, memory: MemoryModel, least_overshoot: int) -> No
     assert needed - limit == least_overshoot
 
 
-def test_no_partition_is_better() -> None:
+def test_it_finds_the_smallest_bottleneck() -> None:
     check_optimal(seed=0, count=2000, most_layers=9)
 
 
-def test_no_partition_that_fits_is_better() -> None:
+def test_it_finds_the_smallest_bottleneck_within_memory() -> None:
     met, none = check_optimal_within_memory(seed=1, count=1000, most_layers=8)
     assert met > 300 and none > 100
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(10))
-def test_no_partition_is_better_fuzz(seed: int) -> None:
+def test_it_finds_the_smallest_bottleneck_fuzz(seed: int) -> None:
     check_optimal(seed=100 + seed, count=4000, most_layers=12)
     check_optimal_within_memory(seed=200 + seed, count=2000, most_layers=10)
 
 
-def test_the_case_where_the_gap_misleads() -> None:
+def test_it_minimises_the_bottleneck_not_the_gap_between_stages() -> None:
     # Minimising largest minus smallest load gives 13.
     assert bottleneck([4, 9, 7, 5], balanced([4, 9, 7, 5], 3)) == 12
 
 
-def test_the_bottleneck_is_met_to_the_last_bit() -> None:
+def test_the_bottleneck_is_exact_beyond_float_precision() -> None:
     costs = [1e12, 1e-12, 1e12, 1e-12, 3e-12]
     assert balanced(costs, 3) == [0, 1, 3, 5]
-    # In floats 1e16 + 1 is 1e16; which side of a boundary the small layer is on counts all the same.
+    # In floats 1e16 + 1 is 1e16. It still matters on which side of a boundary the small layer is.
     partition = balanced([10**16, 1, 10**16 - 1], 2)
     assert partition == [0, 1, 3]
 
 
-def test_only_zeros_and_single_layers() -> None:
+def test_zero_costs_and_single_layers() -> None:
     assert loads([0, 0, 0, 0], balanced([0, 0, 0, 0], 2)) == [0, 0]
     assert balanced([3], 1) == [0, 1]
     assert balanced([0.0, 5.0, 0.0], 3) == [0, 1, 2, 3]
@@ -104,14 +104,14 @@ def test_layers_are_spread_where_the_bottleneck_leaves_a_choice() -> None:
     assert balanced([1, 1, 1, 1, 10], 3) == [0, 2, 4, 5]
 
 
-def test_of_equal_bottlenecks_the_least_imbalance() -> None:
+def test_equal_bottlenecks_are_decided_by_the_least_imbalance() -> None:
     costs = [10, 1, 1, 1, 1]
     assert balanced(costs, 3, start=[0, 1, 2, 5]) == [0, 1, 3, 5]  # 10, 1 and 3 are less even than 10, 2 and 2
     assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 3, 6]) == [0, 1, 3, 6]
     assert balanced([10, 1, 1, 1, 1, 1], 3, start=[0, 1, 4, 6]) == [0, 1, 4, 6]
 
 
-def test_of_equal_imbalances_the_fewest_bytes() -> None:
+def test_equal_imbalances_are_decided_by_the_fewest_moved_bytes() -> None:
     costs, start = [10, 1, 1, 1, 1, 1], [0, 1, 2, 6]
     assert balanced(costs, 3, start=start) == [0, 1, 3, 6]
     costs, start = [6, 0, 0, 0, 6], [0, 1, 5]
@@ -129,7 +129,7 @@ def test_an_even_start_stays_only_if_it_fits() -> None:
 
 
 def check_ties(seed: int, count: int, most_layers: int) -> int:
-    """Against every partition, in exact numbers; returns how often another choice had the same bottleneck."""
+    """Compare with every partition in exact numbers. Return how often another one had the same bottleneck."""
     rng = random.Random(seed)
     chosen = 0
     for case in range(count):
@@ -170,24 +170,24 @@ def check_ties(seed: int, count: int, most_layers: int) -> int:
     return chosen
 
 
-def test_ties_against_every_partition() -> None:
+def test_ties_are_decided_as_among_all_partitions() -> None:
     assert check_ties(seed=7, count=2000, most_layers=9) > 300
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(5))
-def test_ties_against_every_partition_fuzz(seed: int) -> None:
+def test_ties_are_decided_as_among_all_partitions_fuzz(seed: int) -> None:
     assert check_ties(seed=700 + seed, count=4000, most_layers=11) > 300
 
 
-def test_a_start_that_is_no_partition_is_refused() -> None:
+def test_an_invalid_start_is_refused() -> None:
     with pytest.raises(PartitionError, match="runs from 0 to 4"):
         balanced([1, 1, 1], 2, start=[0, 1, 4])
 
 
 def test_a_layer_that_fits_only_late() -> None:
-    # Layer 2 fits nowhere but on the last stage. Filling stage 0 as far as its load allows would give
-    # it layers 0 and 1, and leave stage 1 with layer 2 or with nothing.
+    # Layer 2 fits on the last stage only. Filling stage 0 as far as its load allows would give it layers 0 and 1, and
+    # leave stage 1 with layer 2 or with nothing.
     memory = MemoryModel((0,) * 4, (1, 1, 10, 1), (0,) * 4, limits=(12, 12, 12), micro_batches=3)
     assert not memory.fits(1, 2, 3)
     assert bottleneck([1, 1, 1, 5], balanced([1, 1, 1, 5], 3)) == 5
@@ -217,7 +217,7 @@ def test_a_memory_model_of_another_shape_is_refused() -> None:
         balanced([1, 1, 1, 1], 2, memory=memory)
 
 
-def test_a_large_model_meets_a_bound_that_proves_it() -> None:
+def test_a_large_model_stays_within_one_layer_of_the_mean_load() -> None:
     rng = random.Random(5)
     costs = random_costs(rng, 1000, "uniform")
     found = bottleneck(costs, balanced(costs, 128))
@@ -237,7 +237,7 @@ def test_stages_of_different_speeds_get_the_least_bottleneck() -> None:
         speeds = [rng.choice([0.25, 0.5, 0.8, 1.0, 2.0]) for _ in range(num_stages)]
         memory = random_memory(rng, num_layers, num_stages) if case % 2 else None
         partitions = every_partition(num_layers, num_stages)
-        fitting = that_fit(partitions, memory)
+        fitting = partitions_that_fit(partitions, memory)
         if fitting:
             with_memory += memory is not None
             best = min(slowest_seconds(costs, partition, speeds) for partition in fitting)
@@ -256,7 +256,7 @@ def test_equal_speeds_change_nothing() -> None:
         assert balanced(costs, 4, speeds=[0.7] * 4) == balanced(costs, 4)
 
 
-def test_speeds_that_are_none_are_refused() -> None:
+def test_invalid_speeds_are_refused() -> None:
     with pytest.raises(PartitionError, match="2 stages need 2 speeds, got 3"):
         balanced([1.0, 1.0], 2, speeds=[1.0, 1.0, 1.0])
     with pytest.raises(PartitionError, match="stage 0 has speed -1"):

@@ -11,7 +11,7 @@ from ds_dynmo.partitioners import balanced, bottleneck, diffusion, imbalance, lo
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -0.5, -1, None, "3", 10**400, [1.0]])
 @pytest.mark.parametrize("function", [balanced, diffusion])
-def test_a_cost_that_is_none_is_refused_by_layer_and_value(function: Callable[..., Any], bad: Any) -> None:
+def test_an_invalid_cost_is_refused_with_its_layer_and_value(function: Callable[..., Any], bad: Any) -> None:
     with pytest.raises(PartitionError, match=r"layer 2 costs ") as error:
         function([1.0, 2.0, bad, 4.0], 2)
     assert repr(bad) in str(error.value)
@@ -27,13 +27,13 @@ def test_metrics_refuse_what_balancers_refuse(function: Callable[..., Any]) -> N
         function([1.0, 1.0], [0, 1, 3])
 
 
-def test_a_sum_that_no_float_holds_is_refused() -> None:
+def test_a_sum_beyond_the_float_range_is_refused() -> None:
     with pytest.raises(PartitionError, match="2 layers add up to more than a float can hold"):
         balanced([1.7e308, 1.7e308], 1)
 
 
 @pytest.mark.parametrize("function", [balanced, diffusion])
-def test_more_stages_than_layers_and_no_stage_are_refused_with_both_numbers(function: Callable[..., Any]) -> None:
+def test_impossible_stage_counts_are_refused_with_both_numbers(function: Callable[..., Any]) -> None:
     with pytest.raises(PartitionError, match="2 layers cannot fill 4 stages"):
         function([5, 5], 4)
     with pytest.raises(PartitionError, match="2 layers need at least 1 stage, got 0"):

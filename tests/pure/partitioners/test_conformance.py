@@ -1,4 +1,4 @@
-"""What every registered balancer keeps."""
+"""What every registered balancer guarantees."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def check_result(balancer: Any, costs: list[float], start: list[int], memory: An
         assert overshoot(memory, partition) <= 0
 
 
-def test_a_valid_partition_never_worse_and_always_the_same(balancer: Any) -> None:
+def test_results_are_valid_never_worse_and_reproducible(balancer: Any) -> None:
     rng = random.Random(11)
     for case in range(120):
         num_layers = rng.randint(1, 12)
@@ -50,7 +50,7 @@ def test_a_valid_partition_never_worse_and_always_the_same(balancer: Any) -> Non
         check_result(balancer, costs, random_start(rng, num_layers, num_stages), None)
 
 
-def test_memory_is_kept(balancer: Any) -> None:
+def test_memory_limits_are_kept(balancer: Any) -> None:
     rng = random.Random(12)
     checked = 0
     while checked < 80:
@@ -79,7 +79,7 @@ def test_a_start_of_another_model_is_refused(balancer: Any) -> None:
         balancer([1.0, 1.0, 1.0], 2, start=[0, 2, 4], memory=None)
 
 
-def test_the_balancers_have_their_names() -> None:
+def test_registered_names() -> None:
     assert get("makespan") is makespan
     assert get("partition") is balanced
     assert get("diffusion") is diffusion
@@ -90,7 +90,7 @@ def test_an_old_name_still_works() -> None:
         assert get("schedule") is makespan
 
 
-def test_no_balancer_takes_an_old_name() -> None:
+def test_an_old_name_cannot_be_registered() -> None:
     with pytest.raises(ConfigError, match='"schedule" is registered already'):
         register("schedule")(makespan)
 
@@ -102,7 +102,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         get("zzz")
 
 
-def test_a_user_adds_one_and_no_name_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_register_a_balancer_under_a_free_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
 
     @register("as it was")
@@ -115,7 +115,7 @@ def test_a_user_adds_one_and_no_name_is_taken_twice(monkeypatch: pytest.MonkeyPa
         register("partition")(keep)
 
 
-def test_a_balancer_gets_what_it_has_parameters_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_balancer_gets_the_arguments_that_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
     given: dict[str, Any] = {}
 

@@ -20,12 +20,12 @@ from tests.pure.partitioners.instances import (
     KINDS,
     every_partition,
     overshoot,
+    partitions_that_fit,
     plain_bottleneck,
     random_costs,
     random_memory,
     random_start,
     slowest_seconds,
-    that_fit,
 )
 
 Message = list[float] | None
@@ -48,7 +48,7 @@ def nodes_of(
 
 
 def run_round(nodes: list[DiffusionNode]) -> list[tuple[Message, Message]]:
-    """One round over a wire that carries doubles and nothing else."""
+    """Run one round over links that carry doubles only."""
     sent = [node.messages() for node in nodes]
     expected = [node.expects for node in nodes]
     for stage, node in enumerate(nodes):
@@ -67,15 +67,13 @@ def lemma2(costs: list[float], num_stages: int) -> int:
 
 
 def check_run(costs: list[float], start: list[int], memory: MemoryModel | None = None) -> None:
-    """What holds of every run from a start that fits."""
+    """Check what every run from a start that fits guarantees."""
     num_stages = len(start) - 1
     trace = diffusion_trace(costs, num_stages, start, memory=memory)
     assert trace.partition == diffusion(costs, num_stages, start, memory=memory)
     assert trace.rounds <= lemma2(costs, num_stages)
     assert all(type(bound) is int for bound in trace.partition)
-    bottlenecks = [
-        bottleneck(costs, partition) for partition in trace.partitions
-    ]  # checks each: none has an empty stage
+    bottlenecks = [bottleneck(costs, partition) for partition in trace.partitions]  # also refuses empty stages
     assert all(after <= before for before, after in zip(bottlenecks, bottlenecks[1:]))
     changed = [place for place in range(trace.rounds) if trace.partitions[place] != trace.partitions[place + 1]]
     for place in changed[1:]:
@@ -130,7 +128,7 @@ def check_runs(seed: int, count: int) -> None:
 
 
 def check_runs_within_memory(seed: int, count: int) -> tuple[int, int, int]:
-    """Returns how many starts fitted, how many runs led from one that did not to one that does, how many found none."""
+    """Return how many starts fitted, how many runs led from one that did not to one that does, how many found none."""
     rng = random.Random(seed)
     fitted = mended = refused = 0
     for case in range(count):
@@ -152,16 +150,16 @@ def check_runs_within_memory(seed: int, count: int) -> tuple[int, int, int]:
     return fitted, mended, refused
 
 
-def test_what_holds_of_every_run() -> None:
+def test_what_every_run_guarantees() -> None:
     check_runs(seed=1, count=200)
 
 
-def test_what_holds_of_every_run_within_memory() -> None:
+def test_what_every_run_guarantees_within_memory() -> None:
     fitted, mended, refused = check_runs_within_memory(seed=2, count=600)
     assert fitted > 100 and mended > 50 and refused > 50
 
 
-def test_a_limit_that_is_no_limit_changes_nothing() -> None:
+def test_an_ample_limit_changes_nothing() -> None:
     rng = random.Random(8)
     for _ in range(50):
         costs = random_costs(rng, 12, "uniform")
@@ -170,7 +168,7 @@ def test_a_limit_that_is_no_limit_changes_nothing() -> None:
         assert diffusion(costs, 5, start, memory=memory) == diffusion(costs, 5, start)
 
 
-def test_memory_costs_little() -> None:
+def test_memory_limits_rarely_cost_the_optimum() -> None:
     rng = random.Random(9)
     missed = tried = 0
     while tried < 200:
@@ -179,13 +177,13 @@ def test_memory_costs_little() -> None:
         if overshoot(memory, start) > 0:
             continue
         tried += 1
-        fitting = that_fit(every_partition(8, 3), memory)
+        fitting = partitions_that_fit(every_partition(8, 3), memory)
         best = min(plain_bottleneck(costs, partition) for partition in fitting)
         missed += bottleneck(costs, diffusion(costs, 3, start, memory=memory)) > best
     assert missed < 20  # of 200
 
 
-def test_nodes_that_are_fed_messages_only_land_where_diffusion_lands() -> None:
+def test_nodes_that_only_exchange_messages_reach_the_same_partition() -> None:
     rng = random.Random(6)
     for case in range(120):
         num_layers = rng.randint(2, 20)
@@ -210,7 +208,7 @@ def test_nodes_that_are_fed_messages_only_land_where_diffusion_lands() -> None:
             assert [record.cost for record in node.layers.records] == costs[slice(*node.bounds)]
 
 
-def test_stages_of_different_speeds() -> None:
+def test_different_stage_speeds_rarely_cost_the_optimum() -> None:
     rng = random.Random(10)
     missed = 0
     for case in range(400):
@@ -248,12 +246,12 @@ def test_equal_speeds_change_nothing() -> None:
         assert diffusion(costs, 5, start, speeds=[0.5] * 5) == diffusion(costs, 5, start)
 
 
-def test_speeds_that_are_none_are_refused() -> None:
+def test_invalid_speeds_are_refused() -> None:
     with pytest.raises(PartitionError, match="2 stages need 2 speeds, got 1"):
         diffusion([1.0, 1.0], 2, speeds=[1.0])
 
 
-def test_news_travels_one_hop_in_a_round() -> None:
+def test_information_travels_one_hop_per_round() -> None:
     rng = random.Random(7)
     for num_stages, changed in [(6, 5), (6, 0), (7, 3)]:
         costs = random_costs(rng, 4 * num_stages, "uniform")
@@ -274,7 +272,7 @@ def test_a_single_stage_is_done_at_once() -> None:
         diffusion([1, 2, 3], 1, memory=MemoryModel((3,) * 3, (0,) * 3, (0,) * 3, (8,), 1))
 
 
-def test_overload_goes_through_a_stage_that_is_not_lighter() -> None:
+def test_overload_passes_through_a_stage_that_is_not_lighter() -> None:
     # Between neighbours alone nothing moves: handing over a layer would only swap who is heavier.
     costs = [3, 3, 3, 3, 3, 3, 3]
     start = [0, 3, 5, 6, 7]
@@ -283,7 +281,7 @@ def test_overload_goes_through_a_stage_that_is_not_lighter() -> None:
     assert bottleneck(costs, diffusion(costs, 4, start)) == 6
 
 
-def test_a_step_makes_the_heavier_of_two_lighter_or_leaves_them() -> None:
+def test_a_step_lightens_the_heavier_stage_or_moves_nothing() -> None:
     assert diffusion_step([4.0, 3.0, 1.0], [2.0]) == 1
     assert diffusion_step([4.0, 3.0], [2.0]) == 1
     assert diffusion_step([1.0], [1.0, 1.0]) == 1

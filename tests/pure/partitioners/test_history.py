@@ -1,4 +1,4 @@
-"""Jitter is averaged away, changes are taken at once."""
+"""Averages over profiles: jitter is averaged away, changes count at once."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_jitter_is_averaged_away_and_measured() -> None:
     for _ in range(8):
         measured = profile(jittered(rng, work))
         history.observe(measured)
-    assert 0.04 < history.noise < 0.08  # uniform by 10% is 0.058
+    assert 0.04 < history.noise < 0.08  # the standard deviation of uniform jitter of 10% is 0.058
     assert history.errors == pytest.approx([history.noise / 8**0.5] * 12)
     off = [layer.seconds / seconds - 1 for layer, seconds in zip(history.smoothed(measured).layers, work)]
     assert max(map(abs, off)) < 0.06
     assert sum(o * o for o in off) < 0.3 * sum((m.seconds / s - 1) ** 2 for m, s in zip(measured.layers, work))
 
 
-def test_a_layer_that_changed_is_taken_as_it_is() -> None:
+def test_a_changed_layer_is_not_averaged() -> None:
     rng, work = random.Random(4), [1.0] * 12
     history = CostHistory()
     for _ in range(5):
@@ -49,7 +49,7 @@ def test_a_layer_that_changed_is_taken_as_it_is() -> None:
     assert history.errors[11] == history.noise and history.errors[0] < 0.5 * history.noise
 
 
-def test_a_stage_that_shifted_as_a_whole_is_taken_as_it_is() -> None:
+def test_a_stage_that_changed_as_a_whole_is_not_averaged() -> None:
     rng, work = random.Random(5), [1.0] * 12
     history = CostHistory()
     for _ in range(6):
@@ -60,7 +60,7 @@ def test_a_stage_that_shifted_as_a_whole_is_taken_as_it_is() -> None:
     assert history.smoothed(measured).layers[:6] != measured.layers[:6]
 
 
-def test_after_a_change_that_was_told_nothing_is_averaged() -> None:
+def test_nothing_is_averaged_across_an_announced_change() -> None:
     history = CostHistory()
     history.observe(profile([1.0] * 12))
     history.forget()
@@ -80,7 +80,7 @@ def test_noise_has_bounds() -> None:
     assert history.noise == 0.1
 
 
-def test_a_layer_on_another_stage_is_evidence_only_of_the_same_load() -> None:
+def test_a_moved_layer_is_speed_evidence_only_at_the_same_load() -> None:
     for signals, known in (([0.5] * 12, True), ([0.5] * 4 + [1.0] * 2 + [0.5] * 6, False)):
         history = CostHistory()
         history.observe(profile([2.0] * 6 + [1.0] * 6, signals=[0.5] * 12))
@@ -90,7 +90,7 @@ def test_a_layer_on_another_stage_is_evidence_only_of_the_same_load() -> None:
             assert history.speeds is not None and history.speeds[1] / history.speeds[0] == pytest.approx(2, rel=0.02)
 
 
-def test_what_slows_all_down_alike_is_no_evidence() -> None:
+def test_a_slowdown_of_all_layers_is_no_speed_evidence() -> None:
     history = CostHistory()
     history.observe(profile([1.0] * 12))
     history.observe(profile([3.0] * 12, (0, 4, 12)))
@@ -102,4 +102,4 @@ def test_averages_follow_a_layer_to_a_faster_stage() -> None:
     for _ in range(3):
         history.observe(profile([2.0] * 6 + [1.0] * 6))
     history.observe(profile([2.0] * 4 + [1.0] * 8, (0, 4, 12)))
-    assert max(history.errors) == history.noise / 2  # the two that moved are averages of four, too
+    assert max(history.errors) == history.noise / 2  # the two layers that moved are averages of four, too

@@ -1,4 +1,4 @@
-"""Layers that stay together: what may be cut, and every balancer under it, against all allowed partitions."""
+"""Layers that stay together: which cuts are allowed, and every balancer against all allowed partitions."""
 
 import random
 import re
@@ -29,19 +29,19 @@ from tests.pure.partitioners.instances import (
     KINDS,
     every_partition,
     overshoot,
+    partitions_that_fit,
     plain_bottleneck,
     random_costs,
     random_memory,
     random_start,
     slowest_seconds,
-    that_fit,
 )
 
 NAMES = ["Embedding", "Block", "Norm", "Block", "Norm", "LastNorm", "Head"]
 
 
 def random_groups(rng: random.Random, num_layers: int) -> LayerGroups:
-    """Of random runs, overlapping ones too, and of a type of layers."""
+    """Make groups from random runs, some of them overlapping, and from a type of layer."""
     rules: list[KeepRule] = []
     for _ in range(rng.randint(1, 2) if num_layers > 1 else 0):
         first = rng.randrange(num_layers - 1)
@@ -67,7 +67,7 @@ def choose(name: str, costs: Sequence[float], start: Sequence[int], groups: Laye
     return list(propose(name, costs, len(start) - 1, start=start, groups=groups, **given))
 
 
-# -- which cuts ---------------------------------------------------------------------------------------
+# -- allowed cuts -------------------------------------------------------------------------------------
 
 
 def test_no_cut_inside_a_run_nor_before_a_type() -> None:
@@ -86,7 +86,7 @@ def test_no_cut_inside_a_run_nor_before_a_type() -> None:
         ("type:Loss", r'keep_together\[1\] = "type:Loss": no layer\'s name matches \'Loss\'; names are .*\'LastNorm\''),
     ],
 )
-def test_what_the_model_does_not_have(rule: KeepRule, words: str) -> None:
+def test_a_rule_for_layers_that_do_not_exist_is_refused(rule: KeepRule, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LayerGroups.of([(0, 1), rule], NAMES)
 
@@ -122,7 +122,7 @@ def moved(old: Sequence[int], new: Sequence[int]) -> int:
     return sum(abs(a - b) for a, b in zip(old, new))
 
 
-# -- memory, exactly ----------------------------------------------------------------------------------
+# -- memory -------------------------------------------------------------------------------------------
 
 
 def test_groups_need_what_their_layers_need_wherever_segments_begin() -> None:
@@ -140,7 +140,7 @@ def test_groups_need_what_their_layers_need_wherever_segments_begin() -> None:
                     assert (last <= furthest[first]) == memory.fits(stage, start, stop)
 
 
-def test_a_partition_of_groups_that_does_not_fit_is_shown_in_layers() -> None:
+def test_a_partition_that_does_not_fit_is_named_in_layers() -> None:
     memory = MemoryModel((1, 2, 3, 4), (0,) * 4, (0,) * 4, limits=(9, 3), micro_batches=1)
     groups = LayerGroups.of([(1, 2)], ["A", "B", "C", "D"])
     with pytest.raises(PartitionError, match=r"partition \[0, 3, 4\] does not fit: stage 1 needs 4 bytes"):
@@ -151,7 +151,7 @@ def test_a_partition_of_groups_that_does_not_fit_is_shown_in_layers() -> None:
 
 
 def check_exact(seed: int, count: int, most_layers: int) -> tuple[int, int]:
-    """Without memory and within it, with equal and unequal speeds; how many instances fitted, how many did not."""
+    """Check with and without memory limits and speeds. Return how many instances fitted, and how many did not."""
     rng = random.Random(seed)
     met = none = 0
     for case in range(count):
@@ -168,7 +168,7 @@ def check_exact(seed: int, count: int, most_layers: int) -> tuple[int, int]:
         found = choose("partition", costs, start, groups, speeds=speeds)
         slowest = min(slowest_seconds(costs, partition, speeds) for partition in partitions)
         assert slowest_seconds(costs, found, speeds) <= slowest * (1 + 1e-12)
-        fitting = that_fit(partitions, memory)
+        fitting = partitions_that_fit(partitions, memory)
         if not fitting:
             none += 1
             with pytest.raises(PartitionError) as error:
@@ -184,18 +184,18 @@ def check_exact(seed: int, count: int, most_layers: int) -> tuple[int, int]:
     return met, none
 
 
-def test_no_allowed_partition_is_better() -> None:
+def test_it_finds_the_smallest_bottleneck_of_the_allowed_partitions() -> None:
     met, none = check_exact(seed=3, count=600, most_layers=9)
     assert met > 150 and none > 50
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(5))
-def test_no_allowed_partition_is_better_fuzz(seed: int) -> None:
+def test_it_finds_the_smallest_bottleneck_of_the_allowed_partitions_fuzz(seed: int) -> None:
     check_exact(seed=400 + seed, count=4000, most_layers=11)
 
 
-def test_the_shortest_iteration_of_the_allowed() -> None:
+def test_makespan_finds_the_shortest_iteration_of_the_allowed_partitions() -> None:
     rng = random.Random(4)
     for _ in range(100):
         groups = random_groups(rng, rng.randint(2, 8))
@@ -208,7 +208,7 @@ def test_the_shortest_iteration_of_the_allowed() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_balancer_cuts_where_it_may(name: str) -> None:
+def test_every_balancer_makes_only_allowed_cuts(name: str) -> None:
     rng = random.Random(5)
     for case in range(150):
         groups = random_groups(rng, rng.randint(2, 12))
@@ -225,7 +225,7 @@ def test_every_balancer_cuts_where_it_may(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_balancer_keeps_memory_too(name: str) -> None:
+def test_every_balancer_keeps_groups_and_memory_limits(name: str) -> None:
     rng = random.Random(6)
     checked = 0
     while checked < 80:
@@ -241,7 +241,7 @@ def test_every_balancer_keeps_memory_too(name: str) -> None:
             assert bottleneck(costs, found) <= bottleneck(costs, start) * (1 + 1e-12)
 
 
-def test_without_rules_nothing_is_asked_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rules_layers_are_not_folded_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerGroups, "fold", None)
     for groups in (None, LayerGroups.single(4)):
         found = propose(
@@ -279,7 +279,9 @@ def test_a_registered_balancer_sees_groups_as_layers(monkeypatch: pytest.MonkeyP
         (None, "list of ints"),
     ],
 )
-def test_what_a_registered_balancer_must_not_give(monkeypatch: pytest.MonkeyPatch, answer: Any, words: str) -> None:
+def test_an_invalid_result_of_a_registered_balancer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, words: str
+) -> None:
     monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
     register("wrong")(lambda *args, **options: answer)
     groups = LayerGroups.of([(1, 2, 3)], ["Layer"] * 6)
@@ -288,7 +290,7 @@ def test_what_a_registered_balancer_must_not_give(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", names())
-def test_more_stages_than_groups(name: str) -> None:
+def test_more_stages_than_groups_are_refused(name: str) -> None:
     groups = LayerGroups.of([(0, 1), (2, 3)], ["Layer"] * 4)
     with pytest.raises(PartitionError, match="makes 2 groups of the model's 4 layers, which cannot fill 3 stages"):
         choose(name, [1] * 4, [0, 1, 2, 4], groups)
@@ -296,13 +298,13 @@ def test_more_stages_than_groups(name: str) -> None:
         choose(name, [1, -1, 1, 1], [0, 2, 4], groups)
 
 
-# -- among neighbours ---------------------------------------------------------------------------------
+# -- decentralised diffusion --------------------------------------------------------------------------
 
 
 def decide_among_neighbours(
     costs: Sequence[float], start: Sequence[int], groups: LayerGroups, memory: MemoryModel | None
 ) -> list[int] | None:
-    """What stages come to that know their own groups only, each message put on the wire; None: nothing fits."""
+    """Run diffusion on stages that know only their own groups and exchange bytes. Return None if nothing fits."""
     num_stages, bounds = len(start) - 1, groups.fold_partition(start)
     nodes = []
     for stage in range(num_stages):
@@ -323,7 +325,7 @@ def decide_among_neighbours(
     return list(groups.unfold_partition([*(node.bounds[0] for node in nodes), nodes[-1].bounds[1]]))
 
 
-def test_neighbours_pass_groups_and_land_where_diffusion_does() -> None:
+def test_nodes_that_pass_groups_reach_the_same_partition() -> None:
     rng = random.Random(7)
     fitted = inner = 0
     for case in range(300):

@@ -12,9 +12,15 @@ import pytest
 
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import MemoryModel, PipelineModel, balanced, makespan, simulate
-from tests.pure.partitioners.instances import every_partition, overshoot, random_memory, random_start, that_fit
+from tests.pure.partitioners.instances import (
+    every_partition,
+    overshoot,
+    partitions_that_fit,
+    random_memory,
+    random_start,
+)
 
-MODULE = importlib.import_module("ds_dynmo.partitioners.makespan")  # the name is the function, too
+MODULE = importlib.import_module("ds_dynmo.partitioners.makespan")  # the package exports a function of the same name
 Instance = tuple[PipelineModel, list[int], MemoryModel | None]
 
 
@@ -46,7 +52,7 @@ def costs_of(pipeline: PipelineModel) -> list[float]:
 
 
 def plain_seconds(pipeline: PipelineModel, partition: list[int]) -> float:
-    """One partition's iteration, by the simulator that lists all passes."""
+    """Simulate one partition's iteration with the simulator that lists all passes."""
     ahead, back = (
         [math.fsum(seconds[a:b]) / s for a, b, s in zip(partition, partition[1:], pipeline.speeds)]
         for seconds in (pipeline.forward_seconds, pipeline.backward_seconds)
@@ -58,11 +64,11 @@ def plain_seconds(pipeline: PipelineModel, partition: list[int]) -> float:
 def best_by_trying(instance: Instance) -> float | None:
     pipeline, start, memory = instance
     partitions = every_partition(len(pipeline.forward_seconds), len(start) - 1)
-    fitting = that_fit(partitions, memory)
+    fitting = partitions_that_fit(partitions, memory)
     return float(pipeline.iterations_seconds(np.array(fitting).T).min()) if fitting else None
 
 
-def test_the_models_iteration_is_that_of_the_simulator() -> None:
+def test_the_pipeline_model_and_the_simulator_agree() -> None:
     rng = random.Random(1)
     for _ in range(100):
         pipeline, start, _memory = random_instance(rng, 8, rng.randint(1, 5))
@@ -91,7 +97,7 @@ def test_within_half_a_percent_of_the_best(everything: bool, monkeypatch: pytest
     over = [gap for gap in gaps if gap > 0.005]
     if everything:
         assert not over
-    else:  # used where trying all would take too long, which these instances do not
+    else:  # the search serves instances with too many partitions to try; here all can be tried
         assert len(over) < 0.005 * len(gaps) and max(gaps) < 0.1, sorted(over)
 
 
@@ -110,19 +116,21 @@ def test_larger_instances_are_never_worse_than_the_least_bottleneck() -> None:
 
 
 @pytest.mark.parametrize("everything", [True, False])
-def test_of_equals_the_one_that_moves_fewest_bytes(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_iterations_are_decided_by_the_fewest_moved_bytes(
+    everything: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not everything:
         monkeypatch.setattr(MODULE, "_ALL", 0)
     # One micro-batch passes all layers in turn: no partition is better than another.
     pipeline = PipelineModel((1.0,) * 6, (2.0,) * 6, 1, (1.0,) * 3, layer_bytes=(1,) * 6)
     assert makespan([3.0] * 6, 3, start=[0, 1, 2, 6], pipeline=pipeline) == [0, 1, 2, 6]
-    # Layers 2 and 3 cost nothing, so stage 0 ends anywhere from 2 to 4: 4 is where it is.
+    # Layers 2 and 3 cost nothing, so stage 0 may end anywhere from 2 to 4. It ends at 4 already.
     pipeline = PipelineModel((1.0, 1.0, 0.0, 0.0, 2.0), (0.0,) * 5, 8, (1.0, 1.0), layer_bytes=(1, 1, 9, 1, 1))
     assert makespan([1.0, 1.0, 0.0, 0.0, 2.0], 2, start=[0, 4, 5], pipeline=pipeline) == [0, 4, 5]
     assert makespan([1.0, 1.0, 0.0, 0.0, 2.0], 2, start=[0, 1, 5], pipeline=pipeline) == [0, 2, 5]
 
 
-def test_of_all_shortest_ones_fewest_bytes_move() -> None:
+def test_no_shortest_partition_moves_fewer_bytes() -> None:
     rng = random.Random(4)
     for _ in range(200):
         pipeline, start, _memory = random_instance(rng, 7, 3)
@@ -151,7 +159,7 @@ def test_few_micro_batches_call_for_another_partition_than_many() -> None:
     assert results[2] != results[64]
 
 
-def test_a_slow_stage_gets_less() -> None:
+def test_a_slow_stage_gets_fewer_layers() -> None:
     pipeline = PipelineModel((1.0,) * 9, (2.0,) * 9, 16, (1.0, 0.5, 1.0))
     assert makespan([3.0] * 9, 3, start=[0, 3, 6, 9], pipeline=pipeline) == [0, 4, 6, 9]
 
@@ -162,7 +170,7 @@ def test_one_stage_and_one_layer_each() -> None:
     assert makespan([2.0, 3.0, 4.0], 3, pipeline=replace(pipeline, speeds=(1.0,) * 3)) == [0, 1, 2, 3]
 
 
-def test_without_a_pipeline_it_is_balanced() -> None:
+def test_without_a_pipeline_model_it_equals_balanced() -> None:
     assert makespan([4, 9, 7, 5], 3) == balanced([4, 9, 7, 5], 3)
 
 

@@ -1,4 +1,4 @@
-"""What the next move is expected to take."""
+"""The seconds that the next move is expected to take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_neither_term_is_negative() -> None:
     assert steep.seconds(0) == pytest.approx(0.0) and steep.seconds(200) == pytest.approx(2.55)
 
 
-def test_layers_without_bytes() -> None:
+def test_moves_without_bytes() -> None:
     assert MoveCosts([(0, 2.0)]).seconds(50) == 2.0
 
 

@@ -1,4 +1,4 @@
-"""What stages hold at the peak of a migration, by hand."""
+"""Bytes that stages hold at the peak of a migration, calculated by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def peaks(
     return migration_peaks(MigrationPlan.between(old, new), layers, first_uses, overlapped=overlapped)
 
 
-def test_layers_stand_beside_those_that_leave_until_all_change_places() -> None:
+def test_arriving_layers_are_held_beside_leaving_ones_until_they_change_places() -> None:
     layers = [HeldBytes(own=own) for own in (10, 20, 30, 40)]
     assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3]) == (30, 90)
     assert peaks([0, 2, 3, 4], [0, 1, 2, 4], layers, [0, 1, 2, 3]) == (30, 50, 70)
@@ -34,7 +34,7 @@ def test_small_tensors_are_held_twice_while_they_travel() -> None:
     assert peaks([0, 2, 4], [0, 1, 4], layers, [0, 1, 2, 3]) == (35, 95)
 
 
-def test_flat_weights_stand_twice_while_layers_travel_and_one_kind_of_state_after() -> None:
+def test_flat_weights_are_held_twice_then_one_kind_of_state_at_a_time() -> None:
     layer = HeldBytes(flat=2, shards=12, largest_shard=4, gradients=4)
     # Of 2 layers, then 1 and 3. Layers travel: 4 + 2 + 24 and 4 + 6 + 24; state: 2 + 24 + 4 and 6 + 36 + 8;
     # at rest: before 36, after 18 and 54.
@@ -43,18 +43,18 @@ def test_flat_weights_stand_twice_while_layers_travel_and_one_kind_of_state_afte
     assert peaks([0, 2, 4], [0, 1, 4], [zero1] * 4, [0, 1, 2, 3]) == (30, 50)
 
 
-def test_all_state_stands_twice_while_a_batch_trains() -> None:
+def test_all_state_is_held_twice_during_a_batch() -> None:
     layer = HeldBytes(flat=2, shards=12, largest_shard=4, gradients=4)
     assert peaks([0, 2, 4], [0, 1, 4], [layer] * 4, [0, 1, 2, 3], overlapped=True) == (36 + 2 + 12, 36 + 6 + 36)
     assert peaks([0, 2, 4], [0, 1, 4], [HeldBytes(own=10)] * 4, [0, 1, 2, 3], overlapped=True) == (20, 30)
 
 
-def test_every_stage_lays_its_flat_buffers_out_anew() -> None:
+def test_every_stage_rebuilds_its_flat_buffers() -> None:
     layer = HeldBytes(flat=2, shards=12, largest_shard=4)
     assert peaks([0, 2, 3, 4], [0, 1, 3, 4], [layer] * 4, [0, 1, 2, 3]) == (30, 32, 18)
 
 
-def test_nothing_moves_nothing_is_held_beside() -> None:
+def test_without_moves_nothing_is_held_twice() -> None:
     layers = [HeldBytes(own=own) for own in (10, 20, 30)]
     assert peaks([0, 1, 3], [0, 1, 3], layers, [0, 1, 2]) == (10, 50)
     assert overflow(MigrationPlan.between([0, 1, 3], [0, 1, 3]), layers, [0, 1, 2], 5, [0, 0]) is None
@@ -64,7 +64,7 @@ def test_tied_layers_count_once_on_a_stage_and_on_every_stage_that_has_them() ->
     layers = [HeldBytes(own=100), HeldBytes(own=10), HeldBytes(own=10), HeldBytes(own=100)]
     uses: list[int | None] = [0, 1, 2, 0]
     assert peaks([0, 2, 4], [0, 3, 4], layers, uses) == (120, 110)
-    # Both uses on stage 0 from now on: it has the parameters already, and stage 1 keeps them until the end.
+    # Both uses end on stage 0. It has the parameters already, and stage 1 keeps them until the end of the move.
     plan = MigrationPlan.between([0, 2, 4], Placement.chain([0, 4, 4], empty=[1]))
     assert migration_peaks(plan, layers, uses) == (120, 110)
 
@@ -75,7 +75,7 @@ def test_a_function_holds_nothing_and_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_never_less_than_at_rest_and_more_only_by_what_moves(seed: int) -> None:
+def test_a_peak_exceeds_the_bytes_at_rest_only_by_what_arrives(seed: int) -> None:
     rng = random.Random(seed)
     num_layers, num_stages = 12, rng.randint(1, 5)
     layers = [HeldBytes(own=rng.randint(0, 9)) for _ in range(num_layers)]
@@ -87,13 +87,13 @@ def test_never_less_than_at_rest_and_more_only_by_what_moves(seed: int) -> None:
         assert max(rest) <= peak <= rest[0] + arriving
 
 
-def test_what_is_above_its_limit() -> None:
+def test_a_stage_above_its_limit_is_named_if_layers_arrive() -> None:
     layers, plan = [HeldBytes(own=own) for own in (10, 20, 30, 40)], MigrationPlan.between([0, 2, 4], [0, 1, 4])
     found = overflow(plan, layers, [0, 1, 2, 3], 89, [30, 70])
     assert found is not None and astuple(found) == (1, 90, 89)
     assert str(found) == "stage 1 would hold 90 bytes while layers move, its limit is 89"
     assert overflow(plan, layers, [0, 1, 2, 3], 90, [30, 70]) is None
-    # A stage that is above the limit as it is may give layers away.
+    # A stage that is above the limit already may give layers away.
     back = MigrationPlan.between([0, 1, 4], [0, 2, 4])
     assert overflow(back, layers, [0, 1, 2, 3], 50, [10, 90]) is None
     assert overflow(back, layers, [0, 1, 2, 3], 50, [10, 89]) is not None
@@ -106,13 +106,13 @@ def test_a_move_during_a_batch_needs_more() -> None:
     assert found is not None and astuple(found) == (1, 28 + 6 + 36, 50)
 
 
-def test_as_many_bytes_as_layers() -> None:
+def test_a_wrong_number_of_sizes_is_refused() -> None:
     with pytest.raises(PartitionError, match="2 layers needs as many bytes and first uses, got 1 and 2"):
         peaks([0, 1, 2], [0, 1, 2], [HeldBytes()], [0, 1])
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_all_between_two_partitions_are_partitions_and_come_nearer(seed: int) -> None:
+def test_partitions_between_two_are_valid_and_approach_the_second(seed: int) -> None:
     rng = random.Random(seed)
     old, new = random_start(rng, 15, 4), random_start(rng, 15, 4)
     found = list(between(old, new))

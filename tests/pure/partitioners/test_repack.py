@@ -41,7 +41,7 @@ def test_neighbours_that_fit_together_become_one_stage() -> None:
     assert packed == (0, 4, 8)
 
 
-def test_nothing_fits_nothing_changes() -> None:
+def test_if_no_neighbours_fit_nothing_changes() -> None:
     assert first_fit([0, 2, 4, 6, 8], fits_on(memory([10] * 8, 39, 4))) == (0, 2, 4, 6, 8)
 
 
@@ -50,13 +50,13 @@ def test_it_stops_at_the_target() -> None:
     assert first_fit([0, 2, 4, 6, 8], fits_on(memory([10] * 8, 1000, 4))) == (0, 8)
 
 
-def test_a_stage_that_was_given_away_is_out_of_the_game() -> None:
-    """As printed, algorithm 2 goes on counting a source that has gone: here 1 and 2 together leave no room for 3."""
+def test_a_released_stage_is_not_counted_again() -> None:
+    """As printed, algorithm 2 keeps counting a released source: here 1 and 2 together would leave no room for 3."""
     assert first_fit([0, 1, 2, 3], fits_on(memory([5, 5, 5], 10, 3))) == (0, 2, 3)
 
 
 def test_activations_in_flight_count() -> None:
-    """Two layers' weights fit on one stage of 2, but with 2 micro-batches in flight their activations do not."""
+    """The weights of two layers fit on one of 2 stages; with 2 micro-batches in flight their activations do not."""
     assert first_fit([0, 1, 2, 3], fits_on(memory([1, 1, 1], 8, 3, activation_bytes=2))) == (0, 1, 3)
 
 
@@ -86,7 +86,7 @@ def test_what_it_packs_fits_and_cannot_be_packed_further(seed: int) -> None:
 
 
 def test_the_fewest_stages_that_are_fast_enough() -> None:
-    """A model whose layers take half of what they took is as fast on about half of the stages."""
+    """A model whose layers take half their time is as fast on half of the stages."""
     dense, pruned = pipeline([1.0] * 16, 8, 64), pipeline([0.5] * 16, 8, 64)
     reference = dense.iteration_seconds(balanced([1.0] * 16, 8))
     found = fewest_stages(lambda n: balanced([1.0] * 16, n), pruned, 8, within_seconds=reference)
@@ -94,12 +94,12 @@ def test_the_fewest_stages_that_are_fast_enough() -> None:
     assert found.iteration_seconds <= reference
 
 
-def test_none_is_fast_enough() -> None:
+def test_no_answer_if_no_number_of_stages_is_fast_enough() -> None:
     model = pipeline([1.0] * 8, 4)
     assert fewest_stages(lambda n: balanced([1.0] * 8, n), model, 4, within_seconds=1e-6) is None
 
 
-def test_numbers_of_stages_that_do_not_fit_are_passed_over() -> None:
+def test_stage_counts_that_do_not_fit_are_skipped() -> None:
     sizes, model = [10] * 8, pipeline([0.01] * 8, 4)
 
     def balance(count: int) -> Sequence[int]:
@@ -109,14 +109,14 @@ def test_numbers_of_stages_that_do_not_fit_are_passed_over() -> None:
     assert found is not None and found.num_stages == 2
 
 
-def test_no_fewer_than_asked_for() -> None:
+def test_no_fewer_stages_than_the_minimum() -> None:
     model = pipeline([0.01] * 8, 4)
     found = fewest_stages(lambda n: balanced([1.0] * 8, n), model, 4, within_seconds=1e9, least=3)
     assert found is not None and found.num_stages == 3
 
 
 @pytest.mark.parametrize("count", [0, 9])
-def test_impossible_numbers_of_stages(count: int) -> None:
+def test_impossible_stage_counts_are_refused(count: int) -> None:
     with pytest.raises(PartitionError, match="8 layers can be on 1 to 8 stages"):
         pack_onto(lambda n: balanced([1.0] * 8, n), pipeline([1.0] * 8, 4), count)
 
@@ -125,7 +125,7 @@ def test_impossible_numbers_of_stages(count: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_hosts_leave_as_many_bytes_in_place_as_any_choice(seed: int) -> None:
+def test_chosen_hosts_keep_the_most_bytes_in_place(seed: int) -> None:
     chooser = random.Random(seed)
     present = chooser.randint(2, 6)
     wanted = chooser.randint(1, present)
@@ -157,6 +157,6 @@ def test_more_hosts_than_stages_are_refused() -> None:
         hosts([0, 2, 4], [0, 1, 2, 4], [1] * 4)
 
 
-def test_empty_places() -> None:
+def test_stages_that_are_not_chosen_are_empty() -> None:
     assert Placement.chain([0, 3, 8]).among([0, 3], 4).boundaries == (0, 3, 3, 3, 8)
     assert Placement.chain([0, 8]).among([0], 3).boundaries == (0, 8, 8, 8)

@@ -121,7 +121,7 @@ def test_the_bubble_of_each_stage() -> None:
 
 
 @pytest.mark.parametrize("sends", ["overlapped", "buffered", "rendezvous"])
-def test_many_pipelines_at_once_take_what_each_takes(sends: Sends) -> None:
+def test_many_pipelines_at_once_equal_one_at_a_time(sends: Sends) -> None:
     rng = np.random.default_rng(7)
     for num_stages in range(1, 6):
         for micro_batches in (1, 2, 5):
@@ -137,7 +137,7 @@ def test_many_pipelines_at_once_take_what_each_takes(sends: Sends) -> None:
                 assert one.shape == () and one == together[0]
 
 
-def test_any_schedules_simulator_says_the_same_of_1f1b() -> None:
+def test_the_simulator_of_schedules_gives_the_same_1f1b() -> None:
     rng = random.Random(11)
     for _ in range(80):
         num_stages, micro_batches = rng.randint(1, 7), rng.randint(1, 12)

@@ -1,4 +1,4 @@
-"""Speeds of stages from where layers ran."""
+"""Stage speeds, estimated from layers that ran on several stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_speeds_are_found_from_neighbours_alone() -> None:
     assert found == pytest.approx([speed / mean for speed in true], rel=0.01)
 
 
-def test_contradictions_are_evened_out_and_the_latest_counts_most() -> None:
+def test_contradictions_are_averaged_and_the_latest_counts_most() -> None:
     was, then = evidence([1.0, 0.5], [(0, 1)]), evidence([1.0, 0.8], [(1, 0)])
     for pieces, low, high in ((was + then, 0.62, 0.7), (was + 8 * then, 0.7, 0.8)):
         found = relative_speeds(pieces, 2, 0.02)
@@ -36,13 +36,13 @@ def test_contradictions_are_evened_out_and_the_latest_counts_most() -> None:
     assert relative_speeds(then + was, 2, 0.02)[1] < relative_speeds(was + then, 2, 0.02)[1]
 
 
-def test_what_noise_explains_counts_as_equal() -> None:
+def test_differences_within_noise_count_as_equal() -> None:
     assert relative_speeds([SpeedEvidence(0, 1, 0.3, 1)], 2, 0.1) == (1.0, 1.0)
     found = relative_speeds([SpeedEvidence(0, 1, 0.3, 9)], 2, 0.1)
     assert found[0] / found[1] == pytest.approx(math.exp(0.3), rel=0.01)
 
 
-def test_stages_of_which_nothing_is_known_are_average() -> None:
+def test_stages_without_evidence_are_average() -> None:
     assert relative_speeds([], 3, 0.05) == (1.0, 1.0, 1.0)
     found = relative_speeds(evidence([1.0, 0.5, 1.0], [(0, 1)]), 3, 0.02)
     assert found[2] == pytest.approx(1.0) and found[0] > 1.0 > found[1]
