@@ -5,6 +5,7 @@ Names that need torch and DeepSpeed are loaded when first used.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ds_dynmo.config import DynMoConfig
@@ -21,6 +22,7 @@ from ds_dynmo.old_names import lookup, register_modules
 from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
 
 if TYPE_CHECKING:
+    __version__: str
     from ds_dynmo.engine import DynMoPipelineEngine, defer_weight_gradient, initialize, skip_shm_operator
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "ReleasedError",
     "RepackReport",
     "ScheduleError",
+    "__version__",
     "defer_weight_gradient",
     "end_with_launcher",
     "initialize",
@@ -51,4 +54,6 @@ def __getattr__(name: str) -> Any:
         from ds_dynmo import engine
 
         return getattr(engine, name)
+    if name == "__version__":
+        return version("ds_dynmo")
     return lookup(__name__, name)

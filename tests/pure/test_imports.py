@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import ds_dynmo
+
 PACKAGE = Path(__file__).parents[2] / "ds_dynmo"
 
 
@@ -110,3 +112,8 @@ def test_one_module_imports_transformers_and_only_when_it_is_used() -> None:
 def test_light_modules_load_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_the_version_is_that_of_the_package_metadata() -> None:
+    written = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert f'\nversion = "{ds_dynmo.__version__}"\n' in written
