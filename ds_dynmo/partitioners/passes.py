@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -68,6 +68,10 @@ class PassModel:
     may_stay: bool = False
     first_layers: tuple[int, ...] = ()
 
+    def on(self, num_stages: int) -> PassModel:
+        """Return a model of ``num_stages`` stages of speed 1."""
+        return replace(self, speeds=(1.0,) * num_stages)
+
     def shortest(self, partition: Sequence[int]) -> FoundSchedule | None:
         """Find the shortest order under ``partition``; None: none fits. A second call for it takes no time."""
         key = tuple(map(int, partition))
@@ -78,6 +82,17 @@ class PassModel:
                 found = None
             self._known[key] = found
         return self._known[key]
+
+    @property
+    def least_seconds(self) -> tuple[float, ...]:
+        """Per layer, the least that a micro-batch takes, in one backward pass or two; a frozen one may have none."""
+        whole = (
+            min(backward, first + second) if layer >= self.frozen_layers else 0.0
+            for layer, (first, second, backward) in enumerate(
+                zip(self.input_gradient_seconds, self.weight_gradient_seconds, self.backward_seconds)
+            )
+        )
+        return tuple(forward + backward for forward, backward in zip(self.forward_seconds, whole))
 
     def seconds(self, schedule: Schedule, partition: Sequence[int]) -> float:
         """Simulate ``schedule`` under ``partition``; infinite where a stage holds more than it may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -90,9 +91,15 @@ class PipelineModel:
             )
 
     def on(self, num_stages: int) -> PipelineModel:
-        """Return a 1F1B model of ``num_stages`` stages of speed 1, all links as slow as the slowest one."""
-        slowest = max(self.link_seconds, default=0.0) if isinstance(self.link_seconds, tuple) else self.link_seconds
-        return replace(self, speeds=(1.0,) * num_stages, link_seconds=slowest, passes=None)
+        """Return a model of ``num_stages`` stages of speed 1, all links as slow as the slowest one.
+
+        A second call for as many gives the same model, which knows the orders that it has found.
+        """
+        if num_stages not in self._on:
+            slowest = max(self.link_seconds, default=0.0) if isinstance(self.link_seconds, tuple) else self.link_seconds
+            passes = self.passes.on(num_stages) if self.passes is not None else None
+            self._on[num_stages] = replace(self, speeds=(1.0,) * num_stages, link_seconds=slowest, passes=passes)
+        return self._on[num_stages]
 
     def folded(self, groups: LayerGroups) -> PipelineModel:
         """Return a model whose layers are ``groups``.
@@ -118,15 +125,24 @@ class PipelineModel:
         """Find the shortest schedule of ours under one partition.
 
         Returns:
-            None: DeepSpeed's 1F1B, where there is no other, where that is as short and may be chosen, or where no order
-            fits.
+            None: DeepSpeed's 1F1B, where there is no other, for one stage, where that is as short and may be chosen, or
+            where no order fits.
         """
-        if self.passes is None:
+        if self.passes is None or len(self.speeds) == 1:
             return None
         found = self.passes.shortest(partition)
         if found is None or not self.passes.may_stay:
             return found
         return found if found.iteration_seconds < self.seconds_under_1f1b(partition) * (1 - _TIE) else None
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds below which no iteration is, under any partition and schedule: no stage ever waits."""
+        if self.passes is not None:
+            of_layers = self.passes.least_seconds
+        else:
+            of_layers = tuple(f + b for f, b in zip(self.forward_seconds, self.backward_seconds))
+        return self.micro_batches * math.fsum(of_layers) / math.fsum(self.speeds)
 
     def seconds_under_1f1b(self, partition: Sequence[int]) -> float:
         """Simulate the iteration under one partition and DeepSpeed's 1F1B."""
@@ -142,6 +158,10 @@ class PipelineModel:
         forward, backward = self.prefixes
         speeds = np.asarray(self.speeds)[:, None]
         return np.diff(forward[bounds], axis=0) / speeds, np.diff(backward[bounds], axis=0) / speeds
+
+    @cached_property
+    def _on(self) -> dict[int, PipelineModel]:
+        return {}
 
     @cached_property
     def prefixes(self) -> tuple[Floats, Floats]:

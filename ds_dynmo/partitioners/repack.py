@@ -17,6 +17,8 @@ from ds_dynmo.plan import check_partition
 
 __all__ = ["Packing", "fewest_stages", "first_fit", "fits_on", "hosts", "pack_onto"]
 
+_ROUNDING = 1e-9  # relative, of sums in another order
+
 Balance = Callable[[int], Sequence[int]]  # the best partition of a number of stages; PartitionError where none fits
 
 
@@ -89,6 +91,8 @@ def fewest_stages(
         None if no number of stages is fast enough and fits.
     """
     for count in range(least, most + 1):
+        if pipeline.on(count).work_seconds * (1 - _ROUNDING) > within_seconds:
+            continue  # an order need not be searched
         try:
             packing = pack_onto(balance, pipeline, count)
         except PartitionError:

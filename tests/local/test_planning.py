@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ds_dynmo.config import DynMoConfig, parse_block
+from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.balancing.memory import memory_model
+from ds_dynmo.engine.balancing.ordering import ScheduleChoice
 from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.errors import PartitionError
@@ -52,6 +54,33 @@ def test_the_fewest_stages_that_are_as_fast_as_at_first(balancer: str) -> None:
     assert planner(0.5, balancer=balancer).best().num_stages == 3  # 10 x 6 x 0.5 = 30; on 2 it is 36
     assert planner(0.2, balancer=balancer).best().num_stages == 1  # 8 x 16 x 0.2 = 25.6
     assert planner(0.2, balancer=balancer, repack={"min_stages": 2}).best().num_stages == 2
+
+
+def splitting(planner: Planner) -> Planner:
+    """Under a schedule of ours; the forward pass of a layer and both parts of its backward pass take the same."""
+    layers = tuple(
+        replace(cost, input_gradient_seconds=cost.forward_seconds, weight_gradient_seconds=cost.forward_seconds)
+        for cost in planner.given.profile.layers
+    )
+    schedules = ScheduleChoice(ScheduleConfig(kind="zero_bubble"), 0, None, None)
+    given = DecisionInput(planner.given.placement, replace(planner.given.profile, layers=layers), schedules=schedules)
+    return replace(planner, given=given)
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_stages_are_counted_with_the_schedule_that_will_run(balancer: str) -> None:
+    """Orders of ours gain more on many stages, so three are enough under 1F1B and four under such an order."""
+    dense = splitting(planner(1.0, balancer=balancer))
+    first = dense.given.pipeline.iteration_seconds(dense.given.partition)
+    assert first < 0.7 * dense.given.pipeline.seconds_under_1f1b(dense.given.partition)
+    half = replace(splitting(planner(0.5, balancer=balancer)), first_seconds=first)
+    best = half.best()
+    assert best.num_stages == 4
+    order = half.given.pipeline.on(4).shortest_schedule(best.partition)
+    assert order is not None and order.schedule.splits and best.iteration_seconds == order.iteration_seconds
+    three = half.onto(3)
+    assert best.iteration_seconds <= first / 0.95 < three.iteration_seconds
+    assert half.given.pipeline.on(3).seconds_under_1f1b(three.partition) < planner(0.5).first_seconds
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)

@@ -187,7 +187,8 @@ class Balancer:
             began = time.perf_counter()
             self._comm.enter("rebalance")
             self.profile, move_seconds = layer_sizes.gather_profile(self._stage, self._profiler, self._move_seconds)
-            self.cost_model.profiled(self.of_whole_batch(self.profile), move_seconds, self.groups)
+            schedules = self._schedules(self.memory.bytes())
+            self.cost_model.profiled(self.of_whole_batch(self.profile), move_seconds, self.groups, schedules)
             self._move_seconds = 0.0
             self._profiler.forget()
             self._profile_seconds = time.perf_counter() - began
@@ -220,7 +221,8 @@ class Balancer:
         """Decide where layers should go; the same on every rank. Collective if ``dynmo.decentralized`` is set."""
         with self._stage.timeline.phase("decide", "decide"):
             memory = self.memory.model(profile, limit_bytes)
-            given = self.decision_input(profile, limit_bytes, smoothed=reason.is_automatic)
+            in_force = self._in_force(profile)
+            given = self.decision_input(profile, limit_bytes, smoothed=reason.is_automatic, in_force=in_force)
             tradeoff = self.cost_model.move_tradeoff(self.trigger.batches_to_gain) if reason.is_automatic else None
             if not self._config.decentralized:
                 return decide(given, self._config, memory, tradeoff, self.groups)
@@ -237,14 +239,26 @@ class Balancer:
     def _chooses_schedule(self) -> bool:
         return self._stage.schedule.is_ours and self._stage.placement.num_stages > 1
 
-    def decision_input(self, profile: Profile, limit_bytes: int | None, *, smoothed: bool) -> DecisionInput:
-        """Make the input of a decision where layers are, with the schedules that it may choose from."""
-        placement, schedule = self._stage.placement, self._stage.schedule
-        choice = None
-        if self._chooses_schedule:
-            in_force = schedule.in_force(placement.num_stages, profile.micro_batches)
-            choice = ScheduleChoice(self._config.schedule, self.memory.checkpoint_interval, limit_bytes, in_force)
-        return self.cost_model.decision_input(profile, placement, smoothed=smoothed, schedules=choice)
+    def decision_input(
+        self, profile: Profile, limit_bytes: int | None, *, smoothed: bool, in_force: Schedule | None = None
+    ) -> DecisionInput:
+        """Make the input of a decision where layers are, with the schedules that it may choose from.
+
+        Args:
+            in_force: what predictions of the present iteration count with; None: DeepSpeed's 1F1B.
+        """
+        schedules = self._schedules(limit_bytes, in_force)
+        return self.cost_model.decision_input(profile, self._stage.placement, smoothed=smoothed, schedules=schedules)
+
+    def _schedules(self, limit_bytes: int | None, in_force: Schedule | None = None) -> ScheduleChoice | None:
+        if not self._stage.schedule.is_ours:
+            return None
+        return ScheduleChoice(self._config.schedule, self.memory.checkpoint_interval, limit_bytes, in_force)
+
+    def _in_force(self, profile: Profile) -> Schedule | None:
+        """The schedule of the batches that ``profile`` is of; None: DeepSpeed's 1F1B."""
+        schedule, num_stages = self._stage.schedule, self._stage.placement.num_stages
+        return schedule.in_force(num_stages, profile.micro_batches) if self._chooses_schedule else None
 
     def go_to(
         self,
@@ -264,7 +278,10 @@ class Balancer:
         decided_from = self.profile if decision is not None else None
         if decision is None and self.profile is not None:
             began = time.perf_counter()
-            decision = predict(self.decision_input(self.profile, self.memory.bytes(), smoothed=False), new)
+            given = self.decision_input(
+                self.profile, self.memory.bytes(), smoothed=False, in_force=self._in_force(self.profile)
+            )
+            decision = predict(given, new)
             profile_and_decide_seconds = 0.0, time.perf_counter() - began
         with self._stage.timeline.phase("migrate", "migrate"):
             plan = MigrationPlan.between(self._stage.placement, new)
@@ -344,4 +361,7 @@ class Balancer:
             if self.profile is not None:
                 micro_batches = self._stage.engine.micro_batches
                 self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
+                given = self.decision_input(self.profile, self.memory.bytes(), smoothed=False)
+                found = given.pipeline.shortest_schedule(given.partition)
+                self._train_by(found.schedule if found is not None else None)
             self.trigger.decided(moved=True)

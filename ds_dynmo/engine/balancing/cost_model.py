@@ -30,16 +30,23 @@ class CostModel:
     _moved_bytes: int | None = None  # of moves whose seconds come with the next profile
     _missed_seconds: float = 0.0
 
-    def profiled(self, profile: Profile, move_seconds: float, groups: LayerGroups | None = None) -> None:
+    def profiled(
+        self,
+        profile: Profile,
+        move_seconds: float,
+        groups: LayerGroups | None = None,
+        schedules: ScheduleChoice | None = None,
+    ) -> None:
         """Learn from one more profile.
 
         Args:
             move_seconds: of the moves since the last profile, on the slowest rank.
             groups: layers that stay together; None: each may be anywhere.
+            schedules: that batches may be trained by; None: DeepSpeed's 1F1B is the only one.
         """
         self.history.observe(profile)
         if self.first_seconds is None:
-            pipeline = DecisionInput.of(profile).pipeline
+            pipeline = DecisionInput(profile.placement, profile, schedules=schedules).pipeline
             groups = groups or LayerGroups.single(len(profile.layers))
             balanced = partitioners.balanced_groups(profile.costs("time"), profile.placement.num_stages, groups)
             self.first_seconds = min(map(pipeline.iteration_seconds, (profile.partition, balanced)))

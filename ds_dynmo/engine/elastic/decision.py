@@ -38,6 +38,7 @@ class StageDecision:
     def __init__(self, stage: StageContext, balancer: Balancer, ranks: JobRanks) -> None:
         self._stage, self._config, self._balancer = stage, stage.config, balancer
         self._ranks, self._groups = ranks, balancer.groups
+        self._limit_bytes: int | None = None  # of a rank, as of the latest decision
 
     @property
     def most_stages(self) -> int:
@@ -59,7 +60,7 @@ class StageDecision:
         Raises:
             PartitionError, MigrationError: harmless; on every rank.
         """
-        held = self._balancer.memory.held()
+        held = self._gather_held()
         new, _ = self._agree(lambda: (self._best(self._planner(held, smoothed=True)), ""))
         return new
 
@@ -82,15 +83,22 @@ class StageDecision:
         return min(known, self._iteration_seconds(self._balancer.of_whole_batch(profile), placement))
 
     def _iteration_seconds(self, profile: Profile, placement: Placement) -> float:
-        given = self._balancer.cost_model.decision_input(profile, self._stage.placement, smoothed=False)
-        return float(given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries))
+        """Predict under the schedule that batches would be trained by."""
+        given = self._balancer.decision_input(profile, self._limit_bytes, smoothed=False)
+        return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
 
     def _gather_facts(self) -> RankFacts:
         """Gather what a decision needs. Collective."""
         if self._balancer.profile is not None:
-            return RankFacts(self._balancer.memory.held(), ())
+            return RankFacts(self._gather_held(), ())
         parameters = layer_sizes.per_layer(self._stage.layers, layer_sizes.trainable_parameters)
         return RankFacts(None, self._stage.comm.max_over_world(parameters).tolist())
+
+    def _gather_held(self) -> HeldMemory | None:
+        """Gather what ranks hold of each layer; None without a limit. Collective."""
+        held = self._balancer.memory.held()
+        self._limit_bytes = held.limit if held is not None else None
+        return held
 
     def _new_placement(
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
@@ -132,19 +140,19 @@ class StageDecision:
 
     def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
         """Make a planner of one pipeline, which has the micro-batches of all its extra replicas."""
-        cost_model, profile = self._balancer.cost_model, self._balancer.profile
+        balancer, profile = self._balancer, self._balancer.profile
         assert profile is not None
-        whole = self._balancer.of_whole_batch(profile)
+        whole = balancer.of_whole_batch(profile)
 
         def find_overflow(partition: Sequence[int]) -> Overflow | None:
             return held.overflow(self.plan(Placement.chain(partition)).moves) if held is not None else None
 
         return Planner(
-            given=cost_model.decision_input(whole, self._stage.placement, smoothed=smoothed),
+            given=balancer.decision_input(whole, self._limit_bytes, smoothed=smoothed),
             config=self._config,
-            memory=self._balancer.memory.model(whole, held.limit if held is not None else None),
+            memory=balancer.memory.model(whole, self._limit_bytes),
             most=self.most_stages,
-            first_seconds=cost_model.first_seconds,
+            first_seconds=balancer.cost_model.first_seconds,
             groups=self._groups,
             find_overflow=find_overflow,
         )
