@@ -7,8 +7,8 @@ Partitions that a lower bound excludes are not simulated.
 
 Under a schedule of ours (``pipeline.passes``) an order has to be found for each partition, which takes long. Candidates
 are all partitions, or the neighbours of the best one under 1F1B whose messages leave by themselves. The dozen of least
-bound are simulated under the shortest orders of a few partitions: that of least bound, the best one under 1F1B and the
-one in force. The best of the dozen get orders of their own.
+bound are simulated under the shortest orders of a few partitions: that of least bound, that of the smallest bottleneck,
+the best one under 1F1B and the one in force. The best of the dozen get orders of their own.
 """
 
 from __future__ import annotations
@@ -70,12 +70,10 @@ def makespan(
     pipeline.check_shape(len(costs), num_stages)
     given = None if start is None else list(check_partition(start, len(costs), num_stages))
     fits = _fitting(memory, len(costs), num_stages)
-    if pipeline.passes is not None:
+    if pipeline.passes is not None and num_stages > 1:
         return _under_schedules(costs, pipeline, fits, memory, given)
-    if math.comb(len(costs) - 1, num_stages - 1) <= _ALL:
-        candidates = _fitted(_every_partition(len(costs), num_stages), fits)
-        if not candidates.shape[1]:
-            balanced(costs, num_stages, memory=memory)  # says why none fits
+    if _are_few(len(costs), num_stages):
+        candidates = _all_that_fit(costs, num_stages, fits, memory)
         seconds = pipeline.iterations_seconds(candidates)
         return _preferred(candidates, seconds, pipeline, given, float(seconds.min()))
     return _search(costs, pipeline, fits, memory, given)
@@ -92,11 +90,9 @@ def _under_schedules(
     passes = pipeline.passes
     assert passes is not None
     num_stages = len(pipeline.speeds)
-    searched: list[list[int]] = []
-    if math.comb(len(costs) - 1, num_stages - 1) <= _ALL:
-        candidates = _fitted(_every_partition(len(costs), num_stages), furthest)
-        if not candidates.shape[1]:
-            balanced(costs, num_stages, memory=memory)  # says why none fits
+    searched = [balanced(costs, num_stages, memory=memory, speeds=pipeline.speeds)]
+    if _are_few(len(costs), num_stages):
+        candidates = _all_that_fit(costs, num_stages, furthest, memory)
     else:
         best = _search(costs, replace(pipeline, sends="overlapped", passes=None), furthest, memory, given)
         searched.append(best)
@@ -114,6 +110,25 @@ def _under_schedules(
         searched += [dozen[place] for place in np.argsort(by_replay, kind="stable")[: max(1, _ACTIONS // passed)]]
     seconds = np.array([pipeline.iteration_seconds(one) for one in searched])
     return _preferred(np.array(searched).T, seconds, pipeline, given, float(seconds.min()))
+
+
+def _are_few(num_layers: int, num_stages: int) -> bool:
+    """Are the partitions so few that all are simulated?"""
+    return math.comb(num_layers - 1, num_stages - 1) <= _ALL
+
+
+def _all_that_fit(
+    costs: Sequence[float], num_stages: int, furthest: Bounds | None, memory: MemoryModel | None
+) -> Bounds:
+    """Give every partition that fits.
+
+    Raises:
+        PartitionError: none does; says why.
+    """
+    candidates = _fitted(_every_partition(len(costs), num_stages), furthest)
+    if not candidates.shape[1]:
+        balanced(costs, num_stages, memory=memory)
+    return candidates
 
 
 @lru_cache(maxsize=8)

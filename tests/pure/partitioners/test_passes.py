@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ds_dynmo.layer_groups import LayerGroups
-from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, makespan
+from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, balanced, makespan
 from ds_dynmo.schedules import one_f_one_b, peak_bytes
 
 
@@ -102,6 +102,31 @@ def test_where_1f1b_fits_a_limit_an_order_does_and_stays_below_it(interval: int)
                 assert sum(passes.static_bytes[start:stop]) + peak <= limit
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_another_number_of_stages_counts_with_orders_of_its_own(stages: int) -> None:
+    given = pipeline(random.Random(9))
+    other = given.on(stages)
+    assert other is given.on(stages) and other.speeds == (1.0,) * stages
+    for partition in partitions(7, stages):
+        found, under_1f1b = other.shortest_schedule(partition), other.seconds_under_1f1b(partition)
+        if stages == 1:
+            assert found is None and other.iteration_seconds(partition) == under_1f1b
+        else:
+            assert found is not None and found.schedule.num_stages == stages
+            assert other.iteration_seconds(partition) == found.iteration_seconds <= under_1f1b
+
+
+def test_no_iteration_is_shorter_than_its_work() -> None:
+    rng = random.Random(10)
+    for _ in range(5):
+        given = pipeline(rng)
+        for model in (given, given.on(2), replace(given, passes=None)):
+            shortest = min(map(model.iteration_seconds, partitions(7, len(model.speeds))))
+            assert 0.6 * shortest < model.work_seconds <= shortest * (1 + 1e-9)
+        (alone,) = partitions(7, 1)
+        assert given.on(1).work_seconds <= given.on(1).iteration_seconds(alone) * (1 + 1e-9)
+
+
 def test_no_order_where_one_micro_batch_does_not_fit() -> None:
     given = pipeline(random.Random(2))
     assert given.passes is not None
@@ -146,6 +171,17 @@ def test_makespan_of_many_layers_beats_the_partition_for_1f1b() -> None:
         chosen = makespan(costs, 4, start=start, pipeline=given)
         assert given.iteration_seconds(chosen) <= 1.005 * given.iteration_seconds(for_1f1b)
         assert makespan(costs, 4, start=start, pipeline=replace(given)) == chosen, "every rank decides the same"
+
+
+@pytest.mark.parametrize(("layers", "stages", "micro_batches", "seed"), [(24, 4, 8, 0), (16, 5, 6, 7)])
+def test_makespan_is_no_worse_than_the_smallest_bottleneck(
+    layers: int, stages: int, micro_batches: int, seed: int
+) -> None:
+    """These are far from where 1F1B is best: none of its neighbours is as good."""
+    given = pipeline(random.Random(seed), layers, stages, micro_batches)
+    costs = [f + b for f, b in zip(given.forward_seconds, given.backward_seconds)]
+    even = given.iteration_seconds(balanced(costs, stages, speeds=given.speeds))
+    assert given.iteration_seconds(makespan(costs, stages, pipeline=given)) <= even
 
 
 def test_groups_of_layers_count_as_layers() -> None:
