@@ -154,6 +154,7 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         import torch
 
         import tests.distributed.preload  # a fork server started in another folder could not  # noqa: F401
+        from ds_dynmo.engine.comm.posted import wait_for_posted
 
         torch.set_num_threads(1)
         # as everywhere on Linux: the workers of a DataLoader would get a fork server of their own, which imports torch
@@ -164,6 +165,7 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         deepspeed.init_distributed(place.backend)
         function, args = pickle.loads(call)
         result = (True, function(*args))
+        wait_for_posted()  # as a process does that ends by itself
     except BaseException:
         result = (False, traceback.format_exc())
     pipe.send(result)

@@ -20,6 +20,7 @@ from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.bounded import BoundedStore, within
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
+from ds_dynmo.engine.comm.posted import Posted
 from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
 from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
 from ds_dynmo.errors import MigrationError
@@ -72,6 +73,7 @@ class Communicator:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._tied_groups: dict[tuple[int, ...], Any] = {}
+        self._posted: Posted | None = None
         self.connect("initialize")
 
     # -- who takes part -------------------------------------------------------------------------------
@@ -101,9 +103,24 @@ class Communicator:
 
     def enter(self, what: str) -> None:
         """Say that this rank takes part in the collective ``what`` that now begins."""
+        self.settle()
         self._entered += 1
         self._what = what
         self._announce()
+
+    # -- broadcasts that are waited for later ---------------------------------------------------------
+
+    def post(self, tensor: torch.Tensor, src: int, group: Any) -> Posted:
+        """Post a broadcast in a group, and wait for the one posted before: there is never more than one."""
+        self.settle()
+        self._posted = Posted(tensor, src, group)
+        return self._posted
+
+    def settle(self) -> None:
+        """Wait for the broadcast that was posted last. Ranks that are in an earlier batch still are not missing."""
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            posted.wait()
 
     def _control_failed(self, error: RuntimeError) -> MigrationError:
         who = "a rank failed, or the link to it"
@@ -208,6 +225,7 @@ class Communicator:
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Measure how many seconds this rank's clock is ahead of rank 0's, and how far off that can be."""
+        self.settle()
         try:
             return clock_offset(self._control, now)
         except RuntimeError as error:

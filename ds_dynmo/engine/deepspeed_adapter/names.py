@@ -60,7 +60,7 @@ NEEDED: tuple[Name, ...] = (
     *_of(
         f"{_PIPE}.engine:PipelineEngine",
         "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss basic_optimizer "
-        "checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_world_size "
+        "checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_group_loss dp_world_size "
         "first_gradient_send grad_layer is_data_parallel is_pipe_parallel is_pipe_partitioned "
         "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size local_rank loss mp_world_size "
         "next_stage num_pipe_buffers param_names pipe_buffers prev_stage save_non_zero_checkpoint "

@@ -15,7 +15,9 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extr
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm import replicas
+from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed_adapter.checkpointing import checkpoint_any_input
+from ds_dynmo.engine.deepspeed_adapter.losses import share_loss
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.optimizer.clipping import scale_gradients
 from ds_dynmo.engine.stage import StageContext, stage_of
@@ -132,11 +134,17 @@ class PatchedPipelineEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
 
     def _aggregate_total_loss(self) -> Any:
-        """Share the loss as DeepSpeed does, and show in a trace how long that waits."""
+        """Share the loss as DeepSpeed does, and show in a trace how long that waits.
+
+        After a batch by a schedule of ours nothing waits, so that the next one can begin on stages that are done.
+        """
+        aggregate = super()._aggregate_total_loss
         if self.dynmo is None:
-            return super()._aggregate_total_loss()
+            return aggregate()
         with self.stage.timeline.phase("loss", "share the loss"):
-            return super()._aggregate_total_loss()
+            if self.stage.schedule.running is None or not is_deepspeeds(aggregate):
+                return aggregate()
+            return share_loss(self, aggregate, self.stage.comm.post)
 
     def _forget_layers(self, moved: LayersMoved) -> None:
         """Free what DeepSpeed keeps of the layers before."""

@@ -131,6 +131,7 @@ class WorldChange:
 
     def end(self) -> None:
         """End the present world. Collective."""
+        self.comm.settle()
         self.comm.all_done()
         self.world.end()
 

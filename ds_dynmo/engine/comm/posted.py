@@ -1,0 +1,97 @@
+"""Broadcasts that nobody waits for until their value is read.
+
+All ranks of a group post a broadcast and go on. :class:`PostedTensor` stands for the value on a rank that receives it:
+a tensor, whose first reader waits until it has arrived. That takes nothing of the other ranks but what they have
+posted, so any rank may read, at any time, and none has to.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+_UNDER_WAY: set[Posted] = set()
+
+
+class Posted:
+    """One broadcast that this rank has posted. Construction is collective.
+
+    Args:
+        tensor: what rank ``src`` sends, and others receive; nothing else may write to it until it has arrived.
+    """
+
+    def __init__(self, tensor: torch.Tensor, src: int, group: Any) -> None:
+        self.tensor = tensor
+        self._work: Any = dist.broadcast(tensor, src, group=group, async_op=True)
+        _UNDER_WAY.add(self)
+
+    def wait(self) -> None:
+        """Wait until it has arrived, or left; at once if that was waited for.
+
+        Raises:
+            RuntimeError: another rank is gone.
+        """
+        if self._work is not None:
+            _UNDER_WAY.discard(self)
+            self._work.wait()
+            self._work = None
+
+    def element(self, index: int) -> PostedTensor:
+        """Stand for an element of what arrives."""
+        return PostedTensor(self.tensor[index], self.wait)
+
+
+def wait_for_posted() -> None:
+    """Wait for all broadcasts of this process, so that it does not end before others have what it sends."""
+    for posted in tuple(_UNDER_WAY):
+        with suppress(RuntimeError):
+            posted.wait()
+
+
+atexit.register(wait_for_posted)
+
+
+class PostedTensor(torch.Tensor):
+    """A tensor whose value is still to arrive. Whatever is done with it waits first, and gives plain tensors.
+
+    Args:
+        value: has the value, once ``wait`` returns.
+    """
+
+    _value: torch.Tensor
+    _wait: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, wait: Callable[[], None]) -> PostedTensor:
+        self: PostedTensor = torch.Tensor._make_subclass(cls, value)  # type: ignore[attr-defined]
+        self._value, self._wait = value, wait
+        return self
+
+    def __init__(self, value: torch.Tensor, wait: Callable[[], None]) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out what Python asks for, down to ``numpy()``, ``float()`` and pickling."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*tree_map(_arrived, args), **tree_map(_arrived, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Carry out what comes another way, such as collectives."""
+        return func(*tree_map(_arrived, args), **tree_map(_arrived, kwargs or {}))
+
+
+def _arrived(value: Any) -> Any:
+    if not isinstance(value, PostedTensor):
+        return value
+    value._wait()
+    return value._value

@@ -1,0 +1,130 @@
+"""A posted tensor is a tensor like any other: whatever reads it waits first, once."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_dynmo.engine.comm.posted import PostedTensor
+
+
+class Arrival:
+    """Puts a value into memory when it is waited for."""
+
+    def __init__(self, value: float = 2.5) -> None:
+        self.value, self.waits = value, 0
+        self.memory = torch.zeros(2)
+        self.tensor = PostedTensor(self.memory[1], self.wait)
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            self.memory[1] = self.value
+
+
+def through_a_file(tensor: torch.Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save({"loss": tensor}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["loss"]
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+    "format": lambda t: f"{t:.3f} {t}",
+    "compare": lambda t: bool(t < 3) and bool(t >= 2) and bool(t == 2.5),
+    "isfinite": lambda t: math.isfinite(t) and bool(torch.isfinite(t)),
+    "add": lambda t: t + 1,
+    "add from the right": lambda t: 1 + t,
+    "divide": lambda t: t / 2,
+    "negative": lambda t: -t,
+    "sum": lambda t: sum([t, t]),
+    "max": lambda t: max(t, torch.tensor(1.0)).item(),
+    "stack": lambda t: torch.stack([t, t]),
+    "tensor of a list": lambda t: torch.tensor([t, t]),
+    "as a result": lambda t: torch.add(torch.tensor(1.0), 1, out=torch.empty(())) + t,
+    "numpy": lambda t: t.numpy(),
+    "asarray": lambda t: np.asarray(t),
+    "numpy mean": lambda t: np.mean([t, t]),
+    "tolist": lambda t: t.tolist(),
+    "mean": lambda t: t.mean().item(),
+    "clone": lambda t: t.clone(),
+    "detach": lambda t: t.detach(),
+    "to": lambda t: t.to("cpu", torch.float64),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "torch.save": through_a_file,
+    "data": lambda t: t.data,
+    "equal": lambda t: torch.equal(t, torch.tensor(2.5)),
+    "copy into": lambda t: torch.zeros(()).copy_(t),
+    "dlpack": torch.from_dlpack,
+    "ops": lambda t: torch.ops.aten.mul(t, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_it_reads_as_a_plain_tensor(read: Callable[[torch.Tensor], Any]) -> None:
+    arrival = Arrival()
+    assert isinstance(arrival.tensor, torch.Tensor) and torch.is_tensor(arrival.tensor)
+    assert arrival.waits == 0
+    found, expected = read(arrival.tensor), read(torch.tensor(2.5))
+    assert arrival.waits > 0
+    assert type(found) is type(expected)
+    assert np.all(np.asarray(found) == np.asarray(expected))
+    assert read(arrival.tensor) is not None  # a second time, too
+
+
+def test_it_can_be_kept_and_told_apart_without_being_read() -> None:
+    arrivals = [Arrival(), Arrival()]
+    kept = {arrival.tensor: number for number, arrival in enumerate(arrivals)}
+    assert [kept[arrival.tensor] for arrival in arrivals] == [0, 1]
+    assert all(arrival.waits == 0 for arrival in arrivals)
+
+
+def test_what_changes_it_in_place_changes_what_is_read() -> None:
+    arrival = Arrival()
+    loss = arrival.tensor
+    loss += 1
+    assert type(loss) is torch.Tensor
+    assert loss.item() == arrival.tensor.item() == 3.5
+
+
+def test_torch_distributed_waits_too() -> None:
+    """It hands tensors over to C++, where no Python is asked."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        arrival = Arrival()
+        gathered = [torch.zeros(())]
+        dist.all_gather(gathered, arrival.tensor)
+        assert arrival.waits > 0 and gathered[0].item() == 2.5
+        arrival = Arrival()
+        dist.all_reduce(arrival.tensor)
+        assert arrival.waits > 0 and arrival.tensor.item() == 2.5
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_goes_wrong_is_raised_to_whoever_reads() -> None:
+    def lost() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    tensor = PostedTensor(torch.zeros(()), lost)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            tensor.item()
