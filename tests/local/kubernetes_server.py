@@ -1,5 +1,8 @@
-"""A Kubernetes API server as far as releases need one: HTTPS on the loopback interface, bodies checked against the
-official client's models, which are made from the official OpenAPI schema; in-place changes of accelerators refused."""
+"""A Kubernetes API server with what releases need: HTTPS on the loopback interface.
+
+It checks bodies against the official client's models, which are made from the official OpenAPI schema, and refuses
+in-place changes of accelerators.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ NAMESPACE = "training"
 
 
 class Server:
-    """Holds pods by name; ``requests`` are those that came in, ``broken``: how many are answered with 503 first."""
+    """Holds pods by name. ``requests`` are those that came in; the next ``broken`` ones are answered with 503."""
 
     def __init__(self, folder: Path, pods: list[str]) -> None:
         self.pods: dict[str, dict[str, Any]] = {name: pod(name) for name in pods}
@@ -40,7 +43,7 @@ class Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Kubernetes sets in every container."""
+        """Return the variables that Kubernetes sets in every container."""
         return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(self.http.server_address[1])}
 
     def close(self) -> None:
@@ -75,7 +78,7 @@ class Server:
         return 200, deleted
 
     def resize(self, name: str, body: Any, dry_run: bool) -> tuple[int, Any]:
-        """A strategic merge patch, in which containers are known by their names."""
+        """Apply a strategic merge patch, which knows containers by their names."""
         from kubernetes.client import V1Pod
 
         if set(body) != {"spec"} or set(body["spec"]) != {"containers"}:

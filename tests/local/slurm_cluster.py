@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: one controller, and a daemon for each of several nodes, on the loopback interface."""
+"""A real Slurm on this machine: one controller, and a daemon per node, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
 
 
 def skip_without_slurm() -> None:
-    """Skip the test that calls this where no Slurm of its own can be started."""
+    """Skip the calling test on a machine where it cannot start a Slurm of its own."""
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "scontrol") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"needs Slurm (Debian: slurmctld, slurmd, slurm-client): no {', '.join(missing)}")
@@ -51,11 +51,11 @@ def skip_without_slurm() -> None:
 
 
 class Cluster:
-    """Nodes of these names, which run as long as this does.
+    """Nodes with these names, which run until it is closed.
 
     Attributes:
-        environment: makes Slurm's commands use it.
-        free_port: of this machine, for a job.
+        environment: variables that make Slurm's commands use this cluster.
+        free_port: a port of this machine that a job may use.
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class Cluster:
             f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=1"
             for name, port in zip(names, ports[1:], strict=True)
         ]
-        self._spool = tempfile.TemporaryDirectory()  # holds sockets, whose paths have to be short
+        self._spool = tempfile.TemporaryDirectory()  # for sockets, whose paths must be short
         (folder / "state").mkdir()
         for name in names:
             Path(self._spool.name, name).mkdir()
@@ -76,11 +76,11 @@ class Cluster:
         )
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.environment = {**kept, "SLURM_CONF": str(path)}
-        self._guards = ExitStack()  # daemons end too where the tests are killed
+        self._guards = ExitStack()  # ends the daemons also if the tests are killed
         self._daemons = [self._daemon("slurmctld", "-D", "-c")]
         self._daemons += [self._daemon("slurmd", "-D", "-N", name) for name in names]
         try:
-            self.say("srun", f"--nodes={self._nodes}", "true")  # comes back when all are there
+            self.slurm("srun", f"--nodes={self._nodes}", "true")  # returns when all nodes are up
         except BaseException:
             self.close()
             raise
@@ -92,28 +92,28 @@ class Cluster:
         self._guards.enter_context(guarded_group(daemon))
         return daemon
 
-    def say(self, *command: str) -> str:
-        """What a command of Slurm's prints; it has to succeed."""
+    def slurm(self, *command: str) -> str:
+        """Run one of Slurm's commands, which must succeed, and return what it prints."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     def allocate(self, nodes: int) -> str:
-        """The number of a job that holds so many nodes and runs nothing."""
-        granted = re.search(r"job allocation (\d+)", self.say("salloc", f"--nodes={nodes}", "--no-shell"))
+        """Allocate a job that runs nothing, and return its number."""
+        granted = re.search(r"job allocation (\d+)", self.slurm("salloc", f"--nodes={nodes}", "--no-shell"))
         assert granted is not None
         return granted[1]
 
     def start(self, script: str, nodes: int, folder: Path) -> str:
-        """The number of a batch job of this script, which has begun."""
+        """Submit a script as a batch job, wait until it has begun, and return its number."""
         begun = folder / "begun"
         os.mkfifo(begun)
         number = self._submit(f"echo > {begun}\n{script}", nodes, folder)
-        begun.read_text()  # comes back when the script writes
+        begun.read_text()  # returns when the script has written
         return number
 
     def run(self, script: str, nodes: int, folder: Path) -> str:
-        """The number of a batch job of this script, which has ended well."""
+        """Submit a script as a batch job, wait until it has succeeded, and return its number."""
         return self._submit(script, nodes, folder, "--wait")
 
     def _submit(self, script: str, nodes: int, folder: Path, *flags: str) -> str:
@@ -125,18 +125,18 @@ class Cluster:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job."""
-        return dict(re.findall(r"(?<!\S)(\w+)=(\S*)", self.say("scontrol", "show", "job", "--oneliner", number)))
+        """Return what Slurm tells about a job."""
+        return dict(re.findall(r"(?<!\S)(\w+)=(\S*)", self.slurm("scontrol", "show", "job", "--oneliner", number)))
 
     def idle(self) -> set[str]:
-        """The nodes that no job holds."""
-        return set(self.say("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split())
+        """Return the nodes that no job holds."""
+        return set(self.slurm("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split())
 
     def close(self) -> None:
         """End all jobs, then the daemons."""
         with suppress(subprocess.TimeoutExpired):
             for command in (["scancel", "--user=root"], ["srun", f"--nodes={self._nodes}", "true"]):
-                # The second has all nodes when the jobs that held them are gone.
+                # The second command returns when the cancelled jobs have given up their nodes.
                 subprocess.run(command, env=self.environment, capture_output=True, timeout=30, check=False)
         for daemon in reversed(self._daemons):
             daemon.terminate()

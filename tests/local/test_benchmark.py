@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: what it is asked for, what it refuses, and the layers that it emulates."""
+"""scripts/benchmark.py: its arguments, what it refuses, and the layers that it emulates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
         (["--steps", "1"], "--steps 1: should be at least the rounds, 2"),
     ],
 )
-def test_sizes_that_make_no_pipeline_are_refused(
+def test_sizes_that_do_not_make_a_pipeline_are_refused(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -42,20 +42,20 @@ def test_sizes_that_make_no_pipeline_are_refused(
         check(parse(flags))
 
 
-def test_engines_are_what_is_asked_for_and_what_it_is_compared_with() -> None:
+def test_engines_are_the_requested_ones_and_their_baselines() -> None:
     lopsided = PipelineModel((1.0, 1.0, 1.0, 3.0), (2.0, 2.0, 2.0, 6.0), 8, (1.0, 1.0))
     known = Statics.known(lopsided, [1.0] * 4)  # by parameters it is uniform
     assert chosen(["makespan"], known) == ["static_uniform", "static_profiled", "makespan", "dense"]
     assert set(ARMS) - set(chosen(None, known)) == {"static_parameters"}
 
 
-def test_without_the_launcher_there_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="start with DeepSpeed's launcher"):
         check(parse([]))
 
 
-def test_an_emulated_block_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulated_block_takes_the_seconds_of_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     block = EmulatedBlock()
@@ -82,7 +82,7 @@ def test_an_emulated_backward_pass_in_two_parts(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("share", "units"), [(1.0, 255), (0.5, 128), (0.1, 26), (0.001, 1), (0.0, 0)])
-def test_the_parameters_that_train_are_the_share_it_is_told(share: float, units: int) -> None:
+def test_the_requested_share_of_parameters_is_trainable(share: float, units: int) -> None:
     block = EmulatedBlock()
     whole = sum(part.numel() for part in block.parameters())
     block.train_share(share)
@@ -103,7 +103,7 @@ def test_a_phase_begins_with_two_decisions() -> None:
     assert (passed, seconds) == (200, pytest.approx(200.0 + 100.0))
 
 
-def test_layers_that_stay_have_settled() -> None:
+def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
     first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.0))
     freezing, pruning = CASES["freezing"], CASES["pruning"]
     assert until_settled(freezing, 2500, [first, second], 0.05, moved_again=False)[:2] == (1, pytest.approx(1.95))
@@ -112,7 +112,7 @@ def test_layers_that_stay_have_settled() -> None:
     assert (passed, seconds, costs) == (1, 2.0, pytest.approx((0.1, 0.2, 0.3)))
 
 
-def test_what_the_host_takes_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stolen_seconds_are_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stolen = iter([10.0, 14.0]), iter([100.0, 106.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("os.cpu_count", lambda: 3)

@@ -1,4 +1,4 @@
-"""What killed jobs leave in a folder of checkpoints is tidied up, what another job writes is left alone."""
+"""What killed jobs left in a folder of checkpoints is removed; what another job is writing stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_dynmo.engine.checkpoint.folder import CheckpointFolder
 
 
 def begun(save_dir: Path, tag: str, age_seconds: float) -> Path:
-    """The folder of a checkpoint that was last written to ``age_seconds`` ago."""
+    """Make the folder of a checkpoint that was last written to ``age_seconds`` ago."""
     folder = CheckpointFolder(str(save_dir), tag)
     folder.begin()
     path = Path(folder.temporary)
@@ -38,8 +38,8 @@ def test_a_folder_with_one_fresh_file_is_in_use(tmp_path: Path) -> None:
     assert path.is_dir()
 
 
-def test_what_replaced_a_checkpoint_can_be_replaced(tmp_path: Path) -> None:
-    """A job was killed when the new checkpoint was in place and the old one not removed yet."""
+def test_a_checkpoint_that_replaced_another_can_be_replaced(tmp_path: Path) -> None:
+    """A job was killed after the new checkpoint was in place and before the old one was removed."""
     for content in ("old", "new", "newer"):
         folder = CheckpointFolder(str(tmp_path), "last")
         folder.begin()

@@ -1,4 +1,4 @@
-"""The norm that gradients are clipped by."""
+"""The gradient norm that clipping uses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 from ds_dynmo.engine.optimizer.clipping import RankCoordinates, gradient_norm, scale_gradients
 
 
-def test_sparse_gradients_count_as_dense_ones_do() -> None:
-    """Rows that were looked up twice, in one pass and in two, count with their sum."""
+def test_sparse_gradients_count_as_dense_ones() -> None:
+    """Rows that were looked up twice, in one pass or in two, count with their sum."""
     norms = []
     for sparse in (False, True):
         layer = nn.Embedding(5, 3, _weight=torch.ones(5, 3), sparse=sparse)
@@ -28,8 +28,8 @@ def test_sparse_gradients_count_as_dense_ones_do() -> None:
     assert norms[2:] == norms[:2]
 
 
-def test_what_each_replica_has_of_its_own_counts_everywhere() -> None:
-    """Two replicas of a layer: a weight that is the same on both counts once, and both of the one that is not."""
+def test_weights_that_differ_between_replicas_count_on_all_of_them() -> None:
+    """With two replicas of a layer, a weight that both share counts once; of a weight of their own, both count."""
     table = torch.zeros(1, 1, 2, dtype=torch.float64)
     layers = []
     for own in (3.0, 4.0):

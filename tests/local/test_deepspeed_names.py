@@ -1,4 +1,4 @@
-"""Every name of DeepSpeed that moving layers relies on is looked for before anything is built."""
+"""Every private name of DeepSpeed that ds_dynmo uses is looked up before anything is built."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ds_dynmo.engine.deepspeed_adapter.names import BELOW, NEEDED, NEWEST, OLDES
 from ds_dynmo.errors import ConfigError
 
 
-def test_this_deepspeed_has_all_of_them() -> None:
+def test_the_installed_deepspeed_has_all_names() -> None:
     probe.check_deepspeed()
 
 
-def test_each_is_there_once() -> None:
+def test_each_name_is_listed_once() -> None:
     assert len({(name.owner, name.name) for name in NEEDED}) == len(NEEDED)
 
 
 @pytest.mark.parametrize("name", NEEDED, ids=str)
-def test_one_that_is_missing_is_named(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_is_reported(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
     _remove(name, monkeypatch)
     with pytest.raises(ConfigError) as caught:
         probe.check_deepspeed()
@@ -36,14 +36,14 @@ def test_one_that_is_missing_is_named(name: Name, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", [name for name in NEEDED if name.takes], ids=str)
-def test_a_function_that_lacks_a_parameter_is_named(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_parameter_of_a_function_is_reported(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe._owner(name.owner), name.name, lambda self: None)
     with pytest.raises(ConfigError, match=f"{name} takes no {', '.join(name.takes)}. "):
         probe.check_deepspeed()
 
 
 @pytest.mark.parametrize("version", ["0.17.6", OLDEST + "rc1", BELOW, "1.0", "unknown"])
-def test_a_version_that_was_not_tried_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_is_refused_with_the_tested_ones(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(ConfigError) as caught:
         probe.check_deepspeed()
@@ -53,12 +53,12 @@ def test_a_version_that_was_not_tried_is_named(version: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("version", [*TESTED, "0.19.0", NEWEST + ".post1", NEWEST + "+cu128"])
-def test_a_version_in_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_in_range_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     probe.check_deepspeed()
 
 
-def test_one_that_is_missing_where_the_engine_is_imported_is_named() -> None:
+def test_a_name_that_imports_need_is_reported_too() -> None:
     code = (
         "import deepspeed.utils.debug as debug, ds_dynmo\n"
         "del debug.debug_clear_module_and_param_names\n"
@@ -69,12 +69,12 @@ def test_one_that_is_missing_where_the_engine_is_imported_is_named() -> None:
     assert "has no deepspeed.utils.debug.debug_clear_module_and_param_names. " in done.stdout, done.stderr
 
 
-def test_what_gets_installed_is_in_range() -> None:
+def test_the_package_metadata_requires_the_tested_range() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'"deepspeed>={OLDEST},<{BELOW}"' in project
 
 
-def test_what_is_refused_as_removed_is_what_the_newest_deepspeed_refuses() -> None:
+def test_removed_features_are_those_that_the_newest_deepspeed_refuses() -> None:
     refused = getattr(deepspeed.runtime.config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", None)
     if deepspeed.__version__ != NEWEST:
         pytest.skip(f"deepspeed {deepspeed.__version__} is not the newest")
@@ -82,7 +82,7 @@ def test_what_is_refused_as_removed_is_what_the_newest_deepspeed_refuses() -> No
 
 
 def _remove(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make DeepSpeed one that does not have this name."""
+    """Remove the name from DeepSpeed."""
     owner = probe._owner(name.owner)
     for holder in owner.__mro__ if isinstance(owner, type) else [owner]:
         if name.name in vars(holder) and holder is not object:

@@ -1,4 +1,4 @@
-"""The documentation against what needs torch: the keys of the "model" block, the flags in commands."""
+"""The documentation against code that needs torch: the keys of the "model" block, the flags in commands."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_every_name_of_the_engine_that_is_documented_exists() -> None:
 
 
 def commands(page: Path) -> set[tuple[str, ...]]:
-    """The words from the script on of every command in the page that runs one of ours by Python."""
+    """Return the words, from the script on, of every command in the page that runs one of our Python scripts."""
     text = page.read_text().replace("\\\n", " ")
     lines = re.findall(r"(?:deepspeed|python) [^`\n|;&]*?(scripts/\S+\.py(?: [^`\n|;&]*)?)", text)
     return {tuple(shlex.split(line, comments=True)) for line in lines}
 
 
 def asked(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The script and its subcommand: what is asked for help."""
+    """Return the script and its subcommand, which accept ``--help``."""
     flags = [number for number, word in enumerate(words) if word.startswith("--")]
     return words[: flags[0] if flags else len(words)]
 

@@ -39,7 +39,7 @@ def config(tied: bool = False, **exits: Any) -> ModelConfig:
 
 
 class Model(nn.Module):
-    """The layers in one process: every use of a tied layer is one module. An untrained head made 40 times as sure."""
+    """The layers in one process, with one module per tied layer. The untrained head is made 40 times as confident."""
 
     def __init__(self, model: ModelConfig, recompute: bool = False) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def loss_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def slow_block(block: ExitBlock, hidden: torch.Tensor, remain: torch.Tensor) -> torch.Tensor:
-    """``[sequence, hidden]`` of one text: each token that remains attends by a loop over the earlier ones."""
+    """Compute ``[sequence, hidden]`` of one text. Each token that remains attends in a loop over the earlier ones."""
     heads = block.attention.heads
     width = hidden.shape[1] // heads
     projected = block.attention_norm(hidden) @ block.attention.query_key_value.weight.T
@@ -111,7 +111,7 @@ def slow_block(block: ExitBlock, hidden: torch.Tensor, remain: torch.Tensor) -> 
 
 
 def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
-    """The whole training loss of texts ``[batch, sequence + 1]``, and after how many blocks each token left."""
+    """Return the training loss of texts ``[batch, sequence + 1]``, and after how many blocks each token left."""
     head, depths, layers = model.head, exits.exits(SIZES["layers"]), SIZES["layers"]
     batch, length = tokens.shape[0], tokens.shape[1] - 1
     weight = model.functions[0].weight if isinstance(model.functions[0], nn.Module) else head.weight
@@ -164,10 +164,10 @@ CONFIDENCES = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", CONFIDENCES)
-def test_losses_gradients_and_exits_are_those_of_the_slow_reference(name: str, tied: bool) -> None:
+def test_losses_gradients_and_exits_equal_the_slow_reference(name: str, tied: bool) -> None:
     exits = parse_block(EarlyExitConfig, CONFIDENCES[name], "early_exit")
     fast, slow = (Model(config(tied, **CONFIDENCES[name])).double() for _ in range(2))
-    for model in (fast, slow):  # signs of states beyond those of a model that has learned nothing
+    for model in (fast, slow):  # make states differ more than those of an untrained model
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(
@@ -177,8 +177,8 @@ def test_losses_gradients_and_exits_are_those_of_the_slow_reference(name: str, t
     streams = list(fast.streams(text()[:, :-1]))
     actual = language_model_loss(streams[-1], text()[:, 1:])
     assert Stream.unpack(streams[-2]).exited.tolist() == left
-    if (name, tied) != ("state", True):  # states that the embedding makes alone hardly turn: all leave at once
-        assert len({depth for row in left for depth in row}) > 1  # tokens part
+    if (name, tied) != ("state", True):  # here states hardly change direction, so all tokens leave at once
+        assert len({depth for row in left for depth in row}) > 1  # tokens leave at different depths
     torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-6)  # cross entropies are fp32
     actual.backward()
     expected.backward()
@@ -217,7 +217,7 @@ def test_adpc_is_over_0_998() -> None:
     assert adpc.confident(confidence, torch.arange(3), 3).tolist() == [False, False, True]
 
 
-def test_losses_weigh_by_depth_with_calm() -> None:
+def test_calm_weighs_exit_losses_by_depth() -> None:
     calm, adpc = EarlyExitConfig(method="calm"), EarlyExitConfig(method="adpc", depths=[1, 2])
     weights = [calm.loss_weight(depth, 4) for depth in (*calm.exits(4), 4)]
     assert [w / sum(weights) for w in weights] == [0.1, 0.2, 0.3, 0.4]  # i / sum
@@ -232,7 +232,7 @@ def stream_with(exited: torch.Tensor) -> Stream:
     return Stream(hidden, torch.zeros(1, requires_grad=True), text(*exited.shape)[:, :-1], exited)
 
 
-def test_a_token_that_left_keeps_its_state_and_gives_keys_and_values() -> None:
+def test_a_token_that_left_keeps_its_state_and_is_still_attended_to() -> None:
     block = Model(config(method="calm")).blocks[1]
     exited = torch.zeros(1, 9, dtype=torch.long)
     exited[0, 3] = 1
@@ -243,19 +243,19 @@ def test_a_token_that_left_keeps_its_state_and_gives_keys_and_values() -> None:
     assert gradient[0, 3].abs().sum() > 0 and gradient[0, 6:].abs().sum() == 0
 
 
-def left_in_turn(first: int, second: int) -> torch.Tensor:
-    """``exited`` of two texts of 9 tokens, of which so many remain, the others in between."""
+def exited_between(first: int, second: int) -> torch.Tensor:
+    """Return ``exited`` of two texts of 9 tokens: so many of each remain, with tokens that left in between."""
     places = torch.tensor([0, 5, 7, 2, 8, 1, 4, 6, 3])
     return torch.stack([torch.ones(9, dtype=torch.long).index_fill(0, places[:n], 0) for n in (first, second)])
 
 
 @pytest.mark.parametrize("dense_above", [0.0, 1.0])
 @pytest.mark.parametrize("remain", [(9, 8), (9, 4), (7, 7), (6, 6), (3, 5), (1, 0)])
-def test_rows_and_gradients_are_those_of_the_slow_block(
+def test_outputs_and_gradients_equal_the_slow_block(
     remain: tuple[int, int], dense_above: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks_module, "DENSE_ABOVE", dense_above)
-    exited, found = left_in_turn(*remain), []
+    exited, found = exited_between(*remain), []
     for slow in (False, True):
         block = Model(config(method="calm")).double().blocks[1]
         stream = stream_with(exited)
@@ -275,12 +275,12 @@ def test_rows_and_gradients_are_those_of_the_slow_block(
 def test_tokens_that_left_are_not_computed(remain: tuple[int, int]) -> None:
     model = Model(config(method="calm"))
     block, exit_after, width = model.blocks[1], model.functions[4], 16
-    stream, rows = stream_with(left_in_turn(*remain)), sum(remain)
+    stream, rows = stream_with(exited_between(*remain)), sum(remain)
     dense = max(remain) > 0.7 * 9
     query_rows, key_rows = (18 if dense else rows), (18 if rows else 0)
-    asking = 9 if dense else max(remain)  # rows of scores per text and head
+    queries = 9 if dense else max(remain)  # rows of scores per text and head
     linears = 2 * width * width * (query_rows + 2 * key_rows + rows + 2 * SIZES["mlp_ratio"] * rows)
-    scores_and_values = 2 * 2 * 2 * asking * 9 * width
+    scores_and_values = 2 * 2 * 2 * queries * 9 * width
     with sdpa_kernel(SDPBackend.MATH):  # the CPU's own is not counted
         with FlopCounterMode(display=False) as forward:
             out = block(stream.pack())
@@ -295,7 +295,7 @@ def test_tokens_that_left_are_not_computed(remain: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", CONFIDENCES)
-def test_with_no_token_left_all_gradients_are_zeros(name: str, training: bool) -> None:
+def test_a_block_without_tokens_has_zero_gradients(name: str, training: bool) -> None:
     model = Model(config(**{**CONFIDENCES[name], "threshold": 0.0})).train(training)
     stream = stream_with(torch.full((2, 9), 1))
     states: Any = stream.pack()
@@ -329,7 +329,7 @@ def test_a_single_token_has_no_label_and_no_exit_loss() -> None:
 # -- training and evaluation -------------------------------------------------------------------------------
 
 
-def test_every_use_of_the_head_gives_all_its_parameters_gradients() -> None:
+def test_every_use_of_the_head_reaches_all_its_parameters() -> None:
     model = Model(config(tied=True, method="calm", confidence="classifier"))
     tokens = text()[:, :-1]
     uses = [layer for layer in model.functions if not isinstance(layer, ExitBlock)]
@@ -341,7 +341,7 @@ def test_every_use_of_the_head_gives_all_its_parameters_gradients() -> None:
         assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
-def test_exits_train_neither_norm_nor_head() -> None:
+def test_exit_losses_train_neither_norm_nor_head() -> None:
     model = Model(config(method="calm"))
     _, auxiliary = model(text()[:, :-1])
     auxiliary.sum().backward()
@@ -351,7 +351,7 @@ def test_exits_train_neither_norm_nor_head() -> None:
 
 @pytest.mark.parametrize("evaluation", [True, False])
 @pytest.mark.parametrize("name", CONFIDENCES)
-def test_evaluation_has_no_exit_losses_and_exits_if_wanted(name: str, evaluation: bool) -> None:
+def test_evaluation_has_no_exit_losses_and_exits_only_on_request(name: str, evaluation: bool) -> None:
     model = Model(config(**{**CONFIDENCES[name], "evaluation": evaluation}))
     trained = list(model.streams(text()[:, :-1]))
     model.eval()
@@ -381,7 +381,7 @@ def test_recomputing_gives_the_same_numbers(name: str) -> None:
     assert [block.tokens for block in plain.blocks] == [18] * 4
 
 
-def test_weights_are_those_of_the_model_without_exits() -> None:
+def test_weights_equal_the_model_without_exits() -> None:
     with_exits = model_layers(config(method="calm"))
     without = model_layers(parse_block(ModelConfig, SIZES, "model"))
     assert torch.equal(with_exits[1].build().mlp.expand.weight, without[1].build().mlp.expand.weight)
@@ -396,7 +396,7 @@ def case_of(model: Model, said: list[str], start: float, total_steps: int) -> Ea
 
 
 def signal_in(case: EarlyExit, model: Model, step: int) -> float:
-    """The last block's, of a batch of two micro-batches."""
+    """Return the last block's load signal after a batch of two micro-batches."""
     case.before_batch(step)
     for _ in range(2):
         loss_of(model, text())
@@ -413,7 +413,7 @@ def test_tokens_leave_from_start_on(name: str, start: float, steps: int, first: 
     assert len(said) == (start > 0)
 
 
-def test_a_resumed_run_of_more_steps_does_not_take_leaving_back() -> None:
+def test_exits_stay_on_in_a_resumed_run_with_more_steps() -> None:
     model, said = Model(config(method="calm", threshold=0.03, start=0.5)), []
     case = case_of(model, said, 0.5, 4)
     assert signal_in(case, model, 1) == 1.0

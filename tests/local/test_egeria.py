@@ -31,7 +31,7 @@ def controller(**block: Any) -> EgeriaController:
 # -- decisions ---------------------------------------------------------------------------------------------
 
 
-def test_a_line_has_its_slope() -> None:
+def test_the_slope_of_a_line() -> None:
     assert slope([5.0, 3.0, 1.0]) == -2.0
     assert slope([2.0, 2.0]) == 0.0
     assert moving_averages([4.0, 0.0, 2.0], 3) == [4.0, 2.0, 2.0]
@@ -44,7 +44,7 @@ def test_the_front_block_is_frozen_when_its_plasticity_is_flat() -> None:
     for value in [*front, 1.0, 1.0, 1.0, 1.0]:
         decides.record(value, 0.1)
         found.append(decides.frozen_blocks)
-    assert found == [0, 0, 0, 1, 1, 2, 2, 2]  # the second has a history of its own; the last is never frozen
+    assert found == [0, 0, 0, 1, 1, 2, 2, 2]  # the second block has its own history; the last is never frozen
 
 
 def test_a_rise_is_not_flat() -> None:
@@ -54,7 +54,7 @@ def test_a_rise_is_not_flat() -> None:
     assert decides.frozen_blocks == 0
 
 
-def test_a_slope_is_flat_against_the_largest_average() -> None:
+def test_flatness_is_relative_to_the_largest_average() -> None:
     fell, began_low = controller(window=2, threshold=0.1), controller(window=2, threshold=0.1)
     for value in (100.0, 1.0, 2.0, 3.0):  # averages 100, 50.5, 1.5, 2.5: the last slope is 1
         fell.record(value, 0.1)
@@ -63,7 +63,7 @@ def test_a_slope_is_flat_against_the_largest_average() -> None:
     assert (fell.frozen_blocks, began_low.frozen_blocks) == (1, 0)
 
 
-def test_what_is_no_number_does_not_count() -> None:
+def test_non_finite_plasticities_do_not_count() -> None:
     decides = controller(window=2, threshold=0.1)
     for value in (1.0, float("nan"), None, float("inf")):
         decides.record(value, 0.1)
@@ -72,7 +72,7 @@ def test_what_is_no_number_does_not_count() -> None:
     assert decides.frozen_blocks == 1
 
 
-def test_a_block_that_never_changes_is_not_frozen_before_there_is_a_slope() -> None:
+def test_a_constant_block_is_not_frozen_before_there_is_a_slope() -> None:
     decides = controller(window=3, threshold=0.1)
     for _ in range(2):
         decides.record(1.0, 0.1)
@@ -93,11 +93,11 @@ def test_a_fallen_learning_rate_unfreezes_and_halves_the_window() -> None:
     decides.record(1.0, 0.05)
     assert decides.frozen_blocks == 0  # the history is forgotten
     decides.record(1.0, 0.05)
-    assert decides.frozen_blocks == 1  # two instead of four
+    assert decides.frozen_blocks == 1  # the window is two instead of four
     assert decides.unfreezes(0.005)
     for _ in range(2):
         decides.record(1.0, 0.005)
-    assert decides.frozen_blocks == 1  # a window of two is the least
+    assert decides.frozen_blocks == 1  # the smallest window is two
 
 
 def test_a_resumed_controller_decides_as_the_first_one() -> None:
@@ -115,7 +115,7 @@ def test_a_resumed_controller_decides_as_the_first_one() -> None:
 # -- plasticity --------------------------------------------------------------------------------------------
 
 
-def test_the_loss_is_its_formula() -> None:
+def test_the_similarity_loss_follows_its_formula() -> None:
     one, other = (torch.randn(2, 3, 5, generator=generator_for(name)) for name in ("one", "other"))
     total = 0.0
     for i in range(6):
@@ -127,7 +127,7 @@ def test_the_loss_is_its_formula() -> None:
         total += sum((a - b) ** 2 for a, b in zip(*rows, strict=True))
     assert similarity_loss(one, other) == pytest.approx(total / 36, rel=1e-5)
     assert similarity_loss(one, one) == 0.0
-    assert similarity_loss(one, 3 * one) == pytest.approx(0.0, abs=1e-12)  # similarities alone count
+    assert similarity_loss(one, 3 * one) == pytest.approx(0.0, abs=1e-12)  # only similarities count
     assert similarity_loss(one, torch.zeros_like(one)) < float("inf")
 
 
@@ -144,7 +144,7 @@ def blocks(**case: Any) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("case", [{}, {"mod": {"every": 1, "capacity": 0.5}}])
-def test_a_block_is_compared_with_what_it_was(case: dict[str, Any]) -> None:
+def test_a_block_is_compared_with_its_earlier_self(case: dict[str, Any]) -> None:
     embedding, block, *_ = blocks(**case)
     block.register_forward_hook(capture_first)
     tokens = [torch.randint(256, (2, 8), generator=generator_for(n)) for n in range(3)]
@@ -177,7 +177,7 @@ def test_a_block_is_compared_with_what_it_was(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("csr_from", [0.0, 1.0])
-def test_a_block_that_was_pruned_is_compared_once_its_reference_was_too(csr_from: float) -> None:
+def test_a_pruned_block_is_compared_once_its_reference_is_pruned(csr_from: float) -> None:
     embedding, block, *_ = blocks(pruning={"csr_from": csr_from})
     block.register_forward_hook(capture_first)
 
@@ -194,11 +194,11 @@ def test_a_block_that_was_pruned_is_compared_once_its_reference_was_too(csr_from
             watched = batch()
             found.append(watched.comparable)
             assert not watched.comparable or watched.plasticity() < float("inf")
-    in_csr = csr_from == 0.0  # where the structure gets smaller, too
+    in_csr = csr_from == 0.0  # in CSR the structure gets smaller, too
     assert found == [False, True, True, False, True, not in_csr, True]
 
 
-def test_a_block_that_is_not_watched_keeps_nothing() -> None:
+def test_an_unwatched_block_keeps_nothing() -> None:
     embedding, block, *_ = blocks()
     block.register_forward_hook(capture_first)
     block(embedding(torch.zeros(1, 8, dtype=torch.int64)))
@@ -214,7 +214,7 @@ def test_a_block_that_is_not_watched_keeps_nothing() -> None:
 
 
 class Engine:
-    """As much of the engine as Egeria sees, around a model in one stage."""
+    """The part of the engine that Egeria uses, around a model on one stage."""
 
     def __init__(self) -> None:
         layers = blocks()
@@ -237,7 +237,7 @@ class Engine:
         return numbers.clone()
 
     def sum_over_world(self, numbers: torch.Tensor) -> torch.Tensor:
-        return 2 * numbers  # two replicas of the same mind
+        return 2 * numbers  # as if two replicas had the same numbers
 
     def train_batch(self, step: int) -> None:
         states: Any = torch.randint(256, (1, 9), generator=generator_for("step", step))
@@ -271,8 +271,8 @@ def run(engine: Engine, steps: range, case: Egeria) -> list[int]:
 def test_verdicts_take_effect_at_their_step() -> None:
     engine = Engine()
     case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
-    # A reference in step 0, plasticities from step 2 on, a slope of two averages in step 4, known in step 5; then a
-    # reference of the next block in step 6, and so on.
+    # The reference is made in step 0. Plasticities come from step 2 on, a slope of two averages in step 4, and the
+    # verdict in step 5. The reference of the next block is made in step 6, and so on.
     assert run(engine, range(12), case) == [0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 3]
     assert engine.changes == ["freezing: first 2 layers", "freezing: first 3 layers"]
     assert vars(engine.module.get_submodule("1"))[REFERENCE] is None  # a frozen block needs none
@@ -280,13 +280,13 @@ def test_verdicts_take_effect_at_their_step() -> None:
     assert vars(engine.module.get_submodule("3"))[REFERENCE] is not None
 
 
-def test_only_the_front_block_is_watched_and_on_what_a_whole_reference_would_give_it() -> None:
+def test_only_the_front_block_is_watched_on_inputs_of_the_reference() -> None:
     engine = Engine()
     case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     assert run(engine, range(7), case)[-1] == 2
     assert [vars(layer).get(REFERENCE) is not None for layer in engine.module.children()] == [0, 0, 1, 0, 0, 0]
     assert all(vars(layer).get(CAPTURED) is None for layer in engine.module.children())
-    embedding, first, second, *_ = copy.deepcopy(engine.module).children()  # as they are when the reference is made
+    embedding, first, second, *_ = copy.deepcopy(engine.module).children()  # the weights that the reference copies
     inputs: list[torch.Tensor] = []
     engine.module.get_submodule("2").register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
     run(engine, range(7, 9), case)
@@ -295,7 +295,7 @@ def test_only_the_front_block_is_watched_and_on_what_a_whole_reference_would_giv
     assert not torch.equal(second(inputs[-1]), engine.module.get_submodule("2")(inputs[-1]))
 
 
-def test_training_waits_for_a_verdict_where_it_is_due_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_waits_for_a_verdict_only_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go, compute = threading.Event(), egeria_module._plasticity
 
     def slowly(watched: Any) -> Any:
@@ -305,14 +305,14 @@ def test_training_waits_for_a_verdict_where_it_is_due_and_nowhere_else(monkeypat
     monkeypatch.setattr(egeria_module, "_plasticity", slowly)
     engine = Engine()
     case = Egeria(config(**{**SOON, "delay": 0.2}), engine, blocks=range(1, 4), total_steps=10)
-    run(engine, range(2), case)  # is not held up
+    run(engine, range(2), case)  # does not wait
     thread = threading.Timer(0.2, may_go.set)
     thread.start()
     case.before_batch(2)
     assert may_go.is_set()
 
 
-def test_a_fallen_learning_rate_sets_all_blocks_free() -> None:
+def test_a_fallen_learning_rate_thaws_all_blocks() -> None:
     engine = Engine()
     case = Egeria(config(**SOON), engine, blocks=range(1, 4), total_steps=10)
     assert run(engine, range(6), case)[-1] == 2
@@ -321,7 +321,7 @@ def test_a_fallen_learning_rate_sets_all_blocks_free() -> None:
     assert engine.changes[-1] == "freezing: first 0 layers"
 
 
-def test_what_is_under_way_is_resumed() -> None:
+def test_a_run_resumes_between_an_evaluation_and_its_verdict() -> None:
     one, other = Engine(), Engine()
     first = Egeria(config(**SOON), one, blocks=range(1, 4), total_steps=10)
     whole = run(one, range(5), first)
@@ -336,7 +336,7 @@ def test_what_is_under_way_is_resumed() -> None:
     assert first.state_dict() == second.state_dict()
 
 
-def test_what_was_thawed_when_it_was_saved_is_thawed_in_frozen_layers() -> None:
+def test_a_resumed_run_thaws_layers_that_were_built_frozen() -> None:
     engine = Engine()
     for number, layer in enumerate(engine.module.children()):
         layer.requires_grad_(number > 1)
@@ -345,7 +345,7 @@ def test_what_was_thawed_when_it_was_saved_is_thawed_in_frozen_layers() -> None:
 
 
 @pytest.mark.parametrize("where", ["_plasticity", "Watched"])
-def test_a_failure_on_the_thread_or_before_it_is_heard(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_the_thread_or_before_it_is_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(watched: Any) -> Any:
         raise MemoryError("no room")
 

@@ -1,4 +1,4 @@
-"""One place publishes, whoever has to know has subscribed."""
+"""Events: subscribers are called in order, and phases reach whoever records them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ds_dynmo.engine.events import AroundSchedule, Event, Timeline
 
 
-def test_subscribers_hear_in_the_order_in_which_they_subscribed() -> None:
+def test_subscribers_are_called_in_the_order_of_subscription() -> None:
     event: Event[int] = Event()
     heard: list[tuple[str, int]] = []
     event.publish(0)
@@ -21,7 +21,7 @@ def test_subscribers_hear_in_the_order_in_which_they_subscribed() -> None:
     assert event.reasons == ["profiler keeps numbers", "executor keeps numbers"]
 
 
-def test_a_schedule_runs_inside_whatever_was_added_even_if_it_fails() -> None:
+def test_a_schedule_runs_inside_all_added_contexts_even_if_it_fails() -> None:
     around, seen = AroundSchedule(), []
 
     @contextmanager
@@ -40,7 +40,7 @@ def test_a_schedule_runs_inside_whatever_was_added_even_if_it_fails() -> None:
     assert seen == [True, "left", False, "left"]
 
 
-def test_phases_are_recorded_where_somebody_records() -> None:
+def test_phases_are_recorded_only_while_somebody_records() -> None:
     timeline, phases = Timeline(), []
 
     @contextmanager

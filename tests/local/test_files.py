@@ -1,4 +1,4 @@
-"""Files that one rank writes alone."""
+"""Files that only one rank writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, "a" * 9)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))  # five more bytes fit, then the disk is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))  # five more bytes fit, as if the disk were full then
     try:
         with pytest.raises(OSError, match="File too large"):
             append_line(path, "b" * 9)
@@ -35,7 +35,7 @@ def test_a_line_goes_through_a_pipe() -> None:
     os.close(writing)
 
 
-def test_monitors_that_fail_are_named_once_each_and_the_others_go_on() -> None:
+def test_failing_monitors_are_named_once_and_the_others_continue() -> None:
     written: list[Any] = []
     warnings: list[str] = []
 

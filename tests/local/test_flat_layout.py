@@ -1,4 +1,4 @@
-"""Which interval of a flat shard goes where, against copying element by element."""
+"""Where each interval of a flat shard goes, compared with copying element by element."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_buffers_hold_their_members_in_order() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_element_arrives_once(seed: int) -> None:
-    """Fill the old shards with names of elements, follow the transfers, and read the new shards."""
+    """Fill the old shards with names of elements, carry out the transfers, and read the new shards."""
     chooser = random.Random(seed)
     before, after, stages, layers = chooser.choice([1, 2, 3]), chooser.choice([1, 2, 3]), chooser.choice([1, 2, 4]), 9
     members = {
@@ -88,7 +88,7 @@ def sorted_within_layers(buffer: Buffer) -> list[int]:
     return [place for layer in layers for place in sorted(p for unit, p in buffer.offsets if unit == layer)]
 
 
-def test_neighbours_travel_together() -> None:
+def test_adjacent_intervals_travel_together() -> None:
     members = {str(layer): [Member(0, 8, 0, False, False), Member(1, 2, 0, False, False)] for layer in range(4)}
     old = {
         0: stage_buffers(["0", "1", "2"], members, 1, 1, after=False),

@@ -27,7 +27,7 @@ TIED = UNTIED.model_copy(update={"tied_embedding": True})
 
 
 class Stage(nn.Module):
-    """What a PipelineModule keeps of layers ``start`` to ``stop``, without processes."""
+    """The attributes of a PipelineModule for layers ``start`` to ``stop``, without processes."""
 
     def __init__(self, config: GPTConfig, start: int, stop: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_a_schedule_counts_in_fractions_of_the_steps() -> None:
     assert at == {0: 0, 29: 0, 30: 2, 59: 2, 60: 4, 89: 4, 90: 6, 149: 6}
 
 
-def test_a_schedule_is_not_moved_by_rounding() -> None:
+def test_rounding_does_not_delay_a_schedule() -> None:
     assert scheduled_blocks([(0.7, 1)], 7, total_steps=10) == 1  # 0.7 * 10 is more than 7 in floating point
 
 
@@ -102,9 +102,9 @@ def test_the_change_of_a_gradient() -> None:
     ("current", "frozen_before", "frozen_after"),
     [
         ([9.9, 9.5, 8.0, 5.0, 9.8], 0, 1),  # eta .01 .05 .2 .5 .02, median .05
-        ([9.9, 9.8, 8.0, 5.0, 6.0], 0, 2),  # eta .01 .02 .2 .5 .4, median .2: the third is at the median
+        ([9.9, 9.8, 8.0, 5.0, 6.0], 0, 2),  # eta .01 .02 .2 .5 .4, median .2: the third equals the median
         ([5.0, 9.9, 9.9, 9.9, 9.9], 0, 0),  # the first changes most
-        ([9.0, 9.0, 9.0, 9.0, 9.0], 0, 0),  # all are at the median
+        ([9.0, 9.0, 9.0, 9.0, 9.0], 0, 0),  # all equal the median
         ([0.0, 0.0, 9.9, 9.8, 5.0], 2, 3),  # of the active ones eta is .01 .02 .5, median .02
         ([0.0, 0.0, 0.0, 9.9, 5.0], 3, 4),  # eta .01 .5, median .255
         ([0.0, 0.0, 0.0, 0.0, 10.0], 4, 4),  # the last one is never frozen
@@ -126,7 +126,7 @@ def test_automatic_freezing_compares_intervals() -> None:
         frozen.append(automatic.frozen_prefix(step))
         automatic.add_gradients(magnitudes(stage))
         automatic.evaluate(step + 1, alone)
-    assert frozen == [0, 0, 0, 0, 0, 0, 2, 2]  # block 0, whose gradients do not change, from the first decision on
+    assert frozen == [0, 0, 0, 0, 0, 0, 2, 2]  # embedding and block 0, whose gradients do not change
 
 
 def test_gradients_of_all_stages_decide() -> None:
@@ -145,7 +145,7 @@ def test_gradients_of_all_stages_decide() -> None:
     assert {each.frozen_prefix(2) for each in stages} == {2}  # eta 1, 2, 3
 
 
-def test_automatic_freezing_refuses_to_decide_on_nothing() -> None:
+def test_automatic_freezing_fails_without_gradients() -> None:
     with pytest.raises(RuntimeError, match="no gradient in blocks 0 to 2 up to step 10"):
         controller({"automatic": {}}).evaluate(10, alone)
 
@@ -177,7 +177,7 @@ def test_a_resumed_controller_decides_as_the_first_one() -> None:
 # -- application -------------------------------------------------------------------------------------------
 
 
-def test_the_prefix_is_frozen_and_unfrozen_where_it_is() -> None:
+def test_each_stage_freezes_and_thaws_its_part_of_the_prefix() -> None:
     front, back = Stage(UNTIED, 0, 3), Stage(UNTIED, 3, 6)
     for stage in (front, back):
         set_frozen_prefix(stage, 4)
@@ -216,7 +216,7 @@ def test_a_tied_embedding_is_frozen_in_the_head_too() -> None:
         assert all(stage.trains().values())
 
 
-def test_local_layers_are_numbered_in_the_model() -> None:
+def test_local_layers_keep_their_numbers_in_the_model() -> None:
     stage = Stage(TIED, 3, 6)
     stage._layer_specs[4] = SimpleNamespace()  # a plain function in the list
     del stage._modules["4"]
@@ -224,7 +224,7 @@ def test_local_layers_are_numbered_in_the_model() -> None:
     assert dict(local_layers(stage))[5] is stage.tied_modules["embedding"]
 
 
-def test_all_that_is_before_the_blocks_is_frozen_with_the_first() -> None:
-    decides = controller({"schedule": [[0.5, 1]]}, blocks=range(2, 5), total_steps=2)  # GPT-2: positions, too
+def test_layers_before_the_blocks_are_frozen_with_the_first_block() -> None:
+    decides = controller({"schedule": [[0.5, 1]]}, blocks=range(2, 5), total_steps=2)  # GPT-2 embeds positions, too
     assert [decides.frozen_prefix(step) for step in range(2)] == [0, 3]
     assert block_numbers(gpt_layers(UNTIED)) == range(1, 4)

@@ -1,4 +1,4 @@
-"""What frozen layers gave is found again, and only what they would give again."""
+"""The cache returns outputs of frozen layers, and only where the layers would compute the same again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLENTY = 10**6
 
 
 class Counted(Stage):
-    """A stage that counts the runs of its layers; ``caches`` is what the case would do around a batch."""
+    """A stage that records which of its layers run."""
 
     def __init__(self, start: int = 0, stop: int = 6, *, interval: int = 0, limit_bytes: int = PLENTY) -> None:
         super().__init__(UNTIED, start, stop)
@@ -33,7 +33,7 @@ class Counted(Stage):
         self.cache = ActivationCache(self, limit_bytes, first_block=1)  # type: ignore[arg-type]
 
     def batch(self, frozen: int, *inputs: torch.Tensor, check: bool = True) -> list[list[int]]:
-        """Which layers ran for each input; the outputs are what they are without a cache."""
+        """Return which layers ran for each input, and check that outputs equal those without a cache."""
         set_frozen_prefix(self, frozen)  # type: ignore[arg-type]
         found = []
         self.cache.install(frozen, range(self._local_start, self._local_stop))
@@ -55,7 +55,7 @@ class Counted(Stage):
 ALL = [0, 1, 2, 3, 4, 5]
 
 
-def test_what_comes_again_is_found() -> None:
+def test_repeated_inputs_are_found() -> None:
     stage = Counted()
     assert stage.batch(3, TOKENS[0], TOKENS[1], TOKENS[0], TOKENS[0]) == [ALL, ALL, [3, 4, 5], [3, 4, 5]]
     assert stage.batch(3, TOKENS[1]) == [[3, 4, 5]]
@@ -63,7 +63,7 @@ def test_what_comes_again_is_found() -> None:
     assert stage.cache.num_bytes == 2 * (2 * 4 * 8 + 2 * 4 * 8 * 4)  # int64 tokens, fp32 of width 8
 
 
-def test_an_input_is_known_by_all_its_bits() -> None:
+def test_inputs_that_differ_in_one_bit_are_told_apart() -> None:
     stage = Counted(2, 6)
     hidden = torch.randn(2, 4, 8, generator=generator_for("hidden"))
     other = hidden.clone()
@@ -73,21 +73,21 @@ def test_an_input_is_known_by_all_its_bits() -> None:
     assert stage.batch(4, other, swapped, hidden.view(1, 8, 8), hidden) == [[2, 3, 4, 5]] * 3 + [[4, 5]]
 
 
-def test_fingerprints_that_met_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colliding_fingerprints_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Counted()
     monkeypatch.setattr("ds_dynmo.models.freezing.cache.fingerprint", lambda tensor: torch.tensor(7))
     assert stage.batch(3, TOKENS[0], TOKENS[1], TOKENS[1], TOKENS[0]) == [ALL, ALL, [3, 4, 5], ALL]
 
 
-def test_when_more_is_frozen_a_pass_goes_on_from_where_it_was() -> None:
+def test_when_more_layers_freeze_a_pass_continues_from_the_cached_one() -> None:
     stage = Counted()
     stage.batch(2, TOKENS[0])
     assert stage.batch(4, TOKENS[0], TOKENS[0]) == [[2, 3, 4, 5], [4, 5]]
-    assert stage.batch(3, TOKENS[0]) == [ALL]  # too far now
+    assert stage.batch(3, TOKENS[0]) == [ALL]  # the cached output is of a layer behind the prefix now
 
 
 def change(stage: Counted) -> None:
-    stage.get_submodule("1").get_parameter("mlp.expand.weight").data[0, 0] += 1e-3  # no version tells
+    stage.get_submodule("1").get_parameter("mlp.expand.weight").data[0, 0] += 1e-3  # does not change the version
 
 
 def thaw(stage: Counted) -> None:
@@ -95,14 +95,14 @@ def thaw(stage: Counted) -> None:
 
 
 @pytest.mark.parametrize("happens", [change, thaw])
-def test_what_may_no_longer_be_so_is_dropped(happens: Callable[[Counted], None]) -> None:
+def test_changed_or_thawed_layers_drop_cached_outputs(happens: Callable[[Counted], None]) -> None:
     stage = Counted()
     stage.batch(3, TOKENS[0])
     happens(stage)
     assert stage.batch(3, TOKENS[0], TOKENS[0]) == [ALL, [3, 4, 5]]
 
 
-def test_a_layer_that_arrives_in_front_makes_it_another_run() -> None:
+def test_a_layer_that_arrives_in_front_invalidates_the_cache() -> None:
     stage = Counted(2, 6)
     hidden = torch.randn(2, 4, 8, generator=generator_for("hidden"))
     stage.batch(4, hidden)
@@ -112,7 +112,7 @@ def test_a_layer_that_arrives_in_front_makes_it_another_run() -> None:
     assert stage.batch(4, hidden) == [[2, 3, 4, 5]]
 
 
-def test_a_layer_that_leaves_in_front_makes_it_another_run() -> None:
+def test_a_layer_that_leaves_in_front_invalidates_the_cache() -> None:
     stage = Counted(2, 6)
     hidden = torch.randn(2, 4, 8, generator=generator_for("hidden"))
     stage.batch(5, hidden)
@@ -121,7 +121,7 @@ def test_a_layer_that_leaves_in_front_makes_it_another_run() -> None:
     assert stage.batch(5, hidden) == [[3, 4, 5]]
 
 
-def test_a_layer_that_leaves_takes_what_it_made() -> None:
+def test_outputs_of_a_layer_that_leaves_are_dropped() -> None:
     stage = Counted()
     stage.batch(4, TOKENS[0])
     stage.forward_funcs = stage.forward_funcs[:3]
@@ -133,17 +133,17 @@ def test_a_layer_that_leaves_takes_what_it_made() -> None:
     assert stage.ran == [0, 1, 2]
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_output_is_evicted_first() -> None:
     stage = Counted(limit_bytes=2 * 320)
     stage.batch(3, TOKENS[0], TOKENS[1], TOKENS[0], TOKENS[2])
     assert stage.cache.num_bytes == 640
     assert stage.batch(3, TOKENS[0], TOKENS[2], TOKENS[1]) == [[3, 4, 5], [3, 4, 5], ALL]
-    assert stage.batch(3, torch.cat(TOKENS), TOKENS[1]) == [ALL, [3, 4, 5]]  # too much alone: nothing goes for it
+    assert stage.batch(3, torch.cat(TOKENS), TOKENS[1]) == [ALL, [3, 4, 5]]  # too large to cache: nothing is evicted
     small = Counted(limit_bytes=319)
     assert small.batch(3, TOKENS[0], TOKENS[0]) == [ALL, ALL] and small.cache.num_bytes == 0
 
 
-def test_an_evaluation_runs_all_layers() -> None:
+def test_evaluation_runs_all_layers() -> None:
     stage = Counted()
     stage.batch(3, TOKENS[0])
     stage.eval()
@@ -153,25 +153,25 @@ def test_an_evaluation_runs_all_layers() -> None:
 
 
 @pytest.mark.parametrize("draw", [lambda hidden: F.dropout(hidden, 0.5), lambda hidden: hidden * random.random()])
-def test_a_layer_that_draws_is_not_skipped(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_layer_that_uses_random_numbers_is_not_skipped(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
     stage = Counted()
     stage.get_submodule("2").register_forward_hook(lambda layer, inputs, output: draw(output))
     assert stage.batch(4, TOKENS[0], TOKENS[0], check=False) == [ALL, ALL]
-    assert stage.batch(4, TOKENS[0], TOKENS[0], check=False) == [ALL, [2, 3, 4, 5]]  # the run ends before it
+    assert stage.batch(4, TOKENS[0], TOKENS[0], check=False) == [ALL, [2, 3, 4, 5]]  # cached up to that layer
 
 
-def test_a_run_without_a_block_is_not_worth_a_look() -> None:
+def test_a_prefix_without_a_block_is_not_cached() -> None:
     stage = Counted()
     assert stage.batch(1, TOKENS[0], TOKENS[0]) == [ALL, ALL] and stage.cache.lookups == 0
 
 
 @pytest.mark.parametrize(("interval", "skipped"), [(1, 3), (2, 2), (3, 3), (4, 0)])
-def test_a_run_ends_where_a_checkpointed_segment_does(interval: int, skipped: int) -> None:
+def test_cached_layers_end_with_a_checkpointed_segment(interval: int, skipped: int) -> None:
     stage = Counted(interval=interval)
     assert stage.batch(3, TOKENS[0], TOKENS[0]) == [ALL, ALL[skipped:]]
 
 
-def test_what_was_found_can_be_changed() -> None:
+def test_cached_outputs_may_be_changed_in_place() -> None:
     stage = Counted()
     stage.get_submodule("3").register_forward_pre_hook(lambda layer, given: given[0].add_(1.0))
     first, again, third = (stage.batch(3, TOKENS[0], check=False) for _ in range(3))
@@ -180,15 +180,15 @@ def test_what_was_found_can_be_changed() -> None:
     assert torch.equal(kept, nn.Sequential(*stage.forward_funcs[:3])(TOKENS[0]))
 
 
-def test_a_layer_in_the_run_is_still_a_layer() -> None:
-    """An emergency checkpoint in mid-batch asks for its weights."""
+def test_a_skipped_layer_still_shows_its_weights() -> None:
+    """An emergency checkpoint in the middle of a batch asks for its weights."""
     stage = Counted()
     stage.cache.install(3, range(stage._local_start, stage._local_stop))
     assert stage.forward_funcs[1].state_dict().keys() == stage.get_submodule("1").state_dict().keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64])
-def test_a_fingerprint_tells_places_and_values(dtype: torch.dtype) -> None:
+def test_a_fingerprint_depends_on_positions_and_values(dtype: torch.dtype) -> None:
     size = 2 * CHUNK + 4
     tensor = (torch.arange(size) % 2).to(dtype)
     prints = {fingerprint(tensor).item(), fingerprint(tensor.flip(0)).item()}

@@ -29,7 +29,7 @@ def test_the_layer_list_is_embedding_blocks_norm_head() -> None:
     assert [spec.typename for spec in specs] == [TokenEmbedding, Block, Block, Block, FinalNorm, OutputHead]
 
 
-def test_a_tied_head_is_the_embedding_used_the_other_way() -> None:
+def test_a_tied_head_uses_the_transposed_embedding() -> None:
     specs = gpt_layers(TIED)
     first, last = specs[0], specs[-1]
     assert isinstance(first, TiedLayerSpec) and isinstance(last, TiedLayerSpec)
@@ -83,7 +83,7 @@ def test_attention_is_the_softmax_over_earlier_tokens() -> None:
     )
 
 
-def test_rotated_products_depend_on_the_distance_alone() -> None:
+def test_rotated_products_depend_only_on_the_distance() -> None:
     query, key = torch.randn(2, 1, 8, generator=generator_for("pair"), dtype=torch.float32)
 
     def product(query_position: int, key_position: int) -> float:
@@ -95,7 +95,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     assert product(7, 3) != pytest.approx(product(8, 3), abs=1e-4)
 
 
-def test_rotary_is_complex_multiplication_and_leaves_position_0() -> None:
+def test_rotary_is_complex_multiplication_and_keeps_position_0() -> None:
     states, positions = torch.randn(3, 5, 6, generator=generator_for("states")), torch.tensor([0, 1, 2, 9, 4])
     angles = positions[:, None] * 100.0 ** (-torch.arange(3) / 3)
     turned = torch.complex(states[..., :3], states[..., 3:]) * torch.polar(torch.ones(5, 3), angles)
@@ -117,9 +117,9 @@ def test_rotary_keeps_the_dtype() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED])
-def test_initial_weights_depend_on_seed_and_layer_alone(config: GPTConfig) -> None:
+def test_initial_weights_depend_only_on_seed_and_layer(config: GPTConfig) -> None:
     forwards = [spec.build().state_dict() for spec in gpt_layers(config)]
-    torch.rand(3)  # what happened before must not matter
+    torch.rand(3)  # earlier random numbers must not matter
     backwards = [spec.build().state_dict() for spec in reversed(gpt_layers(config))][::-1]
     for one, other in zip(forwards, backwards, strict=True):
         assert one.keys() == other.keys()
@@ -147,7 +147,7 @@ def test_initial_weights_are_gpt_2s() -> None:
     assert torch.equal(block.mlp_norm.weight, torch.ones(128))
 
 
-def test_the_first_loss_is_that_of_a_guess() -> None:
+def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
     loss = language_model_loss(build(SMALL)(tokens(4, 16)), tokens(4, 16))
     assert loss.item() == pytest.approx(math.log(50), abs=0.1)
 
@@ -163,7 +163,7 @@ def test_the_loss_is_computed_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED])
-def test_it_learns_a_sentence_by_heart(config: GPTConfig) -> None:
+def test_training_memorises_a_sentence(config: GPTConfig) -> None:
     specs = gpt_layers(config)
     model = torch.nn.Sequential(*(spec.build() for spec in specs))
     if config.tied_embedding:
@@ -180,7 +180,7 @@ def test_it_learns_a_sentence_by_heart(config: GPTConfig) -> None:
     assert loss.item() < 0.1
 
 
-def test_the_load_signal_is_whether_anything_trains() -> None:
+def test_the_load_signal_tells_whether_any_parameter_trains() -> None:
     for layer in build(SMALL):
         assert layer.load_signal() == 1.0
         layer.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What a program started and its scratch folder are gone once it is, also if it was killed."""
+"""When a program ends or is killed, the processes it started and its scratch folder are gone, too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with scratch_folder() as folder:
 
 
 @pytest.mark.parametrize("ends", ["finished", "failed", "killed"])
-def test_nothing_is_left(ends: str) -> None:
+def test_no_process_and_no_folder_is_left(ends: str) -> None:
     command = [sys.executable, "-c", PROGRAM, ends]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(
@@ -45,10 +45,10 @@ def test_nothing_is_left(ends: str) -> None:
             program.stdin.write("x")
     assert program.returncode == {"finished": 0, "failed": 1, "killed": -signal.SIGKILL}[ends]
     deadline = time.monotonic() + 60.0
-    while Path(folder).exists() or any(map(runs, group)):
+    while Path(folder).exists() or any(map(is_alive, group)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def runs(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

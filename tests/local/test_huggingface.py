@@ -1,4 +1,4 @@
-"""The layers of a Hugging Face model against the library's own forward and backward."""
+"""The layers of a Hugging Face model, compared with the library's own forward and backward pass."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def library_model(name: str, seed: int = 1) -> Any:
     settings = dict(MODELS[name])
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    with torch.no_grad():  # weights as they come are so small that much could be wrong and not be seen
+    with torch.no_grad():  # initial weights are so small that errors would not be seen
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model
@@ -78,7 +78,7 @@ def batch(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Whole(nn.Module):
-    """What a PipelineModule makes of the layer list, on one stage."""
+    """The layer list as a PipelineModule builds it on one stage."""
 
     def __init__(self, specs: list[LayerSpec]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Whole(nn.Module):
         return activations
 
     def gradients(self, reference: Any) -> dict[str, torch.Tensor | None]:
-        """By the library's names."""
+        """Return gradients by the library's names."""
         path = {id(module): name for name, module in reference.named_modules()}
         base = reference.base_model
         parts = [reference.get_input_embeddings()]
@@ -124,7 +124,7 @@ def built(model: Any, **settings: Any) -> Whole:
 
 
 def library_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and total loss; the library takes unshifted labels, so the cross entropy is ours."""
+    """Return logits and total loss. The library takes unshifted labels, so the cross entropy is ours."""
     outputs = model(tokens)
     loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
     if getattr(outputs, "aux_loss", None) is not None:
@@ -133,7 +133,7 @@ def library_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tupl
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_loss_and_gradients_are_the_librarys(name: str) -> None:
+def test_logits_loss_and_gradients_equal_the_librarys(name: str) -> None:
     reference, (tokens, labels) = library_model(name), batch()
     ours = built(reference)
     logits, loss = library_loss(reference, tokens, labels)
@@ -153,7 +153,7 @@ def test_logits_loss_and_gradients_are_the_librarys(name: str) -> None:
         assert all(torch.equal(gradients[n], p.grad) for n, p in reference.named_parameters())  # type: ignore[arg-type]
 
 
-def test_the_router_loss_is_the_librarys_in_training_and_none_in_evaluation() -> None:
+def test_the_router_loss_equals_the_librarys_and_is_absent_in_evaluation() -> None:
     reference, (tokens, _) = library_model("mixtral balanced"), batch()
     ours = built(reference)
     expected = reference.router_aux_loss_coef * reference(tokens).aux_loss
@@ -164,8 +164,8 @@ def test_the_router_loss_is_the_librarys_in_training_and_none_in_evaluation() ->
     assert nothing.item() == 0 and torch.equal(evaluated, logits)
 
 
-def test_in_bf16_it_is_still_the_librarys() -> None:
-    """DeepSpeed makes bf16 of layers as torch does; the library keeps rotary frequencies in fp32 and so do we."""
+def test_bf16_results_equal_the_librarys() -> None:
+    """DeepSpeed converts layers to bf16 as torch does. The library keeps rotary frequencies in fp32, and so do we."""
     for name in ("llama", "mixtral balanced", "gpt2"):
         reference, (tokens, _) = library_model(name), batch()
         ours = built(reference).bfloat16()
@@ -192,7 +192,7 @@ def test_a_folder_is_read_layer_by_layer(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_a_layer_reads_its_own_tensors_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_reads_only_its_own_tensors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library_model(name).save_pretrained(tmp_path, max_shard_size="20KB")
     specs = huggingface.layers(tmp_path)
     read: list[str] = []
@@ -206,11 +206,11 @@ def test_a_layer_reads_its_own_tensors_alone(name: str, tmp_path: Path, monkeypa
     for path in tmp_path.glob("*.safetensors"):
         if path.name not in needed:
             path.unlink()
-    specs[2].build()  # the other files are not even opened
+    specs[2].build()  # does not open the other files
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2", "mixtral"])
-def test_a_spec_holds_and_pickles_its_own_tensors_alone(name: str) -> None:
+def test_a_spec_holds_and_pickles_only_its_own_tensors(name: str) -> None:
     reference = library_model(name)
     in_memory = {parameter.data_ptr() for parameter in reference.parameters()}
     for spec in huggingface.layers(reference):
@@ -228,8 +228,8 @@ def test_a_spec_holds_and_pickles_its_own_tensors_alone(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), again.parameters(), strict=True))
 
 
-def test_a_file_of_the_model_without_its_head_will_do(tmp_path: Path) -> None:
-    """As the first GPT-2 files are: no prefix, and buffers that are no more."""
+def test_a_file_of_the_model_without_its_head_is_accepted(tmp_path: Path) -> None:
+    """The first GPT-2 files have no prefix, and buffers that no longer exist."""
     reference, (tokens, _) = library_model("gpt2"), batch()
     reference.config.save_pretrained(tmp_path)
     state = {name: value.contiguous() for name, value in reference.transformer.state_dict().items()}
@@ -239,8 +239,8 @@ def test_a_file_of_the_model_without_its_head_will_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fresh_weights_are_drawn_as_the_librarys(name: str) -> None:
-    """Each layer from a generator of its own: no layer's weights depend on which others are built, or on torch's."""
+def test_fresh_weights_have_the_librarys_distribution(name: str) -> None:
+    """Each layer has its own generator: weights depend neither on which other layers are built nor on torch's state."""
     settings = MODELS[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**settings)
@@ -271,7 +271,7 @@ def test_a_frozen_parameter_of_a_model_stays_frozen() -> None:
     assert frozen == ["layers.0.part.weight"]
 
 
-def test_the_models_config_is_left_alone() -> None:
+def test_the_models_config_is_not_changed() -> None:
     settings = dict(MODELS["llama"])
     config = transformers.AutoConfig.for_model(**settings)
     before = config.to_dict()
@@ -279,7 +279,7 @@ def test_the_models_config_is_left_alone() -> None:
     assert config.to_dict() == before and config._attn_implementation_internal is None
 
 
-def test_a_dict_is_left_alone() -> None:
+def test_a_dict_is_not_changed() -> None:
     scaled = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled |= {"original_max_position_embeddings": 8, "rope_theta": 10000.0}
     for key, nested in (("rope_parameters", scaled), ("rope_scaling", {"type": "dynamic", "factor": 2.0})):
@@ -293,7 +293,7 @@ def test_a_dict_is_left_alone() -> None:
 
 
 def checkpoint_of(whole: Whole, folder: Path) -> Path:
-    """The layer files of a DeepSpeed checkpoint."""
+    """Write the layer files of a DeepSpeed checkpoint, and return its folder."""
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
     for number, layer in enumerate(whole.layers):
@@ -303,7 +303,7 @@ def checkpoint_of(whole: Whole, folder: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_loads_in_the_library(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     reference, (tokens, _) = library_model(name), batch()
     checkpoint = checkpoint_of(built(reference).to(dtype), tmp_path / "checkpoint")
     huggingface.export(reference.config, checkpoint, tmp_path / "out")
@@ -317,10 +317,10 @@ def test_there_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
         json.loads((tmp_path / folder / "model.safetensors.index.json").read_text()) for folder in ("out", "library")
     )
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
-    assert built(tmp_path / "out")(tokens) is not None  # our own reader takes it too
+    assert built(tmp_path / "out")(tokens) is not None  # our own reader accepts it, too
 
 
-def test_what_cannot_be_exported(tmp_path: Path) -> None:
+def test_exports_that_are_refused(tmp_path: Path) -> None:
     reference = library_model("llama")
     checkpoint = checkpoint_of(built(reference), tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="is there already"):
@@ -338,7 +338,7 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- refusals -----------------------------------------------------------------------------------------------
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -347,7 +347,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_wrong_configs_are_named(tmp_path: Path) -> None:
     def refused(model: Any, message: str, **settings: Any) -> None:
         with pytest.raises(ConfigError, match=message):
             huggingface.layers(model, **settings)
@@ -400,7 +400,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
 # -- the "model" block --------------------------------------------------------------------------------------
 
 
-def test_the_model_block_takes_a_config(tmp_path: Path) -> None:
+def test_the_model_block_accepts_a_config(tmp_path: Path) -> None:
     config = parse_block(ModelConfig, {"huggingface": MODELS["qwen3"], "sequence_length": 64, "seed": 3}, "model")
     specs = model_layers(config)
     assert [spec.typename.__name__ for spec in specs] == [
@@ -418,7 +418,7 @@ def test_the_model_block_takes_a_config(tmp_path: Path) -> None:
             model_layers(parse_block(ModelConfig, block, "model"))
 
 
-def test_a_folder_with_a_tokenizer_trains_on_bytes_if_they_are_meant(tmp_path: Path) -> None:
+def test_a_folder_with_a_tokenizer_trains_on_bytes_only_on_request(tmp_path: Path) -> None:
     library_model("llama").save_pretrained(tmp_path)
     block = {"huggingface": str(tmp_path), "sequence_length": 64}
     assert len(model_layers(parse_block(ModelConfig, block, "model"))) == 6
@@ -428,10 +428,10 @@ def test_a_folder_with_a_tokenizer_trains_on_bytes_if_they_are_meant(tmp_path: P
         model_layers(parse_block(ModelConfig, block, "model"))
     assert len(model_layers(parse_block(ModelConfig, {**block, "tokens": "bytes"}, "model"))) == 6
     fresh = {**block, "huggingface": str(tmp_path / "config.json")}
-    assert len(model_layers(parse_block(ModelConfig, fresh, "model"))) == 6  # fresh weights know no token yet
+    assert len(model_layers(parse_block(ModelConfig, fresh, "model"))) == 6  # fresh weights depend on no tokenizer
 
 
-def test_what_cannot_freeze_is_refused() -> None:
+def test_freezing_that_a_model_cannot_do_is_refused() -> None:
     def refused(model: dict[str, Any], freezing: dict[str, Any], message: str) -> None:
         block = parse_block(ModelConfig, {"huggingface": model, "sequence_length": 64, "freezing": freezing}, "model")
         with pytest.raises(ConfigError, match=message):
@@ -447,7 +447,7 @@ def test_what_cannot_freeze_is_refused() -> None:
     assert block_numbers(model_layers(block)) == range(2, 5)
 
 
-def test_a_reference_turns_by_the_blocks_own_angles() -> None:
+def test_a_reference_keeps_the_rotary_frequencies() -> None:
     block = huggingface.layers(MODELS["qwen2"])[1].build()
     block.register_forward_hook(capture_first)
     found = []

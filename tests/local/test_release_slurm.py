@@ -38,7 +38,7 @@ def job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("SLURM_JOB_ID", number)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
     yield number
-    cluster.say("scancel", number)
+    cluster.slurm("scancel", number)
 
 
 def policy(config: RepackConfig = SLURM) -> ReleasePolicy:
@@ -71,7 +71,7 @@ def test_the_node_of_the_batch_script_stays(cluster: Cluster, tmp_path: Path, mo
         assert said == f"nodes ['node2'] have left job {number}; nodes ['node1'] stay"
         assert cluster.job(number)["NodeList"] == "node[1,3]" and cluster.job(number)["JobState"] == "RUNNING"
     finally:
-        cluster.say("scancel", number)
+        cluster.slurm("scancel", number)
 
 
 def test_hosts_that_are_no_nodes_of_the_job(cluster: Cluster, job: str) -> None:
@@ -88,7 +88,7 @@ def test_nodes_of_other_jobs_are_let_alone(cluster: Cluster, job: str) -> None:
         policy().release(locations(2, 3), locations(1))
         assert cluster.job(other)["NodeList"] == "node[2-3]"
     finally:
-        cluster.say("scancel", other)
+        cluster.slurm("scancel", other)
 
 
 def test_no_files_are_left_in_the_users_folder(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_no_files_are_left_in_the_users_folder(job: str, tmp_path: Path, monkeyp
 
 
 def test_a_job_that_has_ended(cluster: Cluster, job: str) -> None:
-    cluster.say("scancel", job)
+    cluster.slurm("scancel", job)
     with pytest.raises(ReleaseRefused, match=f"scontrol update JobId={job} .*finished"):
         policy().release(locations(2), locations(1, 3))
 
