@@ -4,6 +4,7 @@
     deepspeed --num_gpus 2 scripts/emulate.py freezing                     # one change: before and after the rebalance
     deepspeed --num_gpus 2 scripts/emulate.py profile --compute real       # profiled seconds beside layers' own clocks
     deepspeed --num_gpus 2 scripts/emulate.py overhead --compute real      # what a profile and a rebalance cost
+    deepspeed --num_gpus 4 scripts/emulate.py memory                       # what stages hold, beside what is predicted
     deepspeed --num_gpus 8 scripts/emulate.py prediction                   # simulated iterations beside measured ones
     deepspeed --num_gpus 8 scripts/emulate.py makespan                     # that balancer beside "partition"
     deepspeed --num_gpus 8 scripts/emulate.py slowed --rank 3 --factor 2   # a rank that turns slow in mid-run
@@ -18,7 +19,7 @@ import sys
 
 import torch
 
-from benchmarks import differences, one_engine, prediction, slowed
+from benchmarks import differences, held_bytes, one_engine, prediction, slowed
 from benchmarks.machine import Machine
 from command_line import CommandParser, num_processes, write_json
 from ds_dynmo.errors import ConfigError
@@ -28,6 +29,7 @@ COMMANDS = {
     "freezing": (one_engine, one_engine.freezing),
     "profile": (one_engine, one_engine.profile),
     "overhead": (one_engine, one_engine.overhead),
+    "memory": (held_bytes, held_bytes.measure),
     "prediction": (prediction, prediction.measure),
     "makespan": (differences, differences.measure),
     "slowed": (slowed, slowed.measure),

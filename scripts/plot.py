@@ -1,7 +1,8 @@
-"""Draw a run from what it wrote, as pictures and one HTML file that holds them; or the rows of a benchmark.
+"""Draw a run from what it wrote, as pictures and one HTML file that holds them; or rows of a benchmark, or schedules.
 
     python scripts/plot.py report.jsonl --trace trace.json --out pictures
     python scripts/plot.py --rows rows.json --format svg --out pictures
+    python scripts/plot.py --schedules 8 12 --format svg --out pictures      # stages and micro-batches
 
 ``report.jsonl`` is what ``--report`` of scripts/train.py or ``dynmo.report`` names, ``trace.json`` what ``--trace`` or
 ``dynmo.trace`` does, ``rows.json`` what ``--json`` of scripts/benchmark.py does. Needs matplotlib: the extra "plots".
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 from plotting.data import (
     Report,
     Rows,
     read_report,
     read_rows,
     read_trace,
+    scheduled,
     simulated,
     traced,
     traced_steps,
@@ -58,12 +61,27 @@ def measured(events: list[dict[str, Any]], steps: list[int] | None) -> list[Rows
     return [traced(events, step) for step in steps or sorted({there[0], there[-1]})]
 
 
+def orders(stages: int, micro_batches: int) -> list[Rows]:
+    """Make the timelines of 1F1B and of the zero-bubble schedule for equal costs."""
+    return [
+        scheduled(one_f_one_b(stages, micro_batches), "1F1B"),
+        scheduled(schedule_for_equal_costs(stages, micro_batches), "zero bubble"),
+    ]
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", help="JSON lines of a run")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
     parser.add_argument("--steps", type=int, nargs="+", help="of the trace (default: the first and the last)")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="the JSON of a benchmark, drawn by case")
+    parser.add_argument(
+        "--schedules",
+        type=int,
+        nargs=2,
+        metavar=("STAGES", "MICRO_BATCHES"),
+        help="1F1B beside zero bubble, where all passes take the same",
+    )
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
     return parser.parse_args(arguments)
@@ -75,8 +93,10 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    if args.report is None and args.rows is None:
-        raise ConfigError("give the report of a run, or --rows FILE of a benchmark")
+    if args.report is None and args.rows is None and args.schedules is None:
+        raise ConfigError("give the report of a run, or --rows FILE of a benchmark, or --schedules")
+    if args.schedules is not None and min(args.schedules) < 1:
+        raise ConfigError(f"--schedules {' '.join(map(str, args.schedules))}: should be at least 1 each")
     if args.steps is not None and args.trace is None:
         raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
     if args.trace is not None and args.report is None:
@@ -102,6 +122,8 @@ def main(arguments: list[str]) -> int:
     figures: dict[str, tuple[str, Any]] = {}
     if rows:
         figures["Speed of each case"] = ("cases", pictures.cases(rows))
+    if args.schedules is not None:
+        figures["Schedules"] = ("schedules", pictures.timelines(orders(*args.schedules), in_passes=True))
     if report is not None:
         timelines["simulated"] = expected(report)
         figures["Stage loads"] = ("loads", pictures.stage_loads(report))

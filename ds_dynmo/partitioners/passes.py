@@ -49,6 +49,7 @@ class PassModel:
         may_stay: DeepSpeed's 1F1B may be chosen where nothing is shorter.
         first_layers: where groups of layers count as layers, the first layer of each, and the number of layers; ():
             partitions are of layers.
+        output_bytes: per layer and micro-batch; (): not known.
     """
 
     forward_seconds: tuple[float, ...]
@@ -67,6 +68,7 @@ class PassModel:
     limit_bytes: int | None = None
     may_stay: bool = False
     first_layers: tuple[int, ...] = ()
+    output_bytes: tuple[int, ...] = ()
 
     def on(self, num_stages: int) -> PassModel:
         """Return a model of ``num_stages`` stages of speed 1."""
@@ -124,16 +126,38 @@ class PassModel:
 
     def sizes(self, partition: Sequence[int]) -> PassBytes:
         """Add up what passes hold per stage."""
-        activations, held, recomputed = [], [], []
+        activations, held, recomputed, split_recomputed = [], [], [], []
         interval = self.checkpoint_interval
         for start, stop in itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()):
             heads = range(start, stop, interval) if interval else ()
             kept = [self.input_bytes[head] for head in heads] if interval else self.activation_bytes[start:stop]
-            segments = (sum(self.activation_bytes[head : min(head + interval, stop)]) for head in heads)
+            ends = [min(head + interval, stop) for head in heads]
+            segments = [sum(self.activation_bytes[head:end]) for head, end in zip(heads, ends)]
+            with_held = (size + sum(self.deferred_bytes[end:stop]) for size, end in zip(segments, ends))
             activations.append(sum(kept))
             held.append(sum(self.deferred_bytes[start:stop]))
             recomputed.append(max(segments, default=0))
-        return PassBytes(tuple(activations), tuple(held), tuple(recomputed))
+            split_recomputed.append(max(with_held, default=0))
+        return PassBytes(tuple(activations), tuple(held), tuple(recomputed), tuple(split_recomputed))
+
+    def sizes_with_messages(self, partition: Sequence[int], standing: int) -> PassBytes:
+        """Add up what passes hold per stage, and messages between stages, which ``memory`` and limits leave out.
+
+        From the forward to the backward pass DeepSpeed keeps what came in, beside the copy that the first layer gets,
+        and what went out.
+
+        Args:
+            standing: messages of each boundary and direction for which there are buffers all the time.
+        """
+        stages = list(itertools.pairwise(self._in_layers(np.asarray(partition)).tolist()))
+        kept = (self.input_bytes[start] + self.output_bytes[stop - 1] for start, stop in stages)
+        arriving = [0, *(self.input_bytes[start] for start, _ in stages[1:]), 0]
+        bare = self.sizes(partition)
+        return replace(
+            bare,
+            activation_bytes=tuple(map(sum, zip(bare.activation_bytes, kept))),
+            standing_bytes=tuple(standing * (before + after) for before, after in itertools.pairwise(arriving)),
+        )
 
     def limits(self, partition: Sequence[int]) -> tuple[int, ...]:
         """Per stage, the bytes that its passes may hold."""

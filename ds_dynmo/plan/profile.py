@@ -56,7 +56,7 @@ class LayerCost:
             belongs to backward. Median over micro-batches, slowest data-parallel replica.
         parameters, trainable_parameters: numbers of elements, with and without frozen ones.
         static_bytes: weights, gradients, optimizer state and buffers.
-        activation_bytes: per micro-batch, what the layer saves for its backward pass.
+        activation_bytes: per micro-batch, what the layer saves for its backward pass; the last one's loss too.
         input_bytes: per micro-batch, the layer's input, what a checkpointed segment keeps.
         load_signal: the fraction of its dense work that the layer says it does now; None: it does not say.
         held: bytes that it holds between two batches.
@@ -64,6 +64,7 @@ class LayerCost:
             was. Together usually more than ``backward_seconds``.
         deferred_bytes: per micro-batch, what the layer holds from the first part to the second.
         first_use: the first layer that uses the same parameters, itself unless it is tied; None: a plain function.
+        output_bytes: per micro-batch, the layer's output.
     """
 
     forward_seconds: float
@@ -79,6 +80,7 @@ class LayerCost:
     input_gradient_seconds: float = 0.0
     weight_gradient_seconds: float = 0.0
     deferred_bytes: int = 0
+    output_bytes: int = 0
 
     @property
     def seconds(self) -> float:

@@ -132,8 +132,11 @@ class PassBytes:
             activation checkpointing: the inputs of the segments.
         held_bytes: from the end of the input gradient's pass to the end of the weight gradient's: what the weight
             gradient is made of. A backward pass in one holds none.
-        recomputed_bytes: while the input gradient's pass, or a backward pass in one, runs: the largest recomputed
-            segment; 0 without activation checkpointing.
+        recomputed_bytes: while a backward pass in one runs: the largest recomputed segment; 0 without activation
+            checkpointing.
+        split_recomputed_bytes: while the input gradient's pass runs: a recomputed segment and what the segments after
+            it hold already for their weight gradients, where that is most; (): as ``recomputed_bytes``.
+        standing_bytes: all the time, for messages that are about to arrive; (): none.
 
     Raises:
         ScheduleError: unlike numbers of chunks, negative bytes.
@@ -142,15 +145,21 @@ class PassBytes:
     activation_bytes: tuple[int, ...]
     held_bytes: tuple[int, ...]
     recomputed_bytes: tuple[int, ...]
+    split_recomputed_bytes: tuple[int, ...] = ()
+    standing_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = {len(self.activation_bytes), len(self.held_bytes), len(self.recomputed_bytes)}
-        if len(sizes) != 1:
+        if not self.split_recomputed_bytes:
+            object.__setattr__(self, "split_recomputed_bytes", self.recomputed_bytes)
+        if not self.standing_bytes:
+            object.__setattr__(self, "standing_bytes", (0,) * len(self.activation_bytes))
+        names = ("activation_bytes", "held_bytes", "recomputed_bytes", "split_recomputed_bytes", "standing_bytes")
+        if len({len(getattr(self, name)) for name in names}) != 1:
             raise ScheduleError(
                 f"bytes are needed for each chunk, got {len(self.activation_bytes)} activation, "
                 f"{len(self.held_bytes)} held and {len(self.recomputed_bytes)} recomputed values"
             )
-        for name in ("activation_bytes", "held_bytes", "recomputed_bytes"):
+        for name in names:
             for chunk, value in enumerate(getattr(self, name)):
                 if value < 0:
                     raise ScheduleError(f"{name}[{chunk}] is {value}: bytes cannot be negative")

@@ -92,6 +92,10 @@ class _Simulation:
         self._forwards, self._backwards, self._weights = ([0] * costs.num_chunks for _ in range(3))  # begun
 
         self._activations, self._held = sizes.activation_bytes, sizes.held_bytes
+        self._for_split = [  # beside what a backward pass in one needs: in the end, and while segments are recomputed
+            max(sizes.held_bytes[chunk] - sizes.activation_bytes[chunk], split - sizes.recomputed_bytes[chunk])
+            for chunk, split in enumerate(sizes.split_recomputed_bytes)
+        ]
         # What one backward pass recomputes has room at any time.
         self._room = [
             limit - max(sizes.recomputed_bytes[chunk] for chunk in mine) for limit, mine in zip(limits, self._chunks)
@@ -191,7 +195,7 @@ class _Simulation:
         micro_batch = self._backwards[chunk]
         if not self._splits[chunk] or (micro_batch in self._in_one and self._weights[chunk] == micro_batch):
             return Kind.BACKWARD, chunk
-        if self._held[chunk] - self._activations[chunk] <= self._room[stage]:
+        if self._for_split[chunk] <= self._room[stage]:
             return Kind.INPUT_GRADIENT, chunk
         if self._weights[chunk] == micro_batch:
             return Kind.BACKWARD, chunk

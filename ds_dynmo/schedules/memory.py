@@ -26,17 +26,18 @@ def peak_bytes(schedule: Schedule, sizes: PassBytes) -> tuple[int, ...]:
 
 def orders_peak_bytes(orders: Orders, sizes: PassBytes) -> tuple[int, ...]:
     """:func:`peak_bytes` of orders that nobody has checked yet."""
-    activations, held, recomputed = sizes.activation_bytes, sizes.held_bytes, sizes.recomputed_bytes
+    activations, held = sizes.activation_bytes, sizes.held_bytes
+    recomputed = {Kind.BACKWARD: sizes.recomputed_bytes, Kind.INPUT_GRADIENT: sizes.split_recomputed_bytes}
     peaks = []
     for order in orders:
-        used = peak = 0
+        used = peak = sum(sizes.standing_bytes[chunk] for chunk in {action.chunk for action in order})
         for kind, chunk, _ in order:
             if kind == Kind.FORWARD:
                 used += activations[chunk]
             elif kind == Kind.WEIGHT_GRADIENT:
                 used -= held[chunk]
             else:
-                peak = max(peak, used + recomputed[chunk])
+                peak = max(peak, used + recomputed[kind][chunk])
                 used -= activations[chunk] - (held[chunk] if kind == Kind.INPUT_GRADIENT else 0)
             peak = max(peak, used)
         peaks.append(peak)

@@ -135,6 +135,10 @@ def make_engine(
     return pipeline_engine(specs, micro_batches=micro_batches, dynmo=dynmo)
 
 
+def mean_square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - labels).square().mean()
+
+
 def pipeline_engine(
     layers: list[Any],
     *,
@@ -142,9 +146,10 @@ def pipeline_engine(
     dynmo: dict[str, Any] | None,
     checkpoint_interval: int = 0,
     module_class: type[PipelineModule] = PipelineModule,
+    loss_fn: Callable[[Any, Any], torch.Tensor] = mean_square,
     **config: Any,
 ) -> Any:
-    """Make an engine over ``layers``, one stage per rank, split uniformly, whose loss is a mean square.
+    """Make an engine over ``layers``, one stage per rank, split uniformly.
 
     Args:
         dynmo: the "dynmo" block; None: the engine is DeepSpeed's own.
@@ -164,7 +169,7 @@ def pipeline_engine(
         module = module_class(
             layers=layers,
             num_stages=torch.distributed.get_world_size(),
-            loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
+            loss_fn=loss_fn,
             partition_method="uniform",
             activation_checkpoint_interval=checkpoint_interval,
         )

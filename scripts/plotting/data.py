@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import imbalance, loads, simulate
+from ds_dynmo.schedules import Kind, PassCosts, Schedule, replay
 
 Record = dict[str, Any]
 
@@ -30,6 +31,14 @@ class Report:
     def moves(self) -> tuple[Record, ...]:
         """The decisions by which layers changed stage."""
         return tuple(record for record in self.rebalances if record["old_partition"] != record["new_partition"])
+
+
+PASSES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+}
 
 
 class Bar(NamedTuple):
@@ -141,6 +150,17 @@ def simulated(profile: Record, partition: Sequence[int], title: str) -> Rows:
     return Rows(title, tuple((name, tuple(bars)) for name, bars in rows.items()))
 
 
+def scheduled(schedule: Schedule, title: str) -> Rows:
+    """Make the timeline of a schedule where a forward pass and both parts of a backward pass take a second each."""
+    timeline = replay(schedule, PassCosts.equal(schedule.owners))
+    rows = []
+    for stage, order in enumerate(schedule.orders):
+        spans = zip(order, timeline.start_seconds[stage], timeline.end_seconds[stage])
+        bars = (Bar(PASSES[one.kind], one.micro_batch, start, end - start) for one, start, end in spans)
+        rows.append((f"stage {stage}", tuple(bars)))
+    return Rows(title, tuple(rows))
+
+
 def read_trace(path: Path) -> list[Record]:
     """Read the events of the trace that ``dynmo.trace`` wrote.
 
@@ -167,8 +187,14 @@ def traced(events: Sequence[Record], step: int) -> Rows:
     for event in events:
         if event["ph"] == "X" and event["args"]["step"] == step:
             begin = (event["ts"] - marker["ts"]) / 1e6
-            bar = Bar(event["cat"], event["args"].get("micro_batch"), begin, event["dur"] / 1e6)
+            bar = Bar(_category(event), event["args"].get("micro_batch"), begin, event["dur"] / 1e6)
             rows[event["pid"], event["tid"]].append(bar)
     several = len(pipelines) > 1
     named = tuple((f"{pipelines[place[0]]}, " * several + stages[place], tuple(bars)) for place, bars in rows.items())
     return Rows(f"step {step}, measured: partition {marker['args']['partition']}", named)
+
+
+def _category(event: Record) -> str:
+    """The category of an event; a backward pass without its weight gradients has one of its own."""
+    first_part = PASSES[Kind.INPUT_GRADIENT]
+    return first_part if event["name"].startswith(first_part) else str(event["cat"])

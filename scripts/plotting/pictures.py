@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from plotting.data import Loads, Record, Report, Rows, loads_around, quality
+from plotting.data import PASSES, Loads, Record, Report, Rows, loads_around, quality
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8
@@ -21,11 +21,11 @@ WINDOW = 5  # steps of the running median of tokens/s
 MILLI = 1e3
 BEFORE, PREDICTED, MEASURED = "#b0b7c3", "#9ecae9", "#2a6fb0"
 MOVE = "#c0392b"
-PASSES = ("forward", "backward", "weight gradient")
 COLORS = {
     "forward": "#4c8ed9",
     "backward": "#2f9e6e",
-    "weight gradient": "#86cfae",
+    "input gradient": "#1d7a70",
+    "weight gradient": "#a9cf54",
     "load": "#8e6bbf",
     "send": "#e8a838",
     "receive": "#d9763f",
@@ -50,7 +50,8 @@ ARM_COLORS = {
 
 def save_svg(figure: Figure, path: Path) -> None:
     """Write a figure; the same figure gives the same bytes, and text stays text, so that the file is small."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_dynmo"}):
+    one_font = {"font.sans-serif": ["DejaVu Sans"]}  # every text names all of them
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_dynmo", **one_font}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
@@ -238,30 +239,39 @@ def _over_steps(*panels: Any, report: Report) -> None:
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
-def timelines(every: Sequence[Rows]) -> Figure:
-    """Draw batches below each other on one scale of time; a row for each stage."""
+def timelines(every: Sequence[Rows], *, in_passes: bool = False) -> Figure:
+    """Draw batches below each other on one scale of time; a row for each stage.
+
+    Args:
+        in_passes: time is counted in forward passes, else in milliseconds.
+    """
+    per_second, unit = (1.0, "forward passes") if in_passes else (MILLI, "ms")
     rows = [len(one.rows) for one in every]
     inches = 0.42 if max(rows) <= MOST_TALL_ROWS else 0.22
     figure = Figure(figsize=(10, sum(inches * count + 0.8 for count in rows) + 0.9), layout="constrained")
     panels = figure.subplots(len(every), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    longest = MILLI * max(one.seconds for one in every)
+    longest = per_second * max(one.seconds for one in every)
     for axes, one in zip(panels, every):
         for place, (_, bars) in enumerate(one.rows):
             for category in COLORS:
-                spans = [(MILLI * bar.begin_seconds, MILLI * bar.seconds) for bar in bars if bar.category == category]
-                edge = {"edgecolor": "white", "linewidth": 0.4} if category in PASSES else {}
+                spans = [
+                    (per_second * bar.begin_seconds, per_second * bar.seconds)
+                    for bar in bars
+                    if bar.category == category
+                ]
+                edge = {"edgecolor": "white", "linewidth": 0.4} if category in PASSES.values() else {}
                 axes.broken_barh(spans, (place - 0.4, 0.8), facecolor=COLORS[category], **edge)
             for bar in bars:
-                if bar.category in PASSES and MILLI * bar.seconds > 0.015 * longest:
-                    middle = MILLI * (bar.begin_seconds + bar.seconds / 2)
+                if bar.category in PASSES.values() and per_second * bar.seconds > 0.015 * longest:
+                    middle = per_second * (bar.begin_seconds + bar.seconds / 2)
                     text = str(bar.micro_batch)
                     axes.text(middle, place, text, color="white", ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(one.rows)), [name for name, _ in one.rows])
         axes.set_ylim(len(one.rows) - 0.4, -0.6)
         axes.set_xlim(0, longest)
-        axes.set_title(f"{one.title}, {MILLI * one.seconds:,.0f} ms", fontsize=10, loc="left")
+        axes.set_title(f"{one.title}, {per_second * one.seconds:,.0f} {unit}", fontsize=10, loc="left")
         _plain(axes)
-    panels[-1].set_xlabel("ms since the batch began")
+    panels[-1].set_xlabel(f"{unit} since the batch began")
     panels[-1].xaxis.set_major_formatter("{x:,.0f}")
     shown = {bar.category for one in every for _, bars in one.rows for bar in bars}
     handles = [Patch(color=color, label=category) for category, color in COLORS.items() if category in shown]

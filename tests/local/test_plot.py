@@ -16,6 +16,7 @@ from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batc
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
+from ds_dynmo.schedules import zb_h1
 from plotting.data import (
     Report,
     costs,
@@ -24,6 +25,7 @@ from plotting.data import (
     read_report,
     read_rows,
     read_trace,
+    scheduled,
     simulated,
     traced,
 )
@@ -249,6 +251,51 @@ def test_rows_of_a_benchmark_are_drawn_by_case(tmp_path: Path) -> None:
     assert drawn == (tmp_path / "two" / "cases.svg").read_text()
     assert all(word in drawn for word in ("early exit", "moe", "uniform", "partition", "makespan"))
     assert "parameters" not in drawn
+
+
+def test_a_schedule_is_a_timeline_of_its_passes() -> None:
+    rows = scheduled(zb_h1(2, 2), "a title")
+    assert rows.title == "a title" and rows.seconds == 7
+    (_, first), (_, second) = rows.rows
+    assert [(bar.category, bar.micro_batch, bar.begin_seconds) for bar in second] == [
+        *(("forward", 0, 1.0), ("input gradient", 0, 2.0), ("forward", 1, 3.0), ("input gradient", 1, 4.0)),
+        *(("weight gradient", 0, 5.0), ("weight gradient", 1, 6.0)),
+    ]
+    assert {bar.seconds for bar in (*first, *second)} == {1.0}
+
+
+def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
+    tracks = [
+        Track(
+            **{"rank": stage, "replica": 0, "stage": stage, "slice": 0},
+            clock_error_seconds=0.0,
+            events=(
+                Event("backward", "input gradient", 0, 0.0, 1.0),
+                Event("weight gradient", "weight gradient", 0, 1.0, 2.0),
+                Event("backward", "backward", 1, 2.0, 4.0),
+            ),
+        )
+        for stage in range(2)
+    ]
+    drawn = traced([*track_names(tracks), *batch_events(3, Placement.chain([0, 2, 4]), tracks, 0.0)], 3)
+    categories = [bar.category for bar in drawn.rows[0][1]]
+    assert categories == ["input gradient", "weight gradient", "backward"]
+    pictures = pytest.importorskip("plotting.pictures")
+    assert len({pictures.COLORS[category] for category in (*categories, "forward")}) == 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_schedules_are_drawn_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for folder in ("one", "two"):
+        assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(tmp_path / folder)]) == 0
+    drawn = (tmp_path / "one" / "schedules.svg").read_text()
+    assert drawn == (tmp_path / "two" / "schedules.svg").read_text()
+    committed = (Path(__file__).parents[2] / "docs" / "images" / "schedules.svg").read_text()
+    for text in ("1F1B, 57 forward passes", "zero bubble, 43 forward passes", "weight gradient", "input gradient"):
+        assert text in drawn and text in committed
+    assert plot.main(["--schedules", "0", "12"]) == 2
+    assert "--schedules 0 12: should be at least 1 each" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"rows": [{}]}'])

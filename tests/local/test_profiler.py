@@ -215,6 +215,37 @@ def test_activation_bytes_under_checkpointing_leave_the_checkpoint_working() -> 
     assert profiler.samples.activation_bytes[4] == 2 * 3 * 4 * 2
 
 
+def test_what_is_freed_at_once_counts_all_the_same() -> None:
+    """Under checkpointing nobody keeps what a layer saves: the next storage may come to have the same address."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = (x * 1.0).square()  # saves a new tensor each time
+        return x
+
+    def checkpointed(funcs: list[Any], x: Any) -> Any:
+        return checkpoint(lambda y: plain(funcs, y), x, use_reentrant=False)
+
+    x = torch.ones(1000, requires_grad=True)
+    assert measure(Clock(), [doubled], x, checkpointed).samples.activation_bytes == {4: 4 * 1000 * 4}
+
+
+@pytest.mark.parametrize("loss_fn", [lambda y, t: (y - t).square().mean(), nn.MSELoss()], ids=["function", "module"])
+def test_what_the_loss_saves_is_counted(loss_fn: Any) -> None:
+    module = nn.Module()
+    module.forward_funcs, module.loss_fn = [nn.Linear(3, 5)], loss_fn
+    x, target = torch.ones(2, 3, requires_grad=True), torch.ones(2, 5)
+    profiler = Profiler(Clock())
+    for has_loss in (False, True):
+        with profiler.batch(module, [0], has_loss=has_loss), profiler.one_pass(Part.FORWARD):
+            module.loss_fn(module.forward_funcs[0](x), target)
+        assert module.loss_fn is loss_fn
+        assert bool(profiler.samples.loss_bytes) == has_loss
+    # the difference; or, of a module, the target, as outputs count by themselves
+    assert profiler.samples.loss_bytes == 2 * 5 * 4
+    assert profiler.samples.output_bytes == {0: 2 * 5 * 4}
+
+
 @pytest.mark.parametrize(("every", "rows_counted"), [(True, 4), (False, 1)])
 def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the_first(
     every: bool, rows_counted: int

@@ -56,6 +56,7 @@ class ScheduleChoice:
             memory=self.config.memory,
             limit_bytes=self.limit_bytes,
             may_stay=self.config.kind == "auto",
+            output_bytes=tuple(cost.output_bytes for cost in layers),
         )
 
 

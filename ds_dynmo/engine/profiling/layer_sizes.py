@@ -19,7 +19,7 @@ from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _DEFERRED = range(5)
-_PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _SIGNAL, _MEASURED, _HELD = range(5, 13)
+_PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _OUTPUT, _SIGNAL, _MEASURED, _HELD = range(5, 14)
 _COLUMNS = _HELD + len(fields(HeldBytes))
 _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
@@ -72,7 +72,10 @@ def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState,
         row[_DEFERRED] = samples.deferred_bytes.get(index, 0)
         row[_MEASURED] = float(bool(samples.forward[index]))
         row[_ACTIVATION] = samples.activation_bytes.get(index, 0)
+        if index == layers.num_layers - 1:
+            row[_ACTIVATION] += samples.loss_bytes
         row[_INPUT] = samples.input_bytes.get(index, 0)
+        row[_OUTPUT] = samples.output_bytes.get(index, 0)
         module = layers.local_module(index)
         if module is not None:
             row[_PARAMETERS] = sum(p.numel() for p in module.parameters())
@@ -125,6 +128,7 @@ def profile_from(
                 input_gradient_seconds=row[_INPUT_GRADIENT],
                 weight_gradient_seconds=row[_WEIGHT_GRADIENT],
                 deferred_bytes=int(row[_DEFERRED]),
+                output_bytes=int(row[_OUTPUT]),
             )
         )
     return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, _BATCH]))

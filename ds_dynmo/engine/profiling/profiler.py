@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+
+from ds_dynmo.engine.profiling.saved_bytes import loss_through, saved_for_backward, state_of
 
 Mark = tuple[Any, int | None]
 _RECENT = 7  # batches, profiled or not, whose median counts as the seconds of a batch
@@ -85,12 +86,15 @@ class Samples:
     Attributes:
         seconds: of each part; a micro-batch's backward pass is in one list, or in two.
         deferred_bytes: that a layer holds between the two parts, per micro-batch.
+        loss_bytes: that the loss saves for its backward pass, on the last stage, per micro-batch.
     """
 
     seconds: dict[Part, _Seconds] = field(default_factory=_seconds_by_part)
     deferred_bytes: dict[int, int] = field(default_factory=dict)
     activation_bytes: dict[int, int] = field(default_factory=dict)
     input_bytes: dict[int, int] = field(default_factory=dict)
+    output_bytes: dict[int, int] = field(default_factory=dict)
+    loss_bytes: int = 0
     batches: int = 0
 
     def forward_seconds(self, index: int) -> float:
@@ -199,7 +203,8 @@ class Profiler:
         self.measures = True
         began = time.perf_counter()
         try:
-            yield
+            with loss_through(module, self._sized_loss) if has_loss else nullcontext():
+                yield
         finally:
             self.measures = False
             module.forward_funcs = bare
@@ -311,20 +316,23 @@ class Profiler:
             self.samples.input_bytes[index] = sum(tensor.nbytes for tensor in _tensors(inputs))
         known = index in self.samples.activation_bytes and not self._size_every_pass
         if known or not torch.is_grad_enabled():
-            return layer(inputs)
-        own = {parameter.untyped_storage().data_ptr() for parameter in _state(layer)}
-        saved: dict[int, int] = {}
-
-        def count(tensor: torch.Tensor) -> None:
-            if tensor.layout == torch.strided:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in own:
-                    saved[storage.data_ptr()] = storage.nbytes()
-
-        with _saved_tensors(count):
             outputs = layer(inputs)
-        self.samples.activation_bytes[index] = max(self.samples.activation_bytes.get(index, 0), sum(saved.values()))
+        else:
+            with saved_for_backward(state_of(layer)) as saved:
+                outputs = layer(inputs)
+            self.samples.activation_bytes[index] = max(self.samples.activation_bytes.get(index, 0), saved.take())
+        if index not in self.samples.output_bytes:
+            self.samples.output_bytes[index] = sum(tensor.nbytes for tensor in _tensors(outputs))
         return outputs
+
+    def _sized_loss(self, loss_fn: Callable[..., Any], outputs: Any, labels: Any) -> Any:
+        """Calculate the loss, and count what it saves for its backward pass."""
+        if (self.samples.loss_bytes and not self._size_every_pass) or not torch.is_grad_enabled():
+            return loss_fn(outputs, labels)
+        with saved_for_backward([*state_of(loss_fn), *_tensors(outputs)]) as saved:
+            loss = loss_fn(outputs, labels)
+        self.samples.loss_bytes = max(self.samples.loss_bytes, saved.take())
+        return loss
 
     # -- reading --------------------------------------------------------------------------------------
 
@@ -351,29 +359,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for tensor in value if isinstance(tensor, torch.Tensor)] if isinstance(value, tuple | list) else []
-
-
-def _state(layer: Any) -> list[torch.Tensor]:
-    module = layer.args[0] if isinstance(layer, partial) and layer.args else layer
-    if not isinstance(module, nn.Module):
-        return []
-    return [t for t in [*module.parameters(), *module.buffers()] if t.layout == torch.strided]
-
-
-@contextmanager
-def _saved_tensors(count: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``count`` with every tensor saved for backward, and keep the hooks that are set already (checkpointing's).
-
-    Only a private function of torch gives those hooks (read in torch 2.13.0).
-    """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-    def pack(tensor: torch.Tensor) -> Any:
-        count(tensor)
-        return outer[0](tensor) if outer else tensor
-
-    def unpack(packed: Any) -> torch.Tensor:
-        return outer[1](packed) if outer else packed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield

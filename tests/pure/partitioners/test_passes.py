@@ -127,6 +127,26 @@ def test_no_iteration_is_shorter_than_its_work() -> None:
         assert given.on(1).work_seconds <= given.on(1).iteration_seconds(alone) * (1 + 1e-9)
 
 
+def test_messages_are_held_beside_what_passes_hold() -> None:
+    passes = pipeline(random.Random(4)).passes
+    assert passes is not None
+    passes = replace(passes, input_bytes=(1, 2, 4, 8, 16, 32, 64), output_bytes=(2, 4, 8, 16, 32, 64, 1000))
+    bare, whole = passes.sizes([0, 2, 4, 7]), passes.sizes_with_messages([0, 2, 4, 7], standing=3)
+    kept = [more - less for more, less in zip(whole.activation_bytes, bare.activation_bytes)]
+    assert kept == [1 + 4, 4 + 16, 16 + 1000]
+    assert whole.standing_bytes == (3 * 4, 3 * (4 + 16), 3 * 16)
+    assert (whole.held_bytes, whole.recomputed_bytes) == (bare.held_bytes, bare.recomputed_bytes)
+
+
+def test_a_segment_is_recomputed_beside_what_those_after_it_hold() -> None:
+    passes = pipeline(random.Random(4), interval=2).passes
+    assert passes is not None
+    passes = replace(passes, activation_bytes=(5,) * 7, deferred_bytes=(1, 2, 4, 8, 16, 32, 64))
+    sizes = passes.sizes([0, 1, 2, 7])
+    assert sizes.recomputed_bytes == (5, 5, 10)
+    assert sizes.split_recomputed_bytes == (5, 5, 10 + 16 + 32 + 64)
+
+
 def test_no_order_where_one_micro_batch_does_not_fit() -> None:
     given = pipeline(random.Random(2))
     assert given.passes is not None

@@ -66,6 +66,14 @@ def test_a_pass_whose_remains_do_not_fit_runs_in_one() -> None:
     assert Kind.BACKWARD in {action.kind for action in found.orders[0]}
 
 
+def test_a_pass_that_would_hold_too_much_while_segments_are_recomputed_runs_in_one() -> None:
+    sizes = PassBytes((1, 1), (1, 1), (5, 5), split_recomputed_bytes=(9, 9))
+    found = made(PassCosts.equal(range(2)), 4, sizes, [10, 10], Policy())
+    assert max(peak_bytes(found, sizes)) <= 10
+    assert Kind.INPUT_GRADIENT in {action.kind for action in found.orders[1]}
+    assert Kind.BACKWARD in {action.kind for action in found.orders[0]}  # two micro-batches are in flight
+
+
 def test_too_little_memory_gives_no_order() -> None:
     assert greedy(PassCosts.equal(range(2)), 2, PassBytes.equal(2, 10), [10, 9], Policy()) is None
 

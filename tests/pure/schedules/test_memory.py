@@ -20,6 +20,17 @@ def test_a_recomputed_set_is_there_during_a_backward_pass() -> None:
     assert peak_bytes(made, PassBytes((1, 1), (5, 5), (9, 7))) == (2 + 9, 1 + 7)
 
 
+def test_what_segments_hold_already_is_there_while_others_are_recomputed() -> None:
+    made = chain("F0 F1 B0 I1 W1", "F0 B0 F1 B1")
+    sizes = PassBytes((1, 1), (5, 5), (9, 7), split_recomputed_bytes=(12, 8))
+    assert peak_bytes(made, sizes) == (max(2 + 9, 1 + 12), 1 + 7)
+
+
+def test_what_stands_ready_for_messages_is_there_all_the_time() -> None:
+    made = chain("F0 F1 I0 I1 W0 W1", "F0 I0 W0 F1 B1")
+    assert peak_bytes(made, PassBytes((10, 10), (4, 4), (0, 0), standing_bytes=(3, 2))) == (23, 12)
+
+
 def test_chunks_of_a_stage_add_up() -> None:
     v = Schedule((0, 1, 1, 0), 1, (order("F0@0 F0@3 I0@3 W0@3 B0@0", 0), order("F0@1 F0@2 B0@2 B0@1", 0)))
     assert peak_bytes(v, PassBytes((1, 2, 4, 8), (1, 2, 4, 16), (0, 0, 0, 0))) == (17, 6)
