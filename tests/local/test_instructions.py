@@ -1,4 +1,4 @@
-"""What is put around instructions, and engine classes that ours is built upon, without a process group."""
+"""Wrappers around instructions, and engine classes that ours is built upon, without a process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ds_dynmo.errors import ConfigError
 STOCK = PipelineEngine._INSTRUCTION_MAP
 
 
-def test_a_wrapper_that_copies_deepspeeds_name_is_the_users() -> None:
+def test_a_wrapper_under_deepspeeds_name_counts_as_the_users() -> None:
     for instruction in STOCK.values():
         assert is_deepspeeds(instruction)
         assert not is_deepspeeds(wraps(instruction)(lambda *args, **kwargs: None))
@@ -41,7 +41,9 @@ def test_a_wrapper_that_copies_deepspeeds_name_is_the_users() -> None:
         (schedule.RecvActivation, 3, True, False),
     ],
 )
-def test_what_a_frozen_prefix_refuses(kind: type, prefix: int, partitioned: bool, refused: bool) -> None:
+def test_a_frozen_prefix_refuses_own_instructions_that_skip_its_work(
+    kind: type, prefix: int, partitioned: bool, refused: bool
+) -> None:
     def own(self: Any, buffer_id: int) -> None: ...
 
     check(STOCK, prefix, partitioned=partitioned)
@@ -57,7 +59,7 @@ def composed(present: dict[type, Any]) -> Any:
     return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None)
 
 
-def test_only_what_is_needed_goes_around() -> None:
+def test_only_instructions_that_need_it_are_wrapped() -> None:
     found = composed({**STOCK, nn.Module: print})
     assert {kind for kind in found if found[kind] is not {**STOCK, nn.Module: print}[kind]} == {schedule.BackwardPass}
     assert schedule.BackwardPass not in composed({})
@@ -81,8 +83,8 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["each with retain_graph", "retain_graph for all", "one is left out", "autograd"])
-def test_several_outputs_go_back_once_whoever_calls_backward(way: str) -> None:
-    """And what the instruction gets are tensors as DeepSpeed hands them over."""
+def test_several_outputs_take_one_backward_pass_whoever_calls_it(way: str) -> None:
+    """The instruction gets tensors as DeepSpeed passes them."""
     layer, gradients = Shared(), (torch.tensor([0.5, 0.25]), torch.tensor([1.0, 2.0]))
 
     def backward(engine: Any, buffer_id: int) -> None:
@@ -148,7 +150,7 @@ def test_an_engine_class_is_built_once_and_keeps_its_name() -> None:
         (Deciding, "engine_class = Deciding: it defines balancer, rebalance, which ds_dynmo's engine uses"),
     ],
 )
-def test_engine_classes_that_are_refused(given: Any, message: str) -> None:
+def test_wrong_engine_classes_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_class(given)
 

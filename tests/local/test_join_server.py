@@ -1,4 +1,4 @@
-"""How a launch is let into a job, and who is not: everything over a store, without process groups."""
+"""How a launch is admitted to a job, and which are not: all over a store, without process groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> FileStore:
 
 
 class Gate:
-    """A job's server, which polls when told to, and what they warned of."""
+    """A job's server that polls when told to, and its warnings."""
 
     def __init__(self, store: FileStore, secret: str = SECRET, seconds: float = 60.0) -> None:
         self.warnings: list[str] = []
@@ -51,7 +51,7 @@ class Gate:
             warn=self.warnings.append,
         )
 
-    def while_it_polls(self, action: Callable[[], Any]) -> Any:
+    def while_polling(self, action: Callable[[], Any]) -> Any:
         done = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(action)
@@ -75,10 +75,10 @@ def join(store: FileStore, stages: int = 1, **other: Any) -> int:
     return asking.apply(replace(JOB, axes={"pipe": stages, "data": 2}, **other), locations(2 * stages))
 
 
-def test_those_that_know_the_secret_are_let_in_and_arrive_when_all_their_ranks_are_ready(store: FileStore) -> None:
+def test_launches_that_know_the_secret_arrive_when_all_their_ranks_are_ready(store: FileStore) -> None:
     gate = Gate(store)
-    assert gate.while_it_polls(lambda: join(store, 1)) == 2
-    assert gate.while_it_polls(lambda: join(store, 2)) == 3
+    assert gate.while_polling(lambda: join(store, 1)) == 2
+    assert gate.while_polling(lambda: join(store, 2)) == 3
     for rank in (4, 6, 7, 8, 9):
         store.set(ready_key(rank), "")
     (second,) = gate.server.ready_launches(0)
@@ -97,7 +97,7 @@ def test_the_secret_stays_in_the_environment(store: FileStore, tmp_path: Path, m
         with pytest.raises(TypeError, match="a secret is not pickled"):
             copies(secret)
     gate = Gate(store)
-    gate.while_it_polls(lambda: join(store))
+    gate.while_polling(lambda: join(store))
     assert SECRET.encode() not in (tmp_path / "store").read_bytes()
 
 
@@ -114,22 +114,22 @@ def test_no_joins_without_a_secret(value: str | None, said: str, monkeypatch: py
     assert "seven77" not in str(error.value)
 
 
-def test_a_client_believes_no_job_that_does_not_know_the_secret(store: FileStore) -> None:
+def test_a_client_refuses_a_job_that_does_not_know_the_secret(store: FileStore) -> None:
     stranger = Gate(store, "another secret that is as long as the right one")
     with pytest.raises(ConfigError, match=f"does not know the secret that this launch has in {VARIABLE}"):
-        stranger.while_it_polls(client(store).request_job_spec)
+        stranger.while_polling(client(store).request_job_spec)
 
 
 @pytest.mark.parametrize("answer", [b"\x80\x04N.", b"[]", b"{}", b'{"nonce": 1}', b"[" * 100_000])
-def test_a_client_is_told_of_an_answer_that_makes_no_sense(store: FileStore, answer: bytes) -> None:
+def test_a_client_refuses_an_invalid_answer(store: FileStore, answer: bytes) -> None:
     asking = client(store)
     store.set(message_key("job", asking._own), answer)
     with pytest.raises(ConfigError, match="the job gave no valid answer within"):
         asking.request_job_spec()
 
 
-def unproved(store: FileStore, change: Callable[[dict[str, str]], None]) -> None:
-    """Ask, and apply with a message that ``change`` has changed."""
+def apply_with_altered_message(store: FileStore, change: Callable[[dict[str, str]], None]) -> None:
+    """Request the job's specification, and apply with a message that ``change`` has altered."""
     asking, bounded = client(store), BoundedStore(store, 30.0)
 
     class Changing:
@@ -147,48 +147,50 @@ def unproved(store: FileStore, change: Callable[[dict[str, str]], None]) -> None
         asking.apply(JOB, locations(4))
 
 
-def test_who_does_not_know_the_secret_is_not_let_in(store: FileStore) -> None:
+def test_a_launch_that_does_not_know_the_secret_is_not_admitted(store: FileStore) -> None:
     gate = Gate(store)
     forged = JoinSecret("another secret that is as long as the right one").proof("client")
-    gate.while_it_polls(lambda: unproved(store, lambda message: message.update(proof=forged)))
-    gate.while_it_polls(lambda: unproved(store, lambda message: message.update(application="{}")))
-    gate.while_it_polls(lambda: unproved(store, lambda message: message.pop("proof")))
+    gate.while_polling(lambda: apply_with_altered_message(store, lambda message: message.update(proof=forged)))
+    gate.while_polling(lambda: apply_with_altered_message(store, lambda message: message.update(application="{}")))
+    gate.while_polling(lambda: apply_with_altered_message(store, lambda message: message.pop("proof")))
     assert gate.server.close() == []
     assert len(gate.warnings) == 1 and "a request without a proof that it knows the secret" in gate.warnings[0]
 
 
-def test_what_was_said_in_one_meeting_proves_nothing_in_another(store: FileStore) -> None:
+def test_a_proof_from_one_handshake_is_worthless_in_another(store: FileStore) -> None:
     gate, heard = Gate(store), dict[str, str]()
-    gate.while_it_polls(lambda: unproved(store, lambda message: heard.update(message) or message.clear()))  # type: ignore[func-returns-value]
-    gate.while_it_polls(lambda: unproved(store, lambda message: message.update(heard)))
+    gate.while_polling(
+        lambda: apply_with_altered_message(store, lambda message: heard.update(message) or message.clear())
+    )  # type: ignore[func-returns-value]
+    gate.while_polling(lambda: apply_with_altered_message(store, lambda message: message.update(heard)))
     assert set(heard) == {"application", "proof"} and gate.server.close() == []
 
 
-def test_the_job_checks_too_whether_it_fits(store: FileStore) -> None:
+def test_the_job_also_checks_whether_a_launch_fits(store: FileStore) -> None:
     gate = Gate(store)
     with pytest.raises(ConfigError, match=r"the job does something else\. What differs: the layers"):
-        gate.while_it_polls(lambda: join(store, traits={"the layers": "others"}))
+        gate.while_polling(lambda: join(store, traits={"the layers": "others"}))
     with pytest.raises(ConfigError, match="4 ranks are not 1 stages of 2"):
         asking = client(store)
-        gate.while_it_polls(asking.request_job_spec)
-        gate.while_it_polls(lambda: asking.apply(replace(JOB, axes={"pipe": 1, "data": 2}), locations(4)))
+        gate.while_polling(asking.request_job_spec)
+        gate.while_polling(lambda: asking.apply(replace(JOB, axes={"pipe": 1, "data": 2}), locations(4)))
     assert gate.server.close() == []
 
 
-def test_no_more_stages_are_taken_in_than_the_model_has_layers(store: FileStore) -> None:
+def test_no_more_stages_are_admitted_than_the_model_has_layers(store: FileStore) -> None:
     gate = Gate(store)
-    gate.while_it_polls(lambda: join(store, 3))
+    gate.while_polling(lambda: join(store, 3))
     with pytest.raises(
         ConfigError, match=r"takes in 4 stages of other launches at most, .* has 3: 2 more are too many"
     ):
-        gate.while_it_polls(lambda: join(store, 2))
+        gate.while_polling(lambda: join(store, 2))
     for rank in range(4, 10):
         store.set(ready_key(rank), "")
     assert len(gate.server.ready_launches(0)) == 1
     with pytest.raises(ConfigError, match="has 3: 2 more are too many"):
-        gate.while_it_polls(lambda: join(store, 2))
-    gate.server.ready_launches(0)  # those have left
-    assert gate.while_it_polls(lambda: join(store, 2)) == 5
+        gate.while_polling(lambda: join(store, 2))
+    gate.server.ready_launches(0)  # the admitted ones have left
+    assert gate.while_polling(lambda: join(store, 2)) == 5
 
 
 GARBAGE = [
@@ -203,7 +205,7 @@ GARBAGE = [
 ]
 
 
-def test_garbage_is_thrown_away_and_reported_once(store: FileStore) -> None:
+def test_invalid_messages_are_dropped_and_reported_once(store: FileStore) -> None:
     gate = Gate(store)
     assert len(GARBAGE) == REQUEST_SLOTS
     for slot, garbage in enumerate(GARBAGE):
@@ -211,10 +213,10 @@ def test_garbage_is_thrown_away_and_reported_once(store: FileStore) -> None:
     gate.server.poll()
     assert not any(store.check([slot_key(slot)]) for slot in range(REQUEST_SLOTS))
     assert len(gate.warnings) == 1 and "an invalid message" in gate.warnings[0]
-    assert gate.while_it_polls(lambda: join(store)) == 2
+    assert gate.while_polling(lambda: join(store)) == 2
 
 
-def test_handshakes_are_bounded_and_given_up(store: FileStore) -> None:
+def test_handshakes_are_bounded_and_expire(store: FileStore) -> None:
     gate = Gate(store, seconds=0.0)
     for number in range(200):
         store.set(slot_key(number % REQUEST_SLOTS), json.dumps({"nonce": f"{number:064x}"}))
@@ -227,7 +229,7 @@ def test_handshakes_are_bounded_and_given_up(store: FileStore) -> None:
         client(store).request_job_spec()
 
 
-def test_a_server_that_nobody_holds_end_their_thread(store: FileStore) -> None:
+def test_the_thread_ends_with_the_last_reference_to_its_server(store: FileStore) -> None:
     gate = Gate(store)
     gate.server.start()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "ds_dynmo joins"]

@@ -1,4 +1,4 @@
-"""Which processes are a rank's launchers, and that a rank ends with them: trees of real processes, without torch."""
+"""Which processes are a rank's launchers, and that a rank ends with them: real process trees, without torch."""
 
 from __future__ import annotations
 
@@ -43,18 +43,20 @@ def scripts(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("launchers", [1, 2])
 @pytest.mark.parametrize("arguments", [[], ["--steps", "3", "--", "x"]])
-def test_a_rank_ends_with_the_uppermost(launchers: int, arguments: list[str], scripts: tuple[Path, Path]) -> None:
+def test_a_rank_ends_with_its_topmost_launcher(
+    launchers: int, arguments: list[str], scripts: tuple[Path, Path]
+) -> None:
     rank, launcher = scripts
     command = [sys.executable, str(launcher), str(launchers), "--", str(rank), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
         assert top.stdout.readline() == f"{launchers} 1\n"
         top.kill()
-        assert top.stdout.read() == ""  # comes back when the rank, which holds the other end, has ended
+        assert top.stdout.read() == ""  # returns when the rank, which holds the other end, has ended
 
 
-def test_a_program_that_no_launcher_started_goes_on(scripts: tuple[Path, Path]) -> None:
-    """Nothing watches its parent, a shell."""
+def test_a_program_without_a_launcher_continues(scripts: tuple[Path, Path]) -> None:
+    """Its parent is a shell, which is not watched."""
     command = ["sh", "-c", f"{sys.executable} {scripts[0]}; true"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
         assert shell.stdout is not None

@@ -1,4 +1,4 @@
-"""What is written of a layer, and which files of one are refused."""
+"""What a checkpoint stores of a layer, and which files of a layer are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(layer: nn.Module, content: LoadedLayer, **flags: bool) -> None:
     check_state(content, origin_of(Layer()), present_shapes(layer), path="some file", **options)
 
 
-def test_only_a_layers_own_elements_are_written() -> None:
+def test_only_a_layers_own_elements_are_saved() -> None:
     layer = Layer()
     flat = torch.zeros(100_000)
     layer.weight.data = flat[:8].view(4, 2)
@@ -53,7 +53,7 @@ def test_only_a_layers_own_elements_are_written() -> None:
     assert torch.equal(found["weights"]["weight"], layer.weight)
 
 
-def test_a_second_name_needs_its_submodule() -> None:
+def test_a_second_name_of_a_parameter_needs_its_submodule() -> None:
     named = Layer()
     named.inner = nn.Module()
     named.inner.again = named.weight
@@ -63,7 +63,7 @@ def test_a_second_name_needs_its_submodule() -> None:
 
 
 @pytest.mark.parametrize("flags", [{"strict": False}, {"frozen_excluded": True}])
-def test_no_weight_is_made_up(flags: dict[str, bool]) -> None:
+def test_a_missing_weight_is_never_invented(flags: dict[str, bool]) -> None:
     narrow = Layer(width=3)
     narrow.weight.requires_grad_(False)
     content = loaded(narrow, "weight")
@@ -76,7 +76,7 @@ def test_no_weight_is_made_up(flags: dict[str, bool]) -> None:
     assert torch.equal(here.weight, torch.full((3, 2), 7.0)) and not here.weight.requires_grad
 
 
-def test_a_buffer_that_changed_since_is_refused_where_nothing_says_how() -> None:
+def test_a_buffer_of_another_shape_is_refused_without_extras() -> None:
     here = Layer()
     here.scale = torch.ones(5)
     stock = LoadedLayer(dict(Layer().state_dict()), None)
@@ -88,7 +88,7 @@ def test_a_buffer_that_changed_since_is_refused_where_nothing_says_how() -> None
 @pytest.mark.parametrize(
     ("options", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
 )
-def test_a_count_of_steps_is_where_torch_has_it(options: dict[str, Any], device: str) -> None:
+def test_step_counts_are_on_the_device_that_torch_expects(options: dict[str, Any], device: str) -> None:
     meta = torch.device("meta")
     assert in_memory("step", torch.tensor(3.0), options, meta).device.type == device
     assert in_memory("mu_product", torch.tensor(3.0), options, meta).device.type == "meta"

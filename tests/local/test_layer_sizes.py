@@ -1,4 +1,4 @@
-"""From measured samples to a profile."""
+"""Layer sizes, and profiles made from measured samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_layer_that_did_not_run_is_named() -> None:
     table[0, layer_sizes._MEASURED] = 1.0
     with pytest.raises(PartitionError, match="layer 1"):
         layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2)
-    table[1, layer_sizes._MEASURED] = 1.0  # measured at zero seconds: too fast for the clock
+    table[1, layer_sizes._MEASURED] = 1.0  # it ran, but too fast for the clock
     assert layer_sizes.profile_from(table, (0, 1, 2), step=1, micro_batches=2).layers[1].seconds == 0.0
 
 

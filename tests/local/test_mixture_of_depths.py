@@ -27,7 +27,7 @@ def model_config(**mod: Any) -> ModelConfig:
 
 
 def block_of(attention: Any = None, **mod: Any) -> MixtureOfDepthsBlock:
-    """A block whose parts all matter: weights larger than initial ones."""
+    """Build a block with weights larger than initial ones, so that all its parts matter."""
     config = model_config(**mod)
     assert config.mod is not None
     block = MixtureOfDepthsBlock(config, 2, config.mod, attention)
@@ -51,7 +51,7 @@ def slow_top(weights: list[float], count: int) -> set[int]:
 
 
 def slow_block(block: MixtureOfDepthsBlock, hidden: torch.Tensor, members: list[set[int]], window: int) -> torch.Tensor:
-    """The whole sequence through the whole block, token by token, others masked out; then equation 1 token by token."""
+    """Run the sequence through the block token by token, with the others masked out, then apply equation 1."""
     rows = []
     for sequence, chosen in zip(hidden, members, strict=True):
         attention = block.attention
@@ -78,7 +78,7 @@ def slow_block(block: MixtureOfDepthsBlock, hidden: torch.Tensor, members: list[
 
 
 class WindowAttention(CausalSelfAttention):
-    """Sees tokens fewer than 5 positions back: another attention, which needs the positions to be right."""
+    """Attention that sees fewer than 5 positions back, and so needs correct positions."""
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         batch, count, width = hidden.shape
@@ -109,7 +109,7 @@ def test_the_largest_weights_are_chosen_in_order(weights: list[float], count: in
     assert top_tokens(torch.tensor([weights, weights]), count).tolist() == [chosen, chosen]
 
 
-def test_the_choice_is_that_of_a_stable_sort() -> None:
+def test_the_choice_equals_a_stable_sort() -> None:
     weights = torch.randint(0, 4, (50, 30), generator=generator_for("ties")).float()
     for count in (1, 7, 30):
         chosen = top_tokens(weights, count)
@@ -126,7 +126,7 @@ def test_capacity_is_a_fraction_of_the_sequence(capacity: float, sequence: int, 
 
 
 @pytest.mark.parametrize(("every", "routed"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (4, [4])])
-def test_every_so_many_blocks_one_is_routed(every: int, routed: list[int]) -> None:
+def test_one_of_every_so_many_blocks_is_routed(every: int, routed: list[int]) -> None:
     specs = model_layers(model_config(every=every))
     assert [n for n, spec in enumerate(specs) if spec.typename is MixtureOfDepthsBlock] == routed
     assert [n for n, spec in enumerate(specs) if spec.typename is Block] == sorted({1, 2, 3, 4} - set(routed))
@@ -137,7 +137,7 @@ def test_every_so_many_blocks_one_is_routed(every: int, routed: list[int]) -> No
 
 @pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
 @pytest.mark.parametrize(("attention", "window"), [(None, SEQUENCE), (WindowAttention, 5)])
-def test_it_is_equation_1(capacity: float, attention: Any, window: int) -> None:
+def test_the_block_computes_equation_1(capacity: float, attention: Any, window: int) -> None:
     block = block_of(attention, capacity=capacity, sampling="topk")
     inputs = [hidden_states(), hidden_states()]
     with torch.no_grad():
@@ -155,14 +155,14 @@ def test_it_is_equation_1(capacity: float, attention: Any, window: int) -> None:
         torch.testing.assert_close(mine, slow, atol=1e-5, rtol=1e-5)
 
 
-def test_other_tokens_are_left_as_they_are() -> None:
+def test_tokens_that_are_not_chosen_stay_unchanged() -> None:
     block, hidden = block_of(sampling="topk"), hidden_states()
     changed = (run(block, hidden).hidden != hidden).any(dim=-1)
     assert changed.sum(dim=1).tolist() == [3, 3, 3]
     assert changed.nonzero()[:, 1].view(BATCH, 3).tolist() == top_tokens(hidden @ block.router.weight[0], 3).tolist()
 
 
-def test_weights_that_are_all_the_same_take_the_first_tokens() -> None:
+def test_equal_weights_choose_the_first_tokens() -> None:
     block = block_of(sampling="topk")
     with torch.no_grad():
         block.router.weight.zero_()
@@ -174,7 +174,7 @@ def test_weights_that_are_all_the_same_take_the_first_tokens() -> None:
     assert all(p.grad.isfinite().all() for p in block.parameters())  # type: ignore[union-attr]
 
 
-def test_a_router_in_bf16_tells_tokens_apart_that_bf16_does_not() -> None:
+def test_a_bf16_router_distinguishes_tokens_beyond_bf16_precision() -> None:
     block = block_of(capacity=0.25, sampling="topk").bfloat16()
     with torch.no_grad():
         block.router.weight.zero_()[0, :2] = torch.tensor([1.0, 2.0**-10])
@@ -186,7 +186,7 @@ def test_a_router_in_bf16_tells_tokens_apart_that_bf16_does_not() -> None:
 
 
 def test_the_router_stays_in_fp32_under_autocast() -> None:
-    """Tokens 7 to 9 have the largest weights, by less than bf16 can tell."""
+    """The weights of tokens 7 to 9 are the largest, by less than bf16 can represent."""
     block = block_of(capacity=0.25, sampling="topk")
     with torch.no_grad():
         block.router.weight.zero_()[0, :2] = torch.tensor([1.0, 2.0**-10])
@@ -198,12 +198,12 @@ def test_the_router_stays_in_fp32_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0.01, 0.25, 0.6, 1.0])
-def test_tokens_that_are_not_taken_are_not_computed(capacity: float) -> None:
+def test_tokens_that_are_not_chosen_are_not_computed(capacity: float) -> None:
     block, width = block_of(capacity=capacity, sampling="topk"), 16
     taken = BATCH * max(1, round(capacity * SEQUENCE))
     of_router, of_linears = 2 * BATCH * SEQUENCE * width, 2 * taken * width * width * (3 + 1 + 2 * 4)
     of_attention = 2 * 2 * taken * (taken // BATCH) * width
-    with sdpa_kernel(SDPBackend.MATH):  # the CPU's own is not counted
+    with sdpa_kernel(SDPBackend.MATH):  # FLOPs of the CPU's own kernel are not counted
         with FlopCounterMode(display=False) as forward:
             output = run(block, hidden_states()).hidden
         with FlopCounterMode(display=False) as backward:
@@ -253,7 +253,7 @@ def test_the_predictors_loss_is_the_binary_cross_entropy_of_membership() -> None
     assert stream.auxiliary.item() == pytest.approx(0.3 * expected / (BATCH * SEQUENCE), rel=1e-5)
 
 
-def test_the_predictor_learns_from_its_loss_and_nothing_else_does() -> None:
+def test_only_the_predictor_learns_from_its_loss() -> None:
     block, hidden = block_of(), hidden_states()
     stream = run(block, hidden)
     stream.auxiliary.sum().backward(retain_graph=True)  # type: ignore[union-attr]
@@ -266,7 +266,7 @@ def test_the_predictor_learns_from_its_loss_and_nothing_else_does() -> None:
         assert (parameter.grad is None) == name.startswith("predictor."), name
 
 
-def test_evaluation_takes_the_tokens_that_the_predictor_says() -> None:
+def test_evaluation_chooses_by_the_predictor() -> None:
     block, hidden = block_of().eval(), hidden_states()
     members = [set(row.nonzero().flatten().tolist()) for row in block.predictor(hidden) > 0]
     assert len({len(chosen) for chosen in members}) > 1
@@ -287,7 +287,7 @@ def test_evaluation_by_the_predictor_does_not_look_ahead() -> None:
 
 
 @pytest.mark.parametrize(("bias", "taken"), [(-1e4, 0), (1e4, SEQUENCE)])
-def test_the_predictor_may_take_none_or_all(bias: float, taken: int) -> None:
+def test_the_predictor_may_choose_no_token_or_all(bias: float, taken: int) -> None:
     block, hidden = block_of().eval(), hidden_states()
     with torch.no_grad():
         block.predictor.bias.fill_(bias)
@@ -296,7 +296,7 @@ def test_the_predictor_may_take_none_or_all(bias: float, taken: int) -> None:
     assert (output != hidden).any(dim=-1).sum(dim=1).tolist() == [taken] * BATCH
 
 
-def test_evaluation_by_top_k_is_what_training_does() -> None:
+def test_evaluation_by_top_k_equals_training() -> None:
     for block in (block_of(sampling="topk"), block_of()):
         hidden = hidden_states()
         trained = run(block, hidden).hidden
@@ -308,7 +308,7 @@ def test_evaluation_by_top_k_is_what_training_does() -> None:
         assert block.load_signal() == 3 / 12
 
 
-def test_only_its_own_sampling_needs_a_predictor() -> None:
+def test_only_predictor_sampling_builds_a_predictor() -> None:
     assert block_of(sampling="topk").predictor is None
     assert model_config(sampling="topk").carries == "hidden" and model_config().carries == "auxiliary"
     assert GPTConfig().carries == ModelConfig().carries == "hidden"
@@ -327,7 +327,7 @@ def test_the_predictor_learns_what_the_router_does() -> None:
     chosen = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool).scatter(
         1, top_tokens(block.router(hidden).squeeze(-1), 3), True
     )
-    assert ((block.predictor(hidden) > 0) == chosen).float().mean() > 0.85  # 0.75 by always saying no
+    assert ((block.predictor(hidden) > 0) == chosen).float().mean() > 0.85  # always predicting no gives 0.75
 
 
 # -- the load ----------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_a_frozen_block_routes_and_has_no_loss() -> None:
     assert torch.equal(stream.hidden, run(block_of(), hidden).hidden)
 
 
-def test_a_model_learns_a_sentence_by_heart() -> None:
+def test_training_memorises_a_sentence() -> None:
     model = nn.Sequential(*(spec.build() for spec in model_layers(model_config())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     text = torch.randint(256, (1, SEQUENCE + 1), generator=generator_for("text"))

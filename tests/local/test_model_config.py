@@ -23,7 +23,7 @@ def test_an_empty_block_is_all_defaults() -> None:
     assert len(gpt_layers(config)) == config.layers + 3
 
 
-def test_every_default_is_a_value_that_the_block_takes() -> None:
+def test_every_default_may_be_written_in_the_block() -> None:
     assert read(**json.loads(ModelConfig().model_dump_json())) == ModelConfig()
 
 
@@ -56,7 +56,7 @@ def test_it_is_read_from_a_file(tmp_path: Path) -> None:
         read_model_config(tmp_path / "nowhere.json")
 
 
-def test_pruning_with_its_defaults_is_the_papers() -> None:
+def test_pruning_defaults_are_the_papers() -> None:
     pruning = read(pruning={}).pruning
     assert pruning is not None
     assert (pruning.start, pruning.end, pruning.times, pruning.final_sparsity) == (0.3, 0.7, 4, 0.9)
@@ -64,7 +64,7 @@ def test_pruning_with_its_defaults_is_the_papers() -> None:
     assert read(**dumped.model_dump(mode="json")) == dumped
 
 
-def test_whole_blocks_may_be_asked_for_by_name() -> None:
+def test_whole_blocks_may_be_requested_explicitly() -> None:
     assert read(split_blocks=False, mod={}) == read(mod={})
 
 
@@ -285,7 +285,7 @@ def test_a_schedule_is_pairs_of_fraction_and_blocks() -> None:
         ({"layers": 2, "mod": {"every": 3}}, "model.mod", "every 3 blocks one is routed (every), the model has 2"),
     ],
 )
-def test_what_is_wrong_is_named(block: dict[str, Any], key: str, allowed: str) -> None:
+def test_a_wrong_value_is_refused_with_key_and_what_is_allowed(block: dict[str, Any], key: str, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(**block)
     assert str(caught.value).startswith(key)
@@ -306,7 +306,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         *("vocab.txt", "merges.txt", "tekken.json", "qwen.tiktoken", "spiece.model"),
     ],
 )
-def test_a_folder_with_a_tokenizer_is_refused_unless_bytes_are_meant(tmp_path: Path, file: str) -> None:
+def test_a_folder_with_a_tokenizer_is_refused_unless_bytes_are_requested(tmp_path: Path, file: str) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ConfigError) as caught:
         model_layers(read(huggingface=str(tmp_path)))
@@ -314,7 +314,7 @@ def test_a_folder_with_a_tokenizer_is_refused_unless_bytes_are_meant(tmp_path: P
     assert message.startswith(f'model.huggingface = "{tmp_path}": ') and f"({file})" in message
     assert message.endswith('"tokens": "bytes" in the "model" block trains on bytes all the same')
     for block in ({"huggingface": str(tmp_path), "tokens": "bytes"}, {"huggingface": str(tmp_path / file)}):
-        with pytest.raises(ConfigError) as caught:  # of what else is wrong with it
+        with pytest.raises(ConfigError) as caught:  # another error
             model_layers(read(**block))
         assert "holds a tokenizer" not in str(caught.value)
 
@@ -327,7 +327,7 @@ def test_a_missing_block_is_named() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_configs_that_come_along_are_right(path: Path) -> None:
+def test_the_configs_in_the_tree_are_valid(path: Path) -> None:
     config = read_model_config(path)
     if config.freezing is not None:
-        assert not config.tied_embedding  # or the head would be frozen too
+        assert not config.tied_embedding  # a tied head would freeze with the embedding

@@ -27,7 +27,7 @@ def model_of(**moe: Any) -> ModelConfig:
 
 
 def experts_of(**moe: Any) -> MixtureOfExperts:
-    """A layer whose router tells tokens apart clearly."""
+    """Build a layer whose router tells tokens apart clearly."""
     config = model_of(**moe)
     assert config.moe is not None
     layer = MixtureOfExperts(config, generator_for("layer"), moe=config.moe)
@@ -57,7 +57,7 @@ def best(numbers: list[float], count: int) -> list[int]:
 
 
 def scaled(logits: torch.Tensor) -> torch.Tensor:
-    """Sinkhorn, by its definition: 5000 scalings."""
+    """Compute Sinkhorn's result by its definition, with 5000 scalings."""
     plan = logits.detach().double().exp()
     for _ in range(5000):
         plan = plan / plan.sum(dim=1, keepdim=True)
@@ -108,7 +108,7 @@ def reference(layer: MixtureOfExperts, moe: MoEConfig, hidden: torch.Tensor) -> 
 @pytest.mark.parametrize("capacity_factor", [None, 0.7])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_outputs_and_gradients(routing: str, top_k: int, capacity_factor: float | None) -> None:
+def test_outputs_and_gradients_equal_the_reference(routing: str, top_k: int, capacity_factor: float | None) -> None:
     settings = {"routing": routing, "top_k": top_k, "experts": 5, "capacity_factor": capacity_factor}
     if routing == "sbase":
         settings |= {"sinkhorn_tolerance": 1e-9, "sinkhorn_iterations": 5000}
@@ -126,7 +126,7 @@ def test_outputs_and_gradients(routing: str, top_k: int, capacity_factor: float 
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 8, 0, 0], [2, 2, 2, 2]])
-def test_a_linear_layer_per_group(counts: list[int]) -> None:
+def test_grouped_products_equal_a_linear_layer_per_group(counts: list[int]) -> None:
     rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
     expected = torch.cat([part @ each.t() for part, each in zip(rows.split(counts), weight)])
@@ -136,8 +136,8 @@ def test_a_linear_layer_per_group(counts: list[int]) -> None:
     assert torch.autograd.gradcheck(lambda w: grouped_linear(rows.detach(), w, counts), (weight,))
 
 
-def test_a_block_with_experts_that_are_all_alike_is_dense() -> None:
-    """Gates that sum to 1 over equal experts: a feed-forward layer."""
+def test_a_block_with_equal_experts_computes_as_a_dense_one() -> None:
+    """Gates that sum to 1 over equal experts make a feed-forward layer."""
     config = model_of()
     layer, dense = experts_of(), FeedForward(config, generator_for("dense"))
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_block_with_experts_that_are_all_alike_is_dense() -> None:
     torch.testing.assert_close(output_of(layer, hidden_of())[0], dense(hidden_of()), rtol=1e-5, atol=1e-6)
 
 
-# -- what balances the experts -----------------------------------------------------------------------------
+# -- balancing the experts ---------------------------------------------------------------------------------
 
 
 def test_the_auxiliary_loss_is_least_for_equal_experts() -> None:
@@ -157,7 +157,7 @@ def test_the_auxiliary_loss_is_least_for_equal_experts() -> None:
     torch.testing.assert_close(lopsided, torch.tensor([3.0]))
 
 
-def test_the_auxiliary_loss_is_there_in_training_only() -> None:
+def test_the_auxiliary_loss_exists_only_in_training() -> None:
     layer = experts_of()
     assert isinstance(layer(hidden_of()), tuple)
     assert isinstance(layer.eval()(hidden_of()), torch.Tensor)
@@ -170,17 +170,17 @@ def test_sinkhorn_gives_every_expert_its_share() -> None:
     assert (plan.sum(dim=1) - 1).abs().max() <= 1e-4
     torch.testing.assert_close(plan, scaled(logits), rtol=1e-3, atol=1e-4)
     shifted = sinkhorn(logits + torch.randn(24, 1), tolerance=1e-4, iterations=1000)
-    torch.testing.assert_close(shifted, plan, rtol=1e-5, atol=1e-6)  # a token's own constant does not matter
+    torch.testing.assert_close(shifted, plan, rtol=1e-5, atol=1e-6)  # adding a constant per token changes nothing
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e3, 1e30])
-def test_sinkhorn_stops_and_gives_numbers(scale: float) -> None:
+def test_sinkhorn_stops_with_finite_numbers(scale: float) -> None:
     logits = scale * torch.randn(24, 4, generator=generator_for("logits"))
-    logits[:, 0] += 10 * scale  # everyone's favourite, the others come out as 0
+    logits[:, 0] += 10 * scale  # all tokens prefer expert 0; the others become 0
     assert sinkhorn(logits, tolerance=1e-4, iterations=20).isfinite().all()
 
 
-def test_sbase_spreads_what_all_send_to_one() -> None:
+def test_sbase_spreads_tokens_that_prefer_one_expert() -> None:
     layer = experts_of(routing="sbase", experts=5, top_k=1)
     with torch.no_grad():
         layer.router.affinity.weight[0] += 3.0
@@ -193,7 +193,7 @@ def test_sbase_spreads_what_all_send_to_one() -> None:
 
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 @pytest.mark.parametrize("routing", ["aux_loss", "sbase", "bias"])
-def test_evaluation_looks_at_no_later_token(routing: str, capacity_factor: float | None) -> None:
+def test_evaluation_does_not_look_at_later_tokens(routing: str, capacity_factor: float | None) -> None:
     layer, hidden = experts_of(routing=routing, capacity_factor=capacity_factor).eval(), hidden_of()
     torch.testing.assert_close(layer(hidden)[:, :4], layer(hidden[:, :4]))
 
@@ -224,7 +224,7 @@ def test_the_bias_is_for_selection_only() -> None:
     torch.testing.assert_close(routing.gates, scores / scores.sum(dim=1, keepdim=True))
 
 
-def test_the_bias_goes_against_the_load() -> None:
+def test_the_bias_counteracts_the_load() -> None:
     router = Router(MoEConfig(routing="bias", experts=4, bias_rate=0.25), 8, generator_for("router"))
     router.balance([10, 0, 5, 5])
     assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
@@ -253,17 +253,17 @@ def test_softmax_scores() -> None:
     torch.testing.assert_close(routing.gates, expected.gates)
 
 
-# -- numerical trouble -------------------------------------------------------------------------------------
+# -- numerical edge cases ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e4])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_one_expert_for_all_or_no_preference_gives_numbers(routing: str, factor: float) -> None:
+def test_one_expert_for_all_or_no_preference_gives_finite_numbers(routing: str, factor: float) -> None:
     layer = experts_of(routing=routing, capacity_factor=0.5)
     hidden = hidden_of().detach().abs().requires_grad_()
     with torch.no_grad():
         layer.router.affinity.weight.fill_(-factor)
-        layer.router.affinity.weight[:2] = factor  # a sigmoid of 0 for the others
+        layer.router.affinity.weight[:2] = factor  # the other experts get a sigmoid of 0
     output, auxiliary = output_of(layer, hidden)
     (output.square().sum() + auxiliary.sum()).backward()
     assert output.isfinite().all() and auxiliary.isfinite().all()
@@ -271,7 +271,7 @@ def test_one_expert_for_all_or_no_preference_gives_numbers(routing: str, factor:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
-def test_scores_that_are_all_zero_give_numbers() -> None:
+def test_scores_of_zero_give_finite_numbers() -> None:
     layer = experts_of(routing="bias")
     with torch.no_grad():
         layer.router.affinity.weight.fill_(-1e4)
@@ -324,7 +324,7 @@ def test_the_load_signal_is_the_papers_load() -> None:
     assert block.load_signal() == 0.0
 
 
-def test_without_capacity_the_load_is_top_k_of_the_experts() -> None:
+def test_without_capacity_the_load_is_top_k() -> None:
     layer = experts_of(experts=8, top_k=2)
     layer(hidden_of())
     assert layer.tokens_per_expert == layer.choices_per_expert and sum(layer.tokens_per_expert) == 40
@@ -381,7 +381,7 @@ def loss_of(model: list[torch.nn.Module], text: torch.Tensor) -> torch.Tensor:
     return language_model_loss(activations, text[:, 1:])
 
 
-def test_auxiliary_losses_of_all_layers_are_in_the_training_loss_alone() -> None:
+def test_the_training_loss_adds_the_auxiliary_losses_of_all_layers() -> None:
     text = torch.randint(0, 256, (2, 11), generator=generator_for("text"))
     losses = {}
     for coefficient in (0.0, 0.02, 0.04):
@@ -395,7 +395,7 @@ def test_auxiliary_losses_of_all_layers_are_in_the_training_loss_alone() -> None
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_it_learns(routing: str) -> None:
+def test_training_reduces_the_loss(routing: str) -> None:
     model = [spec.build() for spec in model_layers(model_of(routing=routing))]
     optimizer = torch.optim.AdamW([p for layer in model for p in layer.parameters()], lr=1e-2)
     text = torch.randint(0, 256, (2, 11), generator=generator_for("text"))

@@ -1,4 +1,4 @@
-"""Walking over objects: what is found, by which path, and that the path leads to the counterpart elsewhere."""
+"""Walking over objects: what is found, by which path, and that the path leads to the counterpart on another rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Slotted:
 
 
 class Lazy(OrderedDict[str, Any]):
-    """Imports what it is asked for, as some registries do."""
+    """A registry that imports what is read from it: it must not be read."""
 
     def items(self) -> Any:
         raise AssertionError("it was asked")
@@ -53,16 +53,16 @@ class Frozen:
 @pytest.mark.parametrize(
     "value", [None, 1, "a", torch.float32, torch.device("cpu"), nn.Linear, len, walk, logging.root]
 )
-def test_constants(value: Any) -> None:
+def test_values_that_are_constants(value: Any) -> None:
     assert is_constant(value)
 
 
 @pytest.mark.parametrize("value", [[], {}, torch.zeros(1), lambda x: x, functools.partial(len), Thing(), nn.ReLU()])
-def test_no_constants(value: Any) -> None:
+def test_values_that_are_not_constants(value: Any) -> None:
     assert not is_constant(value) and not is_frozen(value)
 
 
-def test_frozen_values_may_hold_what_can_change() -> None:
+def test_frozen_values_may_hold_mutable_ones() -> None:
     frozen = Frozen([1])
     assert is_frozen(frozen) and is_frozen(([],))
     assert [child for _, child in children(frozen)] == [frozen.values]
@@ -91,7 +91,7 @@ def test_a_path_leads_to_the_counterpart(make: Any, path: str) -> None:
     assert follow(make(there), found[id(here)]) is there
 
 
-def test_modules_and_what_is_registered_in_them() -> None:
+def test_submodules_parameters_and_buffers_are_found_by_name() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     module.note = [Thing()]  # type: ignore[assignment]
     paths = {text(path) for path, _ in walk([((), module)], lambda _: True)}
@@ -99,12 +99,12 @@ def test_modules_and_what_is_registered_in_them() -> None:
     assert not any("_parameters" in path or "_modules" in path for path in paths)
 
 
-def test_a_path_that_leads_nowhere() -> None:
+def test_a_path_without_a_counterpart_is_named() -> None:
     with pytest.raises(LookupError, match=r"\.gone is not there"):
         follow(Thing(), (("attribute", "gone"),))
 
 
-def test_the_shortest_path_and_each_object_once() -> None:
+def test_each_object_is_found_once_by_its_shortest_path() -> None:
     shared = Thing()
     found = [value for _, value in walk([((), {"far": {"away": shared}, "near": shared})], lambda _: True)]
     assert sum(value is shared for value in found) == 1

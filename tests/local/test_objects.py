@@ -1,4 +1,4 @@
-"""Objects between ranks: on the CPU while they are under way, on the reader's device when they are there."""
+"""Objects sent between ranks: on the CPU while they travel, on the receiver's device when they arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.stand_in import Accelerated
 CPU = torch.device("cpu")
 
 
-def test_what_is_on_an_accelerator_travels_on_the_cpu() -> None:
+def test_tensors_on_an_accelerator_travel_on_the_cpu() -> None:
     step, rate = Accelerated(torch.tensor(7.0)), Accelerated(torch.tensor(0.1))
     assert step.device.type != "cpu"
     with pytest.raises(AssertionError, match="a context"):
@@ -27,13 +27,13 @@ def test_what_is_on_an_accelerator_travels_on_the_cpu() -> None:
     assert [tensor.tolist() for tensor in tensors] == [7.0, pytest.approx(0.1), [0, 1, 2]]
 
 
-def test_where_it_arrives_it_is_on_the_readers_device_again() -> None:
+def test_tensors_arrive_on_the_receivers_device() -> None:
     sent = to_bytes([Accelerated(torch.tensor(7.0)), torch.tensor(8.0)])
-    there = from_bytes(sent, torch.device("meta"))  # a device that this machine has
+    there = from_bytes(sent, torch.device("meta"))  # a second device that every machine has
     assert [tensor.device.type for tensor in there] == ["meta", "cpu"]
 
 
-def test_what_is_one_object_stays_one() -> None:
+def test_shared_objects_stay_shared() -> None:
     step, parameter = Accelerated(torch.tensor(7.0)), nn.Parameter(torch.ones(2))
     first, second, weight, cpu = from_bytes(to_bytes([step, step, parameter, torch.ones(1, requires_grad=True)]), CPU)
     assert first is second and not first.requires_grad
@@ -46,10 +46,10 @@ def test_a_tensor_without_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", b"bytes", {"a": (1, 2.5)}, ["list"], {1, 2}])
-def test_anything_else_is_as_it_was(value: Any) -> None:
+def test_other_values_arrive_unchanged(value: Any) -> None:
     assert from_bytes(to_bytes(value), CPU) == value
 
 
-def test_what_cannot_be_pickled_says_so() -> None:
+def test_an_unpicklable_object_is_refused() -> None:
     with pytest.raises((pickle.PicklingError, TypeError, AttributeError)):
         to_bytes(lambda: None)

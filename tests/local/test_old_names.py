@@ -1,4 +1,4 @@
-"""Imports that users of earlier versions have written."""
+"""Imports that users wrote for earlier versions still work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.elastic import release
 from ds_dynmo.partitioners import ties
 
-# What users wrote, what to write instead, and what it gives.
+# Module and name that users wrote, what to write instead, and the object that both import.
 IMPORTS = [
     ("ds_dynmo.engine.elastic.release", "Place", "ds_dynmo.engine.elastic.release.RankLocation", release.RankLocation),
     ("ds_dynmo.engine.hosts", "check_launch", "ds_dynmo.engine.comm.hosts.check_launch", hosts.check_launch),
@@ -28,7 +28,7 @@ IMPORTS = [
 
 
 @pytest.mark.parametrize(("module", "name", "new", "expected"), IMPORTS)
-def test_an_old_import_works_and_says_what_to_write(module: str, name: str, new: str, expected: Any) -> None:
+def test_an_old_import_works_and_names_the_new_one(module: str, name: str, new: str, expected: Any) -> None:
     found: dict[str, Any] = {}
     message = rf"{module}\.{name} is an old name: write {new}$"
     with pytest.warns(DeprecationWarning, match=message) as warned:

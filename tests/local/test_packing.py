@@ -1,4 +1,4 @@
-"""A layer arrives as what it was when it left: a test per thing that has to move."""
+"""A layer arrives as it left: one test for each thing that moves with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_dynmo.engine.optimizer.state import PerParameterState
 
 
 class Layer(nn.Module):
-    """One of everything that a layer may keep."""
+    """A layer with one of everything that a layer may hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,21 +37,21 @@ class Layer(nn.Module):
 
 
 class Unpicklable(Layer):
-    """Has a lambda in an attribute, so that it has to be taken apart."""
+    """A layer with a lambda in an attribute, so that it must be pickled in parts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.activation: Callable[[float], float] = lambda x: x
 
 
-def own_memory(position: int) -> None:
-    """No parameter has a place prepared for it."""
+def unprepared(position: int) -> None:
+    """Give no parameter a prepared place."""
 
 
 def send(
     packed: PackedLayer,
     build: Callable[[], nn.Module],
-    place: Callable[[int], torch.Tensor | None] = own_memory,
+    place: Callable[[int], torch.Tensor | None] = unprepared,
 ) -> LayerContent:
     arrival = ArrivingLayer(packed.header)
     arrival.allocate(torch.device("cpu"), place)
@@ -73,7 +73,7 @@ def layer(request: pytest.FixtureRequest) -> Layer:
     return request.param()
 
 
-def test_parameters_with_their_present_shape_dtype_and_flags(layer: Layer) -> None:
+def test_parameters_keep_their_present_shape_dtype_and_flags(layer: Layer) -> None:
     layer.linear.weight = nn.Parameter(torch.randn(7, 3, dtype=torch.float64), requires_grad=False)
     layer.linear.bias = None  # type: ignore[assignment]
     module = travel(layer).module
@@ -82,13 +82,13 @@ def test_parameters_with_their_present_shape_dtype_and_flags(layer: Layer) -> No
     assert module.linear.bias is None
 
 
-def test_strides(layer: Layer) -> None:
+def test_parameters_keep_their_strides(layer: Layer) -> None:
     layer.linear.weight = nn.Parameter(torch.randn(3, 4).t())
     weight = travel(layer).module.linear.weight
     assert weight.stride() == layer.linear.weight.stride() and torch.equal(weight, layer.linear.weight)
 
 
-def test_buffers(layer: Layer) -> None:
+def test_buffers_move_with_their_persistence(layer: Layer) -> None:
     layer.mask[2] = False
     layer.scratch.fill_(5.0)
     module = travel(layer).module
@@ -96,7 +96,7 @@ def test_buffers(layer: Layer) -> None:
     assert "scratch" not in module.state_dict() and "mask" in module.state_dict()
 
 
-def test_extra_state_attributes_and_mode(layer: Layer) -> None:
+def test_extra_state_attributes_and_mode_move(layer: Layer) -> None:
     layer.extra, layer.frozen = 9, True
     layer.linear.note = "kept"  # type: ignore[assignment]
     layer.eval()
@@ -105,7 +105,7 @@ def test_extra_state_attributes_and_mode(layer: Layer) -> None:
     assert not module.training and not module.linear.training
 
 
-def test_sparse_csr() -> None:
+def test_sparse_csr_tensors_move() -> None:
     layer = Layer()
     layer.sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr()
     layer.linear.weight = nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=True)
@@ -117,8 +117,8 @@ def test_sparse_csr() -> None:
 
 
 @pytest.mark.parametrize("coalesced", [True, False])
-def test_sparse_coo(coalesced: bool) -> None:
-    """The gradient of an nn.Embedding(sparse=True), with its terms in the order in which they came."""
+def test_sparse_coo_tensors_move(coalesced: bool) -> None:
+    """The gradient of an nn.Embedding(sparse=True) keeps the order of its terms."""
     layer = Layer()
     layer.sparse = torch.sparse_coo_tensor([[2, 0, 2]], torch.arange(6.0).reshape(3, 2), (4, 2))
     if coalesced:
@@ -129,7 +129,7 @@ def test_sparse_coo(coalesced: bool) -> None:
     assert torch.equal(there._values(), layer.sparse._values())
 
 
-def test_empty_and_scalar_tensors(layer: Layer) -> None:
+def test_empty_and_scalar_tensors_move(layer: Layer) -> None:
     layer.register_buffer("nothing", torch.empty(0, 3))
     layer.register_buffer("scalar", torch.tensor(2.5))
     layer.register_buffer("wide", torch.ones(1).expand(4))
@@ -137,20 +137,20 @@ def test_empty_and_scalar_tensors(layer: Layer) -> None:
     assert module.nothing.shape == (0, 3) and module.scalar.item() == 2.5 and torch.equal(module.wide, layer.wide)
 
 
-def test_gradients_that_are_held(layer: Layer) -> None:
+def test_accumulated_gradients_move(layer: Layer) -> None:
     layer.linear.bias.grad = torch.arange(4.0)
     content = travel(layer)
     assert torch.equal(content.module.linear.bias.grad, torch.arange(4.0))
     assert content.module.linear.weight.grad is None
 
 
-def test_marks_on_parameters(layer: Layer) -> None:
+def test_attributes_of_parameters_move(layer: Layer) -> None:
     layer.linear.weight.my_mark = "decay"  # type: ignore[attr-defined]
     assert travel(layer).module.linear.weight.my_mark == "decay"
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
-def test_optimizer_state_and_group(layer: Layer, make: type[torch.optim.Optimizer]) -> None:
+def test_optimizer_state_and_group_move(layer: Layer, make: type[torch.optim.Optimizer]) -> None:
     extra = {"momentum": 0.9} if make is torch.optim.SGD else {}
     groups = [{"params": [layer.linear.bias], "lr": 0.5}, {"params": [layer.linear.weight]}]
     optimizer = make(groups, lr=0.1, **extra)
@@ -171,7 +171,7 @@ def test_a_parameter_used_twice_stays_one() -> None:
     assert module.again is module.linear.weight
 
 
-def test_no_random_number_is_drawn(layer: Layer) -> None:
+def test_random_states_are_not_used(layer: Layer) -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     travel(layer)
@@ -183,15 +183,15 @@ def test_bytes_are_counted() -> None:
     assert pack(PerParameterState(None).content(module), nn.Identity).num_bytes == (12 + 4) * 4
 
 
-def test_a_parameter_lands_where_the_optimizer_wants_it(layer: Layer) -> None:
+def test_a_parameter_arrives_in_the_place_prepared_for_it(layer: Layer) -> None:
     flat = torch.zeros(12 + 4)
-    homes = {0: flat[4:], 1: flat[:4]}
-    arrived = send(pack(PerParameterState(None).content(layer), type(layer)), type(layer), homes.get).module
+    places = {0: flat[4:], 1: flat[:4]}
+    arrived = send(pack(PerParameterState(None).content(layer), type(layer)), type(layer), places.get).module
     assert torch.equal(flat, torch.cat([layer.linear.bias, layer.linear.weight.flatten()]))
     assert arrived.linear.weight.data_ptr() == flat[4:].data_ptr()
 
 
-def test_a_parameter_with_its_axes_permuted_keeps_its_memory_order() -> None:
+def test_a_transposed_parameter_keeps_its_memory_order() -> None:
     layer = nn.Linear(3, 4, bias=False)
     layer.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     flat = torch.zeros(12)
@@ -200,7 +200,7 @@ def test_a_parameter_with_its_axes_permuted_keeps_its_memory_order() -> None:
     assert not flat.any()
 
 
-def test_a_view_of_a_parameter_stays_one(layer: Layer) -> None:
+def test_a_view_of_a_parameter_stays_a_view(layer: Layer) -> None:
     layer.top = layer.linear.weight.detach()[1:3]  # type: ignore[assignment]
     layer.column = layer.linear.weight.detach()[:, 1]  # type: ignore[assignment]
     packed = pack(PerParameterState(None).content(layer), type(layer))
@@ -211,14 +211,14 @@ def test_a_view_of_a_parameter_stays_one(layer: Layer) -> None:
     assert packed.num_bytes == (12 + 4) * 4 + 4 + 8
 
 
-def test_pieces_of_a_tensor_that_is_gone() -> None:
+def test_views_of_a_deleted_tensor_move() -> None:
     layer = Layer()
     layer.left, layer.right = torch.arange(12.0).view(3, 4).chunk(2, dim=1)  # type: ignore[assignment]
     module = travel(layer).module
     assert torch.equal(module.left, layer.left) and torch.equal(module.right, layer.right)
 
 
-def test_submodules_added_and_taken_away(layer: Layer) -> None:
+def test_added_and_replaced_submodules_move(layer: Layer) -> None:
     layer.added = nn.Linear(2, 2)
     layer.linear = nn.Sequential(layer.linear, nn.Linear(4, 2))  # type: ignore[assignment]
     content = travel(layer)
@@ -228,13 +228,13 @@ def test_submodules_added_and_taken_away(layer: Layer) -> None:
     assert torch.equal(module.added.weight, layer.added.weight)
 
 
-def test_a_list_of_its_own_parameters(layer: Layer) -> None:
+def test_a_list_of_own_parameters_stays_shared(layer: Layer) -> None:
     layer.all = [layer.linear.weight]  # type: ignore[assignment]
     module = travel(layer).module
     assert module.all[0] is module.linear.weight
 
 
-def test_an_unpicklable_submodule_that_the_spec_does_not_build(layer: Layer) -> None:
+def test_an_unpicklable_submodule_that_the_spec_does_not_build_is_refused(layer: Layer) -> None:
     layer.added = Unpicklable()
     with pytest.raises(TypeError, match=r"submodules \['added'\]"):
         travel(layer)
@@ -250,7 +250,7 @@ def scale_gradient(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_hooks_on_a_parameter(layer: Layer, frozen: bool) -> None:
+def test_hooks_on_a_parameter_move(layer: Layer, frozen: bool) -> None:
     layer.linear.weight.register_hook(halve)
     layer.linear.bias.register_post_accumulate_grad_hook(scale_gradient)
     layer.requires_grad_(not frozen)
@@ -267,7 +267,7 @@ def test_a_hook_that_cannot_travel_is_refused(layer: Layer) -> None:
         travel(layer)
 
 
-def test_zeroing_elements_leaves_the_count_of_steps_alone() -> None:
+def test_zeroing_elements_keeps_the_step_count() -> None:
     scalar, matrix = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2, 2))
     optimizer = torch.optim.Adam([scalar, matrix])
     (scalar * matrix.sum()).backward()
@@ -281,11 +281,11 @@ def test_zeroing_elements_leaves_the_count_of_steps_alone() -> None:
         assert all(int(part.count_nonzero()) == left for part in (parameter, held["exp_avg"], held["exp_avg_sq"]))
 
 
-# -- constant tensors that are sent ahead ---------------------------------------------------------------------
+# -- constant tensors, which are sent first -------------------------------------------------------------------
 
 
 def trained(layer: Layer) -> torch.optim.Optimizer:
-    """An optimizer with moments and a count of steps for the linear layer."""
+    """Make an optimizer with moments and a step count for the linear layer."""
     optimizer = torch.optim.Adam(layer.linear.parameters())
     layer.linear(torch.ones(3)).sum().backward()
     optimizer.step()
@@ -295,21 +295,21 @@ def trained(layer: Layer) -> torch.optim.Optimizer:
 def travel_in_two_parts(
     layer: Layer, optimizer: torch.optim.Optimizer, change: Callable[[], None]
 ) -> tuple[LayerContent, PackedLayer]:
-    """``change`` comes between the constant tensors and the rest; what arrives, and what was packed after it."""
+    """Send the constant tensors, call ``change``, and send the rest. Return what arrives, and what was packed last."""
     state, build = PerParameterState(optimizer), type(layer)
     ahead = pack(state.content(layer), build)
     first = ArrivingLayer(ahead.header)
-    first.allocate(torch.device("cpu"), own_memory)
+    first.allocate(torch.device("cpu"), unprepared)
     transmit(ahead.constants, first.constants)
     change()
     rest = pack(state.content(layer), build, sent_ahead=ahead)
     arrival = ArrivingLayer(rest.header)
-    arrival.allocate(torch.device("cpu"), own_memory, first)
+    arrival.allocate(torch.device("cpu"), unprepared, first)
     transmit(rest.tensors, arrival.recv_buffers)
     return arrival.materialize(build), rest
 
 
-def test_weights_and_moments_are_constant_and_the_rest_is_not(layer: Layer) -> None:
+def test_weights_and_moments_are_sent_first_and_the_rest_later(layer: Layer) -> None:
     optimizer = trained(layer)
     packed = pack(PerParameterState(optimizer).content(layer), type(layer))
     elements = layer.linear.weight.numel() + layer.linear.bias.numel()
@@ -317,7 +317,7 @@ def test_weights_and_moments_are_constant_and_the_rest_is_not(layer: Layer) -> N
     assert sum(flat.numel() for flat in packed.changing) == 4 + 8 + 2 * 4 + 4 * elements  # buffers, steps, gradients
 
 
-def test_what_was_sent_ahead_is_not_sent_again(layer: Layer) -> None:
+def test_constant_tensors_are_sent_once(layer: Layer) -> None:
     def change() -> None:
         layer.scratch.fill_(7.0)
         layer.frozen = True
@@ -337,7 +337,7 @@ def test_what_was_sent_ahead_is_not_sent_again(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("how", ["in place", "other memory", "other parameter"])
-def test_a_weight_that_changed_after_all_is_sent_again(layer: Layer, how: str) -> None:
+def test_a_constant_tensor_that_changed_is_sent_again(layer: Layer, how: str) -> None:
     def change() -> None:
         if how == "in place":
             with torch.no_grad():

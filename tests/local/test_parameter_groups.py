@@ -1,4 +1,4 @@
-"""Parameter groups become the same list on every rank."""
+"""Parameter groups are completed to the same list on every rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def optimizer_of(*options: dict[str, Any]) -> torch.optim.AdamW:
     return torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))], **entry} for entry in options], lr=0.1)
 
 
-def together(optimizers: list[torch.optim.Optimizer], schedulers: list[Any] | None = None) -> None:
-    """Run the ranks of a world one after another, replaying what each of them gathers."""
+def complete_on_all_ranks(optimizers: list[torch.optim.Optimizer], schedulers: list[Any] | None = None) -> None:
+    """Run ``complete_groups`` on all ranks, one after another, replaying what each of them gathers."""
     calls: list[list[Any]] = [[] for _ in optimizers]
 
     class Enough(Exception):
@@ -46,33 +46,33 @@ def together(optimizers: list[torch.optim.Optimizer], schedulers: list[Any] | No
 
 def test_missing_groups_are_added_empty_in_one_order() -> None:
     first, second = optimizer_of({"weight_decay": 0.1}), optimizer_of({"weight_decay": 0.0}, {"weight_decay": 0.1})
-    together([first, second])
+    complete_on_all_ranks([first, second])
     assert [g["weight_decay"] for g in first.param_groups] == [g["weight_decay"] for g in second.param_groups]
     assert sorted(len(g["params"]) for g in first.param_groups) == [0, 1]
     assert first.param_groups[0]["params"] == []
 
 
-def test_equal_lists_are_left_as_they_are() -> None:
+def test_equal_lists_stay_unchanged() -> None:
     optimizers = [optimizer_of({"weight_decay": 0.1}, {"weight_decay": 0.0}) for _ in range(2)]
     groups = [list(optimizer.param_groups) for optimizer in optimizers]
-    together(list(optimizers))
+    complete_on_all_ranks(list(optimizers))
     assert all(a is b for o, gs in zip(optimizers, groups) for a, b in zip(o.param_groups, gs))
 
 
 def test_equal_options_on_every_rank_are_told_apart_by_position() -> None:
     optimizers = [optimizer_of({}, {}) for _ in range(2)]
-    together(list(optimizers))
+    complete_on_all_ranks(list(optimizers))
     assert all(len(optimizer.param_groups) == 2 for optimizer in optimizers)
 
 
 def test_equal_options_missing_on_a_rank_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[2, 1\].*name"):
-        together([optimizer_of({}, {}), optimizer_of({})])
+        complete_on_all_ranks([optimizer_of({}, {}), optimizer_of({})])
 
 
-def test_a_name_tells_groups_apart() -> None:
+def test_names_tell_equal_groups_apart() -> None:
     first, second = optimizer_of({"name": "a"}, {"name": "b"}), optimizer_of({"name": "b"})
-    together([first, second])
+    complete_on_all_ranks([first, second])
     assert [group["name"] for group in second.param_groups] == ["a", "b"]
     assert [len(group["params"]) for group in second.param_groups] == [0, 1]
 
@@ -80,7 +80,7 @@ def test_a_name_tells_groups_apart() -> None:
 def test_a_schedulers_lists_are_completed() -> None:
     first, second = optimizer_of({"name": "a", "lr": 0.5}, {"name": "b"}), optimizer_of({"name": "b"})
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in (first, second)]
-    together([first, second], schedulers)
+    complete_on_all_ranks([first, second], schedulers)
     assert schedulers[1].base_lrs == [0.5, 0.1]
     for optimizer, scheduler in zip((first, second), schedulers):
         optimizer.step()
@@ -95,7 +95,7 @@ def test_a_scheduler_that_cannot_be_completed_is_refused() -> None:
         torch.optim.lr_scheduler.LambdaLR(second, [lambda step: 0.5]),
     ]
     with pytest.raises(ConfigError, match="lr_lambdas"):
-        together([first, second], schedulers)
+        complete_on_all_ranks([first, second], schedulers)
 
 
 def test_merged_order_keeps_each_ranks_order() -> None:

@@ -1,4 +1,4 @@
-"""Never a larger bottleneck than DeepSpeed's own balancer."""
+"""The bottleneck is never larger than that of DeepSpeed's own balancer."""
 
 import random
 
@@ -8,7 +8,7 @@ from ds_dynmo.partitioners import balanced, bottleneck
 from tests.pure.partitioners.instances import KINDS, plain_bottleneck, random_costs
 
 
-def test_never_a_larger_bottleneck_than_deepspeeds() -> None:
+def test_the_bottleneck_is_never_larger_than_deepspeeds() -> None:
     rng = random.Random(0)
     smaller = 0
     for case in range(2000):

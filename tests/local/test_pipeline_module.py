@@ -1,4 +1,4 @@
-"""A stage makes a layer anew as a shell for one that arrives."""
+"""A stage builds an empty layer for one that arrives."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Pipeline(nn.Module):
         self.parts, self.stage_id = [0, 1], 0
 
 
-def test_a_layer_given_as_a_module_that_was_here_before_is_a_shell_without_values() -> None:
-    """It has buffers alone, which are on "meta" since it left."""
+def test_a_layer_given_as_a_module_is_built_without_values_when_it_returns() -> None:
+    """It has only buffers, which are on "meta" since it left."""
     left = nn.BatchNorm1d(3, affine=False).to("meta")
     pipeline: Any = Pipeline(left)
     shell = StageLayers(pipeline).build(0, torch.device("cpu"))

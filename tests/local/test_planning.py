@@ -1,4 +1,4 @@
-"""How many stages a re-packing goes to, whatever the balancer."""
+"""How many stages a re-packing chooses, under every balancer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS, STAGES = 16, 8
 
 
 def planner(share: float, limit: int | None = None, most: int = STAGES, **block: Any) -> Planner:
-    """Of a run that began with layers of one second; they take ``share`` of that now, and 10 bytes each."""
+    """Plan for a run whose layers took one second each at first, and now take ``share`` of it and 10 bytes each."""
     layers = (LayerCost(share / 3, 2 * share / 3, 5, 5, static_bytes=10, activation_bytes=0, input_bytes=0),) * LAYERS
     profile = Profile(7, Placement.chain(uniform(LAYERS, STAGES)), layers, micro_batches=8, batch_seconds=1.0)
     given = DecisionInput.of(profile)
@@ -40,7 +40,7 @@ def planner(share: float, limit: int | None = None, most: int = STAGES, **block:
 
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("num_stages", range(1, STAGES + 1))
-def test_equal_layers_are_spread_evenly_over_any_number(balancer: str, num_stages: int) -> None:
+def test_equal_layers_are_spread_evenly_over_any_number_of_stages(balancer: str, num_stages: int) -> None:
     partition = planner(1.0, balancer=balancer).onto(num_stages).partition
     sizes = [stop - start for start, stop in zip(partition, partition[1:])]
     assert len(sizes) == num_stages and sum(sizes) == LAYERS
@@ -48,8 +48,8 @@ def test_equal_layers_are_spread_evenly_over_any_number(balancer: str, num_stage
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
-def test_the_fewest_stages_that_are_as_fast_as_at_first(balancer: str) -> None:
-    """8 micro-batches on n stages take (n + 7) times the busiest stage's: 30 s at first, at most 31.6 with 5% less."""
+def test_it_chooses_the_fewest_stages_that_are_as_fast_as_at_first(balancer: str) -> None:
+    """8 micro-batches on n stages take (n + 7) times the slowest stage: 30 s at first, 31.6 s if 5% are given up."""
     assert planner(1.0, balancer=balancer).best().num_stages == STAGES
     assert planner(0.5, balancer=balancer).best().num_stages == 3  # 10 x 6 x 0.5 = 30; on 2 it is 36
     assert planner(0.2, balancer=balancer).best().num_stages == 1  # 8 x 16 x 0.2 = 25.6
@@ -84,14 +84,14 @@ def test_stages_are_counted_with_the_schedule_that_will_run(balancer: str) -> No
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
-def test_memory_keeps_stages_that_throughput_would_give_up(balancer: str) -> None:
+def test_memory_limits_keep_stages_that_throughput_would_give_up(balancer: str) -> None:
     small = planner(0.2, limit=50, balancer=balancer)  # 5 layers a stage
     assert small.best().num_stages == 4
     with pytest.raises(PartitionError, match=r"repack onto 2 stages: .*; 4 stages would do"):
         small.onto(2)
 
 
-def test_a_partition_that_no_move_can_get_to_is_passed_over() -> None:
+def test_a_partition_that_no_move_can_reach_is_skipped() -> None:
 
     def find_overflow(partition: Sequence[int]) -> Overflow | None:
         return Overflow(stage=1, peak_bytes=12, limit=10) if len(partition) == 4 else None
@@ -106,7 +106,7 @@ def test_a_partition_that_no_move_can_get_to_is_passed_over() -> None:
     assert replace(first_fit, find_overflow=find_overflow).best().num_stages == 4
 
 
-def test_first_fit_goes_by_memory_alone() -> None:
+def test_first_fit_decides_by_memory_alone() -> None:
     settings = {"planner": "first_fit"}
     assert planner(1.0, limit=50, repack=settings).best().num_stages == 4
     with pytest.raises(PartitionError, match=r"first_fit.* there is no memory_limit"):
@@ -115,10 +115,10 @@ def test_first_fit_goes_by_memory_alone() -> None:
 
 @pytest.mark.parametrize("balancer", BALANCERS)
 def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
-    """16 layers in 5 groups of 4, 3, 3, 3 and 3."""
+    """16 layers are in 5 groups of 4, 3, 3, 3 and 3."""
     groups = LayerGroups((0, 4, 7, 10, 13, 16))
     plan = replace(planner(1.0, balancer=balancer), groups=groups, most=groups.num_groups)
-    sizes = {1: 16, 2: 9, 3: 6, 4: 6, 5: 4}  # of the busiest stage
+    sizes = {1: 16, 2: 9, 3: 6, 4: 6, 5: 4}  # layers of the largest stage
     for count, largest in sizes.items():
         partition = plan.onto(count).partition
         assert groups.allows(partition)
@@ -133,4 +133,4 @@ def test_layers_that_stay_together_are_planned_together(balancer: str) -> None:
     five = DecisionInput.of(replace(light.given.profile, placement=Placement.chain((0, 4, 7, 10, 13, 16))))
     light = replace(light, given=five)
     assert groups.allows(light.best().partition) and light.best().num_stages < 5
-    assert light.fastest(present_seconds=1e9).num_stages == 5  # there are ranks for 8 stages, and groups for 5
+    assert light.fastest(present_seconds=1e9).num_stages == 5  # there are ranks for 8 stages, but groups for 5

@@ -1,4 +1,4 @@
-"""scripts/emulate.py prediction: what is fitted, and what each prediction is made from."""
+"""scripts/emulate.py prediction: the fit, and the inputs of each prediction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MICRO_BATCHES = 4
 
 
 def draws(true: Fit, count: int, seed: int) -> list[Draw]:
-    """Iterations that take just what ``true`` says."""
+    """Make iterations that take exactly the seconds of ``true``."""
     chooser = random.Random(seed)
     found = []
     for _ in range(count):
@@ -22,7 +22,7 @@ def draws(true: Fit, count: int, seed: int) -> list[Draw]:
     return found
 
 
-def test_what_the_engine_adds_is_found() -> None:
+def test_the_fit_finds_the_engines_overhead() -> None:
     true = Fit(pass_seconds=0.0013, link_seconds=0.0006, iteration_seconds=0.01)
     found = fit(draws(true, 6, seed=0), MICRO_BATCHES)
     others = draws(true, 4, seed=1)
@@ -32,11 +32,11 @@ def test_what_the_engine_adds_is_found() -> None:
     assert all(ideal <= profile for ideal, profile in zip(errors["ideal"], errors["profile"]))
 
 
-def test_nothing_is_added_where_nothing_is() -> None:
+def test_the_fit_finds_no_overhead_where_there_is_none() -> None:
     found = fit(draws(Fit(), 3, seed=0), MICRO_BATCHES)
     assert found.pass_seconds == pytest.approx(0.0, abs=2e-6) and found.link_seconds == pytest.approx(0.0, abs=2e-6)
 
 
-def test_a_stage_takes_what_its_layers_take() -> None:
+def test_a_stage_takes_the_sum_of_its_layers() -> None:
     passes = (1.0, 2.0, 4.0, 8.0), (3.0, 5.0, 7.0, 11.0)
     assert by_stage(passes, [0, 1, 3, 4]) == ([1.0, 6.0, 8.0], [3.0, 12.0, 11.0])

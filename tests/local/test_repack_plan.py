@@ -1,4 +1,4 @@
-"""Which ranks and moves it takes to get onto another number of stages."""
+"""Which ranks stay, and which layers move, when the number of stages changes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OLD = chain(0, 2, 4, 6, 8)
 
 
 def moved(plan: RepackPlan) -> list[tuple[int, int, int]]:
-    """Layer, source and destination, both as stages of the job."""
+    """Return layer, source and destination of each move; the latter two as stages of the job."""
     return [(move.layer, plan.stages[move.source], plan.stages[move.destination]) for move in plan.moves.moves]
 
 
-def test_fewer_stages_keep_the_first_and_the_last_and_move_least() -> None:
+def test_fewer_stages_keep_the_first_and_last_and_move_the_least() -> None:
     plan = plan_repack(FOUR, OLD, chain(0, 3, 6, 8))
     assert (plan.stages, plan.staying, plan.freed, plan.placement.boundaries) == (
         (0, 1, 2, 3),
@@ -37,12 +37,12 @@ def test_fewer_stages_keep_the_first_and_the_last_and_move_least() -> None:
     assert heavy.staying == (0, 1, 3)
 
 
-def test_freed_stages_become_copies_in_order() -> None:
+def test_freed_stages_become_replicas_in_order() -> None:
     plan = plan_repack(FOUR, OLD, chain(0, 4, 8))
     assert plan.staying == (0, 3) and plan.stages_of_copies(1) == [] and plan.stages_of_copies(2) == [1, 2]
 
 
-def test_parked_stages_come_back_the_last_first() -> None:
+def test_parked_stages_are_recalled_the_last_first() -> None:
     one = JobStages(at_work=(0,), replica_multiplier=1, parked=(1, 2, 3), last=3)
     plan = plan_repack(one, chain(0, 8), chain(0, 4, 8))
     assert plan.stages == (0, 3) and plan.moves.old.boundaries == (0, 8, 8) and plan.moves.old.empty_stages == (1,)
@@ -54,7 +54,9 @@ def test_stages_that_joined_come_before_the_last_of_the_launch() -> None:
     plan = plan_repack(joined, OLD, chain(0, 2, 4, 5, 6, 8))
     assert plan.stages == (0, 1, 2, 4, 3) and plan.moves.old.boundaries == (0, 2, 4, 6, 6, 8)
     assert joined.most == 6
-    assert JobStages(at_work=(0,), replica_multiplier=1, parked=(1,), last=3).most == 1  # nobody could read the data
+    assert (
+        JobStages(at_work=(0,), replica_multiplier=1, parked=(1,), last=3).most == 1
+    )  # none of the others can be the last stage
 
 
 def test_extra_replicas_are_stages_of_one_pipeline_while_layers_move() -> None:
@@ -71,6 +73,6 @@ def test_the_way_back_moves_nothing() -> None:
     assert plan.stages == (0, 1, 3) and back.freed == [1] and not back.moves.moves
 
 
-def test_no_more_stages_than_there_are() -> None:
+def test_more_stages_than_ranks_are_refused() -> None:
     with pytest.raises(PartitionError, match="repack: 5 stages, there are 1 to 4 to go on with"):
         plan_repack(FOUR, OLD, chain(0, 1, 2, 4, 6, 8))
