@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Action", "Kind"]
+__all__ = ["Action", "Kind", "all_passes"]
 
 
 class Kind(IntEnum):
@@ -39,3 +40,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind.letter}{self.micro_batch} of chunk {self.chunk}"
+
+
+@lru_cache(maxsize=16)
+def all_passes(kind: Kind, num_chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Every pass of a kind, by chunk and micro-batch: who makes many orders need not make their actions again."""
+    return tuple(
+        tuple(Action(kind, chunk, micro_batch) for micro_batch in range(micro_batches)) for chunk in range(num_chunks)
+    )

@@ -2,118 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from ds_dynmo.schedules.actions import Action, Kind
+from ds_dynmo.schedules.actions import Action, Kind, all_passes
 from ds_dynmo.schedules.costs import PassCosts
-from ds_dynmo.schedules.order import Orders, Run, run
+from ds_dynmo.schedules.order import Orders, Run
 
-__all__ = ["fuse"]
+__all__ = ["Fused", "fuse"]
 
 _ROUNDING = 1e-9  # relative
+_FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _BACKWARD = map(int, Kind)
 
 
-def fuse(orders: Orders, micro_batches: int, costs: PassCosts, target_seconds: float) -> list[list[Action]]:
+class Fused(NamedTuple):
+    """Orders with fewer splits.
+
+    Attributes:
+        seconds: of an iteration.
+    """
+
+    seconds: float
+    orders: list[list[Action]]
+
+
+def fuse(
+    orders: Orders, micro_batches: int, costs: PassCosts, ran: Run, targets_seconds: Sequence[float]
+) -> list[Fused]:
     """Run in one each backward pass whose weight gradient can follow its input gradient at once, by a deadline.
 
-    Deadlines are the latest starts in an iteration of ``target_seconds``, with the orders as they are. A pass is
-    fused if then neither the stage that waits for its gradient nor its own stage's next action is late, and no weight
-    gradient of an earlier micro-batch is left for later. So where ``target_seconds`` is the orders' own iteration, the
-    result takes no longer. A longer target fuses more; what that saves may be worth more than what it delays.
+    Deadlines are the latest starts in an iteration of a target's seconds, with the orders as they are. A pass is fused
+    if then neither the stage that waits for its gradient nor its own stage's next action is late, and no weight
+    gradient of an earlier micro-batch is left for later. So where the target is the orders' own iteration, the result
+    takes no longer. A longer target fuses more; what that saves may be worth more than what it delays.
+
+    Args:
+        ran: the orders under these costs.
+        targets_seconds: of the iterations in which splits are to be needless.
+
+    Returns:
+        Orders for each target.
     """
-    ran = run(orders, micro_batches, costs)
-    latest, gradients_due = _deadlines(orders, micro_batches, costs, ran, target_seconds)
-    allowed = _ROUNDING * target_seconds
-    clock = _Clock(micro_batches, costs, len(orders))
+    latest, gradients_due = _deadlines(orders, micro_batches, costs, ran)
+    return [
+        _fused(orders, micro_batches, costs, ran, latest, gradients_due, target * (1 + _ROUNDING))
+        for target in targets_seconds
+    ]
+
+
+def _fused(
+    orders: Orders,
+    micro_batches: int,
+    costs: PassCosts,
+    ran: Run,
+    latest: Sequence[Sequence[float]],
+    gradients_due: Sequence[float],
+    target_seconds: float,
+) -> Fused:
+    """Run the orders once more, and fuse what may be fused on the way."""
+    forward, input_gradient, weight_gradient, backward = costs.by_kind
+    links, last_chunk, frozen = costs.link_seconds, costs.num_chunks - 1, costs.frozen_chunks
+    in_one = all_passes(Kind.BACKWARD, costs.num_chunks, micro_batches)
+    inputs = [0.0] * (micro_batches * costs.num_chunks)  # when they arrive
+    # Gradients likewise. Those that nobody sends, the loss's or a frozen chunk's, are there when the stage is free.
+    gradients = list(inputs)
+    free_at = [0.0] * len(orders)
     weights_done = [0] * costs.num_chunks
+    reached = [0] * len(orders)
     fused: list[list[Action]] = [[] for _ in orders]
-    for stage, place in _in_turn(ran):
-        kind, chunk, micro_batch = action = orders[stage][place]
-        if kind == Kind.WEIGHT_GRADIENT and micro_batch < weights_done[chunk]:
-            continue  # fused
-        if kind == Kind.INPUT_GRADIENT and weights_done[chunk] == micro_batch:
-            following = _following(orders[stage], place, weights_done)
-            due = min(
-                gradients_due[chunk * micro_batches + micro_batch],
-                target_seconds if following is None else latest[stage][following],
-            )
-            if clock.start_of(stage, action) + costs.backward_seconds[chunk] <= due + allowed:
-                kind, action = Kind.BACKWARD, Action(Kind.BACKWARD, chunk, micro_batch)
-        if kind in (Kind.WEIGHT_GRADIENT, Kind.BACKWARD):
-            weights_done[chunk] += 1
-        clock.run(stage, action)
-        fused[stage].append(action)
-    return fused
-
-
-def _in_turn(ran: Run) -> Iterator[tuple[int, int]]:
-    """Stage and place of each action, none before one that it waits for."""
-    reached = [0] * len(ran.starts)
     for stage, count in ran.bursts:
-        for place in range(reached[stage], reached[stage] + count):
-            yield stage, place
-        reached[stage] += count
+        order, made, now = orders[stage], fused[stage], free_at[stage]
+        start = reached[stage]
+        stop = reached[stage] = start + count
+        for place in range(start, stop):
+            kind, chunk, micro_batch = action = order[place]
+            if kind == _WEIGHT_GRADIENT:
+                if micro_batch < weights_done[chunk]:
+                    continue  # fused
+                weights_done[chunk] = micro_batch + 1
+                now += weight_gradient[chunk]
+            elif kind == _FORWARD:
+                slot = chunk * micro_batches + micro_batch
+                now = max(now, inputs[slot]) + forward[chunk]
+                if chunk < last_chunk:
+                    inputs[slot + micro_batches] = now + links[chunk]
+            else:
+                slot = chunk * micro_batches + micro_batch
+                now = max(now, gradients[slot])
+                together = kind == _BACKWARD
+                if not together and weights_done[chunk] == micro_batch:
+                    left = target_seconds - now - backward[chunk]
+                    if left >= gradients_due[slot]:
+                        following = _following(order, place, weights_done)
+                        together = left >= (latest[stage][following] if following < len(order) else 0.0)
+                if together:
+                    action = in_one[chunk][micro_batch]
+                    weights_done[chunk] = micro_batch + 1
+                    now += backward[chunk]
+                else:
+                    now += input_gradient[chunk]
+                if chunk > frozen:
+                    gradients[slot - micro_batches] = now + links[chunk - 1]
+            made.append(action)
+        free_at[stage] = now
+    return Fused(max(free_at), fused)
 
 
-def _following(order: Sequence[Action], place: int, weights_done: Sequence[int]) -> int | None:
-    """The place of the next action that is left once the backward pass at ``place`` is fused."""
+def _following(order: Sequence[Action], place: int, weights_done: Sequence[int]) -> int:
+    """The place of the next action that is left once the backward pass at ``place`` is fused; the end if none is."""
     _, chunk, micro_batch = order[place]
     for following in range(place + 1, len(order)):
         kind, other, passed = order[following]
-        done = micro_batch + 1 if other == chunk else weights_done[other]
-        if kind != Kind.WEIGHT_GRADIENT or passed >= done:
+        if kind != _WEIGHT_GRADIENT or passed >= (micro_batch + 1 if other == chunk else weights_done[other]):
             return following
-    return None
+    return len(order)
 
 
-def _deadlines(
-    orders: Orders, micro_batches: int, costs: PassCosts, ran: Run, target_seconds: float
-) -> tuple[list[list[float]], list[float]]:
-    """Latest starts, in the shape of ``orders``, and by when each gradient has to leave, by chunk and micro-batch."""
+def _deadlines(orders: Orders, micro_batches: int, costs: PassCosts, ran: Run) -> tuple[list[list[float]], list[float]]:
+    """How long before the end of the iteration each action has to start, in the shape of ``orders``, and each gradient
+    to leave, by chunk and micro-batch."""
     seconds, links, last_chunk = costs.by_kind, costs.link_seconds, costs.num_chunks - 1
+    frozen = costs.frozen_chunks
     latest = [[0.0] * len(order) for order in orders]
-    next_due = [target_seconds] * len(orders)
-    outputs_due = [target_seconds] * (micro_batches * costs.num_chunks)
+    next_due = [0.0] * len(orders)
+    outputs_due = [0.0] * (micro_batches * costs.num_chunks)
     gradients_due = list(outputs_due)
-    for stage, place in reversed(list(_in_turn(ran))):
-        kind, chunk, micro_batch = orders[stage][place]
-        slot = chunk * micro_batches + micro_batch
-        due = next_due[stage]
-        if kind == Kind.FORWARD:
-            due = min(due, outputs_due[slot])
-        elif kind != Kind.WEIGHT_GRADIENT:
-            due = min(due, gradients_due[slot])
-        start = latest[stage][place] = next_due[stage] = due - seconds[kind][chunk]
-        if kind == Kind.FORWARD and chunk > 0:
-            outputs_due[slot - micro_batches] = start - links[chunk - 1]
-        elif kind in (Kind.INPUT_GRADIENT, Kind.BACKWARD) and costs.frozen_chunks <= chunk < last_chunk:
-            gradients_due[slot + micro_batches] = start - links[chunk]
+    reached = [len(order) for order in orders]
+    for stage, count in reversed(ran.bursts):
+        order, starts, due = orders[stage], latest[stage], next_due[stage]
+        stop = reached[stage]
+        start = reached[stage] = stop - count
+        for place in range(stop - 1, start - 1, -1):
+            kind, chunk, micro_batch = order[place]
+            slot = chunk * micro_batches + micro_batch
+            if kind == _FORWARD:
+                due = max(due, outputs_due[slot]) + seconds[kind][chunk]
+                if chunk > 0:
+                    outputs_due[slot - micro_batches] = due + links[chunk - 1]
+            elif kind == _WEIGHT_GRADIENT:
+                due += seconds[kind][chunk]
+            else:
+                due = max(due, gradients_due[slot]) + seconds[kind][chunk]
+                if frozen <= chunk < last_chunk:
+                    gradients_due[slot + micro_batches] = due + links[chunk]
+            starts[place] = due
+        next_due[stage] = due
     return latest, gradients_due
-
-
-class _Clock:
-    """When actions run that come in turn."""
-
-    def __init__(self, micro_batches: int, costs: PassCosts, num_stages: int) -> None:
-        self._micro_batches, self._costs = micro_batches, costs
-        self._free_at = [0.0] * num_stages
-        self._inputs = [0.0] * (micro_batches * costs.num_chunks)  # when they arrive; gradients likewise
-        self._gradients = list(self._inputs)
-
-    def start_of(self, stage: int, action: Action) -> float:
-        kind, chunk, micro_batch = action
-        if kind == Kind.WEIGHT_GRADIENT:
-            return self._free_at[stage]
-        # A gradient that nobody sends, the loss's or a frozen chunk's, is there when the stage is free.
-        arrivals = self._inputs if kind == Kind.FORWARD else self._gradients
-        return max(self._free_at[stage], arrivals[chunk * self._micro_batches + micro_batch])
-
-    def run(self, stage: int, action: Action) -> None:
-        kind, chunk, micro_batch = action
-        costs, slot = self._costs, chunk * self._micro_batches + micro_batch
-        end = self._free_at[stage] = self.start_of(stage, action) + costs.by_kind[kind][chunk]
-        if kind == Kind.FORWARD:
-            if chunk + 1 < costs.num_chunks:
-                self._inputs[slot + self._micro_batches] = end + costs.link_seconds[chunk]
-        elif kind in (Kind.INPUT_GRADIENT, Kind.BACKWARD) and chunk > costs.frozen_chunks:
-            self._gradients[slot - self._micro_batches] = end + costs.link_seconds[chunk - 1]

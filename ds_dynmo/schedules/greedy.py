@@ -5,6 +5,8 @@ backward passes of frozen chunks, which take no time, wait for gradients here as
 
 The simulation counts whole ticks. So what is due at the same time is so on every machine, and no order depends on a
 rounding error. Ties go to the smaller number of a stage, then to the later chunk.
+
+A decision runs dozens of simulations while training may wait for it: the loop over events calls no function of ours.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_dynmo.schedules.actions import Action, Kind
+from ds_dynmo.schedules.actions import Action, Kind, all_passes
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
 
 __all__ = ["Policy", "greedy"]
 
 _NEVER = 1 << 62  # ticks
+_FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _BACKWARD = map(int, Kind)
 
 
 @dataclass(frozen=True)
@@ -49,29 +52,34 @@ class Policy:
 
 
 def greedy(
-    costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], policy: Policy
+    costs: PassCosts,
+    micro_batches: int,
+    sizes: PassBytes,
+    limits: Sequence[int],
+    policy: Policy,
+    *,
+    most_seconds: float = math.inf,
 ) -> list[list[Action]] | None:
-    """The order in which each stage worked; None where memory let no stage go on.
+    """The order in which each stage worked; None where memory let no stage go on, or time ran out.
 
     Args:
         sizes: bytes per chunk.
         limits: per stage, the bytes of passes in flight.
+        most_seconds: that the simulated batch may take.
     """
-    simulation = _Simulation(costs, micro_batches, sizes, limits, policy)
-    return simulation.orders if simulation.run() else None
+    return _Simulation(costs, micro_batches, sizes, limits, policy).run(most_seconds)
 
 
 class _Simulation:
-    """The state of all stages at one time, in ticks."""
+    """A pipeline before its first pass. Times are in ticks."""
 
     def __init__(
         self, costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], policy: Policy
     ) -> None:
-        chunks = range(costs.num_chunks)
         longest = max(max(seconds) for seconds in (*costs.by_kind, costs.link_seconds or (0.0,)))
-        scale = math.ldexp(1.0, 30 - math.frexp(longest)[1])
-        self._ticks = [[round(value * scale) for value in seconds] for seconds in costs.by_kind]
-        self._links = [round(value * scale) for value in costs.link_seconds]
+        self._scale = math.ldexp(1.0, 30 - math.frexp(longest)[1])
+        self._ticks = [[round(value * self._scale) for value in seconds] for seconds in costs.by_kind]
+        self._links = [round(value * self._scale) for value in costs.link_seconds]
         self._forward_patience = [round(policy.forward_patience * ticks) for ticks in self._ticks[Kind.FORWARD]]
         self._weight_patience = [round(policy.weight_patience * ticks) for ticks in self._ticks[Kind.WEIGHT_GRADIENT]]
         self._micro_batches, self._owners = micro_batches, costs.owners
@@ -84,31 +92,23 @@ class _Simulation:
         )
         self._in_one = range(first, micro_batches - last)
         self._lead = self._leads(policy.lead)
-
-        # What is due: when the inputs and the gradients of each chunk's passes arrive, as far as is known.
-        self._inputs: list[list[int]] = [[] for _ in chunks]
-        self._inputs[0] = [0] * micro_batches
-        self._gradients: list[list[int]] = [[] for _ in chunks]
-        self._forwards, self._backwards, self._weights = ([0] * costs.num_chunks for _ in range(3))  # begun
-
-        self._activations, self._held = sizes.activation_bytes, sizes.held_bytes
+        activations = self._activations = sizes.activation_bytes
+        self._held = sizes.held_bytes
         self._for_split = [  # beside what a backward pass in one needs: in the end, and while segments are recomputed
-            max(sizes.held_bytes[chunk] - sizes.activation_bytes[chunk], split - sizes.recomputed_bytes[chunk])
+            max(sizes.held_bytes[chunk] - activations[chunk], split - sizes.recomputed_bytes[chunk])
             for chunk, split in enumerate(sizes.split_recomputed_bytes)
         ]
         # What one backward pass recomputes has room at any time.
         self._room = [
-            limit - max(sizes.recomputed_bytes[chunk] for chunk in mine) for limit, mine in zip(limits, self._chunks)
+            limit
+            - sum(sizes.standing_bytes[chunk] for chunk in mine)
+            - max(sizes.recomputed_bytes[chunk] for chunk in mine)
+            for limit, mine in zip(limits, self._chunks)
         ]
-        activations = sizes.activation_bytes
-        self._returning = [  # on a stage with several chunks: room for the way back
-            max((activations[other] for other in self._chunks[owner] if other > chunk), default=0)
+        self._needed = [  # for a forward pass; on a stage with several chunks also room for the way back
+            activations[chunk] + max((activations[other] for other in self._chunks[owner] if other > chunk), default=0)
             for chunk, owner in enumerate(costs.owners)
         ]
-        self.orders: list[list[Action]] = [[] for _ in self._chunks]
-        self._went_back = [True] * costs.num_stages  # was the last pass, weight gradients apart, a backward one?
-        self._events = [(0, stage) for stage in range(costs.num_stages)]
-        self._free_at = [0] * costs.num_stages
 
     def _leads(self, lead: float) -> list[int]:
         """Per chunk, how many forward passes may be ahead of the backward passes."""
@@ -124,111 +124,138 @@ class _Simulation:
             trip += 2 * self._links[chunk - 1] if chunk else 0
         return leads[::-1]
 
-    def run(self) -> bool:
-        """Did all passes run?"""
-        left = sum(self._micro_batches * (3 if splits else 2) for splits in self._splits)
-        while self._events:
-            now, stage = heapq.heappop(self._events)
-            if now < self._free_at[stage]:
+    def run(self, most_seconds: float) -> list[list[Action]] | None:
+        """As :func:`greedy`."""
+        owners, chunks, splits, in_one = self._owners, self._chunks, self._splits, self._in_one
+        alternate, lead, needed, links = self._alternate, self._lead, self._needed, self._links
+        activations, held, for_split = self._activations, self._held, self._for_split
+        forward_patience, weight_patience = self._forward_patience, self._weight_patience
+        forward_ticks, input_ticks, weight_ticks, backward_ticks = self._ticks
+        num_chunks, num_stages, micro_batches = len(owners), len(chunks), self._micro_batches
+        forward, input_, weight, backward = (all_passes(kind, num_chunks, micro_batches) for kind in Kind)
+        last = num_chunks - 1
+        orders: list[list[Action]] = [[] for _ in chunks]
+        room = list(self._room)
+
+        # When the input and the gradient of each chunk's micro-batches arrive, as far as is known.
+        inputs = [[_NEVER] * (micro_batches + 1) for _ in owners]
+        inputs[0] = [0] * micro_batches + [_NEVER]
+        gradients = [[_NEVER] * (micro_batches + 1) for _ in owners]
+        forwards, backwards, weights = ([0] * num_chunks for _ in range(3))  # passes begun
+        went_back = [True] * num_stages  # was the last pass, weight gradients apart, a backward one?
+        free_at = [0] * num_stages
+
+        # Per stage, ticks that its passes still take at least.
+        rest = [min(b, i + w) for i, w, b in zip(input_ticks, weight_ticks, backward_ticks)]
+        after_input = [max(0, b - w) for b, w in zip(rest, weight_ticks)]
+        left = [micro_batches * sum(forward_ticks[chunk] + rest[chunk] for chunk in mine) for mine in chunks]
+        most = _NEVER if most_seconds == math.inf else math.ceil(most_seconds * self._scale)
+
+        # An event is a time and a stage in one number. Each stage that works has one, when it is done.
+        bits = num_stages.bit_length()
+        mask = (1 << bits) - 1
+        events = list(range(num_stages))
+        push, pop, replace = heapq.heappush, heapq.heappop, heapq.heapreplace
+        while events:
+            event = events[0]
+            stage, now = event & mask, event >> bits
+            if now < free_at[stage]:
+                pop(events)
                 continue
-            chosen = self._choose(stage, now)
-            if chosen is not None:
-                left -= self._start(stage, now, *chosen)
-        return left == 0
 
-    def _choose(self, stage: int, now: int) -> tuple[Kind, int] | None:
-        """What ``stage`` begins now, and on which of its chunks; None: it waits for an event."""
-        ready_back, soon_back = self._ready(self._chunks[stage], self._gradients, self._backwards, now)
-        able = [chunk for chunk in self._chunks[stage] if self._has_room(stage, chunk)]
-        ready_forward, soon_forward = self._ready(able, self._inputs, self._forwards, now)
-        if ready_back is not None:
-            if self._alternate and self._went_back[stage]:
-                if ready_forward is not None:
-                    return Kind.FORWARD, ready_forward
-                pending = self._pending(stage)
-                if pending is not None and self._memory_blocks(stage, now):
-                    return Kind.WEIGHT_GRADIENT, pending
-            return self._backward(stage, ready_back)
-        if ready_forward is not None and soon_back >= now + self._forward_patience[ready_forward]:
-            return Kind.FORWARD, ready_forward
-        pending = self._pending(stage)
-        soon = min(soon_back, soon_forward)
-        if pending is not None and soon >= now + self._weight_patience[pending]:
-            return Kind.WEIGHT_GRADIENT, pending
-        if soon < _NEVER:
-            heapq.heappush(self._events, (soon, stage))
-        return None
-
-    def _ready(
-        self, chunks: Sequence[int], arrivals: list[list[int]], begun: list[int], now: int
-    ) -> tuple[int | None, int]:
-        """The last of ``chunks`` whose next data is there, and when the next data of any other arrives."""
-        ready, soon = None, _NEVER
-        for chunk in chunks:
-            count = begun[chunk]
-            if count < len(arrivals[chunk]):
-                at = arrivals[chunk][count]
+            # What is ready? Of several chunks the last; a weight gradient of the oldest micro-batch.
+            ready_back = ready_forward = arrived = pending = -1
+            soon_back = soon_forward = _NEVER
+            for chunk in chunks[stage]:
+                gone, back = forwards[chunk], backwards[chunk]
+                at = gradients[chunk][back]
                 if at <= now:
-                    ready = chunk
-                elif at < soon:
-                    soon = at
-        return ready, soon
+                    ready_back = chunk
+                elif at < soon_back:
+                    soon_back = at
+                at = inputs[chunk][gone]
+                if at < _NEVER:
+                    if at <= now:
+                        arrived = chunk
+                    if gone - back < lead[chunk] and needed[chunk] <= room[stage]:
+                        if at <= now:
+                            ready_forward = chunk
+                        elif at < soon_forward:
+                            soon_forward = at
+                if weights[chunk] < back and (pending < 0 or weights[chunk] <= weights[pending]):
+                    pending = chunk
 
-    def _has_room(self, stage: int, chunk: int) -> bool:
-        """May ``chunk`` run one more micro-batch forward?"""
-        ahead = self._forwards[chunk] - self._backwards[chunk]
-        needed = self._activations[chunk] + self._returning[chunk]
-        return ahead < self._lead[chunk] and needed <= self._room[stage]
-
-    def _memory_blocks(self, stage: int, now: int) -> bool:
-        """Is a forward pass ready for which only memory is missing?"""
-        ready, _ = self._ready(self._chunks[stage], self._inputs, self._forwards, now)
-        return ready is not None and self._forwards[ready] - self._backwards[ready] < self._lead[ready]
-
-    def _pending(self, stage: int) -> int | None:
-        """The chunk of the oldest micro-batch that waits for its weight gradient; of one, the last chunk."""
-        waiting = [chunk for chunk in self._chunks[stage] if self._weights[chunk] < self._backwards[chunk]]
-        return min(waiting, key=lambda chunk: (self._weights[chunk], -chunk), default=None)
-
-    def _backward(self, stage: int, chunk: int) -> tuple[Kind, int]:
-        """The next backward pass of ``chunk``: in two parts where that is wanted and there is room for what is held."""
-        micro_batch = self._backwards[chunk]
-        if not self._splits[chunk] or (micro_batch in self._in_one and self._weights[chunk] == micro_batch):
-            return Kind.BACKWARD, chunk
-        if self._for_split[chunk] <= self._room[stage]:
-            return Kind.INPUT_GRADIENT, chunk
-        if self._weights[chunk] == micro_batch:
-            return Kind.BACKWARD, chunk
-        return Kind.WEIGHT_GRADIENT, chunk
-
-    def _start(self, stage: int, now: int, kind: Kind, chunk: int) -> int:
-        """Run a pass; how many of a split one's three it was."""
-        counts = (self._forwards, self._backwards, self._weights, self._backwards)[kind]
-        self.orders[stage].append(Action(kind, chunk, counts[chunk]))
-        counts[chunk] += 1
-        end = self._free_at[stage] = now + self._ticks[kind][chunk]
-        heapq.heappush(self._events, (end, stage))
-        if kind == Kind.FORWARD:
-            self._room[stage] -= self._activations[chunk]
-            self._went_back[stage] = False
-            if chunk + 1 < len(self._owners):
-                self._send(self._inputs, chunk + 1, end + self._links[chunk])
+            # What runs? A stage that runs nothing waits for an event that is under way.
+            kind = -1
+            if ready_back >= 0:
+                if alternate and went_back[stage]:
+                    if ready_forward >= 0:
+                        kind, chunk = _FORWARD, ready_forward
+                    elif pending >= 0 and arrived >= 0 and forwards[arrived] - backwards[arrived] < lead[arrived]:
+                        kind, chunk = _WEIGHT_GRADIENT, pending  # makes room
+                if kind < 0:
+                    chunk = ready_back
+                    passed = backwards[chunk]
+                    is_next = weights[chunk] == passed
+                    if not splits[chunk] or (is_next and passed in in_one):
+                        kind = _BACKWARD
+                    elif for_split[chunk] <= room[stage]:
+                        kind = _INPUT_GRADIENT
+                    else:
+                        kind = _BACKWARD if is_next else _WEIGHT_GRADIENT
+            elif ready_forward >= 0 and soon_back >= now + forward_patience[ready_forward]:
+                kind, chunk = _FORWARD, ready_forward
+            elif pending >= 0 and min(soon_back, soon_forward) >= now + weight_patience[pending]:
+                kind, chunk = _WEIGHT_GRADIENT, pending
             else:
-                self._gradients[chunk].append(end)
-            return 1
-        if kind == Kind.WEIGHT_GRADIENT:
-            self._room[stage] += self._held[chunk]
-            return 1
-        self._went_back[stage] = True
-        self._room[stage] += self._activations[chunk]
-        if chunk > 0:
-            self._send(self._gradients, chunk - 1, end + self._links[chunk - 1])
-        if kind == Kind.INPUT_GRADIENT:
-            self._room[stage] -= self._held[chunk]
-            return 1
-        self._weights[chunk] += 1
-        return 2 if self._splits[chunk] else 1
+                pop(events)
+                continue
 
-    def _send(self, arrivals: list[list[int]], chunk: int, at: int) -> None:
-        arrivals[chunk].append(at)
-        heapq.heappush(self._events, (at, self._owners[chunk]))
+            to, at = -1, 0  # the chunk that is sent something, and when that arrives
+            if kind == _FORWARD:
+                passed = forwards[chunk]
+                forwards[chunk] = passed + 1
+                orders[stage].append(forward[chunk][passed])
+                end = now + forward_ticks[chunk]
+                left[stage] -= forward_ticks[chunk]
+                room[stage] -= activations[chunk]
+                went_back[stage] = False
+                if chunk < last:
+                    to, at = chunk + 1, end + links[chunk]
+                    inputs[to][passed] = at
+                else:
+                    gradients[chunk][passed] = end
+            elif kind == _WEIGHT_GRADIENT:
+                passed = weights[chunk]
+                weights[chunk] = passed + 1
+                orders[stage].append(weight[chunk][passed])
+                end = now + weight_ticks[chunk]
+                left[stage] -= rest[chunk] - after_input[chunk]
+                room[stage] += held[chunk]
+            else:
+                passed = backwards[chunk]
+                backwards[chunk] = passed + 1
+                went_back[stage] = True
+                room[stage] += activations[chunk]
+                if kind == _INPUT_GRADIENT:
+                    orders[stage].append(input_[chunk][passed])
+                    end = now + input_ticks[chunk]
+                    left[stage] -= after_input[chunk]
+                    room[stage] -= held[chunk]
+                else:
+                    orders[stage].append(backward[chunk][passed])
+                    end = now + backward_ticks[chunk]
+                    left[stage] -= rest[chunk]
+                    weights[chunk] = passed + 1
+                if chunk:
+                    to, at = chunk - 1, end + links[chunk - 1]
+                    gradients[to][passed] = at
+            if end + left[stage] > most:
+                return None
+            free_at[stage] = end
+            replace(events, end << bits | stage)
+            if to >= 0:
+                woken = owners[to]
+                if not now < at <= free_at[woken]:  # else it looks when it is done
+                    push(events, at << bits | woken)
+        return orders if min(weights) == micro_batches else None

@@ -7,6 +7,7 @@ micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from ds_dynmo.schedules.actions import Action, Kind
 from ds_dynmo.schedules.schedule import Schedule
@@ -40,6 +41,7 @@ def gradient_first_1f1b(num_stages: int, micro_batches: int) -> Schedule:
     return _chain(num_stages, micro_batches, split=True)
 
 
+@lru_cache(maxsize=4)
 def _chain(num_stages: int, micro_batches: int, *, split: bool) -> Schedule:
     orders = tuple(tuple(_order(stage, num_stages, micro_batches, split)) for stage in range(num_stages))
     return Schedule(tuple(range(num_stages)), micro_batches, orders)

@@ -10,6 +10,7 @@ Nothing here depends on the clock, on hashes or on chance: from the same numbers
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,30 +23,32 @@ from ds_dynmo.schedules.fusing import fuse
 from ds_dynmo.schedules.greedy import Policy, greedy
 from ds_dynmo.schedules.memory import orders_peak_bytes, peak_bytes
 from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
-from ds_dynmo.schedules.order import Orders, run
+from ds_dynmo.schedules.order import Orders, Run, run
 from ds_dynmo.schedules.repeating import PERIODS, repeated
 from ds_dynmo.schedules.schedule import Schedule
 from ds_dynmo.schedules.zero_bubble import zb_h1
 
 __all__ = ["POLICIES", "FoundSchedule", "best_schedule", "one_f_one_b_limit", "schedule_for_equal_costs"]
 
-POLICIES = (
+POLICIES = (  # those first without which the best order of random pipelines gets longest
     Policy(),
-    Policy(lead=1.75),
-    Policy(lead=1.75, split_first=0.5, split_last=0.5),
     Policy(forward_patience=0.5, weight_patience=0.5),
     Policy(split_first=0.0, split_last=1.0),
-    Policy(weight_patience=0.5),
-    Policy(split_first=0.5, split_last=1.0),
     Policy(lead=1.75, weight_patience=0.5),
-    Policy(split_first=0.0, split_last=0.5),
     Policy(alternate=False, weight_patience=0.5, lead=2.0),
+    Policy(lead=1.75),
+    Policy(weight_patience=0.5),
     Policy(lead=1.75, weight_patience=0.5, split_first=0.5, split_last=0.5),
+    Policy(split_first=0.0, split_last=0.5),
+    Policy(split_first=0.5, split_last=1.0),
+    Policy(lead=1.75, split_first=0.5, split_last=0.5),
     Policy(split_first=1.0, split_last=0.5),
     Policy(lead=1.5, split_first=0.0, split_last=0.0),
 )
-_MOST_ACTIONS = 60_000  # of greedy candidates together; each costs some microseconds
+_FOR_EQUAL_COSTS = 4  # so many policies come before the order for equal costs
+_MOST_ACTIONS = 60_000  # of greedy candidates together; each costs a microsecond or two
 _GOOD_ENOUGH = 1.002  # times the bound: nothing more is tried
+_TIE = 1e-9  # relative difference below which two iterations take the same time
 _REFINED = 4  # candidates, the best ones, of which splits are taken back
 _TARGETS = (1.0, 1.03)  # iterations, over the candidate's own, in which splits are to be needless
 
@@ -70,7 +73,12 @@ class FoundSchedule:
 def one_f_one_b_limit(sizes: PassBytes, micro_batches: int, memory: float = 1.0) -> tuple[int, ...]:
     """Per stage of a chain, ``memory`` times the bytes that the stage which needs most holds under 1F1B."""
     stages = len(sizes.activation_bytes)
-    most = max(peak_bytes(one_f_one_b(stages, min(stages, micro_batches)), sizes))
+    most = max(
+        standing + min(stages - stage, micro_batches) * activations + recomputed
+        for stage, (standing, activations, recomputed) in enumerate(
+            zip(sizes.standing_bytes, sizes.activation_bytes, sizes.recomputed_bytes)
+        )
+    )
     return (math.floor(memory * most),) * stages
 
 
@@ -85,12 +93,16 @@ def best_schedule(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits
         ScheduleError: a limit is below what one micro-batch needs; unlike numbers of chunks or stages.
     """
     _check_limits(costs, sizes, limits)
-    found = _stretched(costs, micro_batches, sizes, limits) or _candidates(costs, micro_batches, sizes, limits)
-    found += [_fused(candidate, micro_batches, costs) for candidate in found[: _affordable(found[0].orders)]]
-    best = min(found, key=lambda candidate: candidate.seconds)
-    schedule = Schedule(costs.owners, micro_batches, tuple(map(tuple, best.orders)))
     bound = lower_bound(costs, micro_batches, sizes, limits)
-    return FoundSchedule(schedule, best.seconds, bound, peak_bytes(schedule, sizes))
+    found = _stretched(costs, micro_batches, sizes, limits) or _candidates(costs, micro_batches, sizes, limits, bound)
+    made = [(candidate.seconds, candidate.orders) for candidate in found]
+    for candidate in found[: _affordable(found[0].orders)]:
+        targets = [target * candidate.seconds for target in _TARGETS]
+        made += fuse(candidate.orders, micro_batches, costs, candidate.ran, targets)
+    shortest = min(seconds for seconds, _ in made) * (1 + _TIE)
+    seconds, orders = min((one for one in made if one[0] <= shortest), key=lambda one: _length(one[1]))
+    schedule = Schedule(costs.owners, micro_batches, tuple(map(tuple, orders)))
+    return FoundSchedule(schedule, seconds, bound, peak_bytes(schedule, sizes))
 
 
 def schedule_for_equal_costs(num_stages: int, micro_batches: int, memory: float = 1.0) -> Schedule:
@@ -104,13 +116,44 @@ def schedule_for_equal_costs(num_stages: int, micro_batches: int, memory: float 
 
 
 class _Candidate(NamedTuple):
+    """Orders, and what they come to."""
+
     seconds: float
     orders: Orders
+    ran: Run
+
+    @classmethod
+    def of(cls, orders: Orders, micro_batches: int, costs: PassCosts) -> _Candidate:
+        ran = run(orders, micro_batches, costs)
+        return cls(max(ran.done), orders, ran)
+
+
+class _Best:
+    """Different candidates, the shortest first; of as short ones that with the fewest splits."""
+
+    def __init__(self, micro_batches: int, costs: PassCosts) -> None:
+        self._micro_batches, self._costs = micro_batches, costs
+        self.found: list[_Candidate] = []
+
+    def add(self, orders: Orders) -> None:
+        one = _Candidate.of(orders, self._micro_batches, self._costs)
+        if not any(one.seconds == other.seconds and one.orders == other.orders for other in self.found):
+            insort(self.found, one, key=lambda candidate: (candidate.seconds, _length(candidate.orders)))
+
+    @property
+    def seconds_to_beat(self) -> float:
+        """What a candidate may take at most that is worth a refinement."""
+        return self.found[_REFINED - 1].seconds if len(self.found) >= _REFINED else math.inf
 
 
 def _affordable(orders: Orders) -> int:
     """Of how many candidates of this size splits are taken back."""
-    return max(1, min(_REFINED, _MOST_ACTIONS // sum(map(len, orders))))
+    return max(1, min(_REFINED, _MOST_ACTIONS // _length(orders)))
+
+
+def _length(orders: Orders) -> int:
+    """How many actions: each split adds one."""
+    return sum(map(len, orders))
 
 
 def _stretched(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> list[_Candidate]:
@@ -119,73 +162,58 @@ def _stretched(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: S
     fewer += (micro_batches - fewer) % max(PERIODS)
     if 4 * fewer > 3 * micro_batches:
         return []
-    shorter = _candidates(costs, fewer, sizes, limits)
-    shorter = shorter[: max(_REFINED, _MOST_ACTIONS // (3 * costs.num_chunks * micro_batches))]
-    longer = (repeated(candidate.orders, fewer, micro_batches - fewer) for candidate in shorter)
-    return _sorted([_Candidate(_seconds(one, micro_batches, costs), one) for one in longer if one is not None])
+    shorter = _candidates(costs, fewer, sizes, limits, lower_bound(costs, fewer, sizes, limits))
+    longer = _Best(micro_batches, costs)
+    for candidate in shorter[: max(2, _MOST_ACTIONS // (3 * costs.num_chunks * micro_batches))]:
+        orders = repeated(candidate.orders, fewer, micro_batches - fewer)
+        if orders is not None:
+            longer.add(orders)
+    return longer.found
 
 
-def _candidates(costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int]) -> list[_Candidate]:
-    """Orders that fit, the shortest first; of as short ones the first that was tried.
+def _candidates(
+    costs: PassCosts, micro_batches: int, sizes: PassBytes, limits: Sequence[int], bound_seconds: float
+) -> list[_Candidate]:
+    """Orders that fit, the shortest first.
 
     Raises:
         ScheduleError: none fits.
     """
-    enough = lower_bound(costs, micro_batches, sizes, limits) * _GOOD_ENOUGH
-    found: list[_Candidate] = []
-
-    def add(orders: Orders) -> None:
-        orders = _unsplit_where_nothing_waits(orders, costs)
-        if all(peak <= limit for peak, limit in zip(orders_peak_bytes(orders, sizes), limits)):
-            found.append(_Candidate(_seconds(orders, micro_batches, costs), orders))
-
+    best = _Best(micro_batches, costs)
     if costs.owners == tuple(range(costs.num_stages)):
         for generate in (one_f_one_b, gradient_first_1f1b, zb_h1):
-            add(generate(costs.num_stages, micro_batches).orders)
-    actions = 0
-    equal = PassCosts.equal(costs.owners)
-    for policy, seen in ((POLICIES[0], costs), (POLICIES[0], equal), *((policy, costs) for policy in POLICIES[1:])):
-        if found and (actions > _MOST_ACTIONS or min(one.seconds for one in found) <= enough):
+            orders = _unsplit_where_nothing_waits(generate(costs.num_stages, micro_batches).orders, costs)
+            if all(peak <= limit for peak, limit in zip(orders_peak_bytes(orders, sizes), limits)):
+                best.add(orders)
+    tries = [(policy, costs) for policy in POLICIES]
+    tries.insert(_FOR_EQUAL_COSTS, (POLICIES[0], PassCosts.equal(costs.owners)))
+    simulated_as_run = costs.frozen_chunks == 0
+    for tried, (policy, seen) in enumerate(tries):
+        too_many = tried * 3 * costs.num_chunks * micro_batches > _MOST_ACTIONS
+        if best.found and (too_many or best.found[0].seconds <= bound_seconds * _GOOD_ENOUGH):
             break
-        made = greedy(seen, micro_batches, sizes, limits, policy)
+        most_seconds = best.seconds_to_beat if simulated_as_run and seen is costs else math.inf
+        made = greedy(seen, micro_batches, sizes, limits, policy, most_seconds=most_seconds)
         if made is not None:
-            add(made)
-            actions += sum(map(len, made))
-    if not found:
+            best.add(_unsplit_where_nothing_waits(made, costs))
+    if not best.found:
         raise ScheduleError(f"no order was found of which stages hold at most {list(limits)} bytes")
-    return _sorted(found)
+    return best.found
 
 
 def _unsplit_where_nothing_waits(orders: Orders, costs: PassCosts) -> Orders:
     """Without the split of chunks that have no weight gradients."""
     whole = {chunk for chunk, seconds in enumerate(costs.weight_gradient_seconds) if seconds == 0}
     if not whole:
-        return orders
-    return [
-        [
+        return tuple(map(tuple, orders))
+    return tuple(
+        tuple(
             Action(Kind.BACKWARD if kind == Kind.INPUT_GRADIENT and chunk in whole else kind, chunk, micro_batch)
             for kind, chunk, micro_batch in order
             if kind != Kind.WEIGHT_GRADIENT or chunk not in whole
-        ]
+        )
         for order in orders
-    ]
-
-
-def _fused(candidate: _Candidate, micro_batches: int, costs: PassCosts) -> _Candidate:
-    """Without the splits that fill no gap; of two ways the shorter."""
-    ways = []
-    for target in _TARGETS:
-        orders = fuse(candidate.orders, micro_batches, costs, target * candidate.seconds)
-        ways.append(_Candidate(_seconds(orders, micro_batches, costs), orders))
-    return min(ways, key=lambda way: way.seconds)
-
-
-def _sorted(candidates: list[_Candidate]) -> list[_Candidate]:
-    return sorted(candidates, key=lambda candidate: candidate.seconds)
-
-
-def _seconds(orders: Orders, micro_batches: int, costs: PassCosts) -> float:
-    return max(run(orders, micro_batches, costs).done)
+    )
 
 
 def _check_limits(costs: PassCosts, sizes: PassBytes, limits: Sequence[int]) -> None:

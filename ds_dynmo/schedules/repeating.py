@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_dynmo.schedules.actions import Action, Kind
+from ds_dynmo.schedules.actions import Action, Kind, all_passes
 from ds_dynmo.schedules.order import Orders
 
 __all__ = ["PERIODS", "repeated"]
 
 PERIODS = (1, 2, 4)  # micro-batches after which a stage is looked for in the same state
 _State = tuple[int, ...]
+_Passes = Sequence[Sequence[Action]]  # of one kind, by chunk and micro-batch
 
 
-def repeated(orders: Orders, micro_batches: int, more: int) -> list[list[Action]] | None:
+def repeated(orders: Orders, micro_batches: int, more: int) -> Orders | None:
     """The orders of ``micro_batches + more``, which hold as much memory at their peak; None where nothing repeats.
 
     Args:
@@ -35,7 +36,9 @@ def repeated(orders: Orders, micro_batches: int, more: int) -> list[list[Action]
         if alike:
             first = alike[len(alike) // 2]
             cuts = ((stage[first][0], stage[first + period][0]) for stage in states)
-            return [_stretched(order, *cut, period, more // period) for order, cut in zip(orders, cuts)]
+            num_chunks = 1 + max(action.chunk for order in orders for action in order)
+            passes = [all_passes(kind, num_chunks, micro_batches + more) for kind in Kind]
+            return tuple(_stretched(order, *cut, period, more // period, passes) for order, cut in zip(orders, cuts))
     return None
 
 
@@ -57,13 +60,20 @@ def _states(order: Sequence[Action]) -> list[tuple[int, _State]]:
     return found
 
 
-def _stretched(order: Sequence[Action], start: int, stop: int, period: int, times: int) -> list[Action]:
-    """``order`` with what is between ``start`` and ``stop`` so many times more."""
+def _stretched(
+    order: Sequence[Action],
+    start: int,
+    stop: int,
+    period: int,
+    times: int,
+    passes: Sequence[Sequence[Sequence[Action]]],
+) -> tuple[Action, ...]:
+    """``order`` with what is between ``start`` and ``stop`` so many times more; its actions are from ``passes``."""
 
     def later(actions: Sequence[Action], micro_batches: int) -> list[Action]:
-        return [Action(kind, chunk, passed + micro_batches) for kind, chunk, passed in actions]
+        return [passes[kind][chunk][passed + micro_batches] for kind, chunk, passed in actions]
 
     longer = list(order[:stop])
     for time in range(1, times + 1):
         longer += later(order[start:stop], time * period)
-    return longer + later(order[stop:], times * period)
+    return tuple(longer + later(order[stop:], times * period))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from ds_dynmo.schedules.actions import Action, Kind
 from ds_dynmo.schedules.schedule import Schedule
@@ -10,6 +11,7 @@ from ds_dynmo.schedules.schedule import Schedule
 __all__ = ["zb_h1"]
 
 
+@lru_cache(maxsize=4)
 def zb_h1(num_stages: int, micro_batches: int) -> Schedule:
     """1F1B whose weight gradients wait: those of stage ``s`` run ``s`` micro-batches behind, the rest at the end.
 

@@ -4,17 +4,17 @@ import random
 
 from ds_dynmo.schedules import PassCosts, Schedule, gradient_first_1f1b, peak_bytes, replay, zb_h1
 from ds_dynmo.schedules.fusing import fuse
+from ds_dynmo.schedules.order import run
 from tests.pure.schedules.instances import random_instance
 from tests.pure.schedules.test_schedule import chain
 
 
 def fused(made: Schedule, costs: PassCosts, target: float = 1.0) -> Schedule:
-    seconds = replay(made, costs).iteration_seconds
-    return Schedule(
-        made.owners,
-        made.micro_batches,
-        tuple(map(tuple, fuse(made.orders, made.micro_batches, costs, target * seconds))),
-    )
+    ran = run(made.orders, made.micro_batches, costs)
+    (result,) = fuse(made.orders, made.micro_batches, costs, ran, [target * max(ran.done)])
+    schedule = Schedule(made.owners, made.micro_batches, tuple(map(tuple, result.orders)))
+    assert result.seconds == replay(schedule, costs).iteration_seconds
+    return schedule
 
 
 def test_one_stage_needs_no_split() -> None:

@@ -107,3 +107,15 @@ def test_orders_do_not_depend_on_what_is_frozen() -> None:
     thawed = replace(frozen, frozen_chunks=0)
     args = (6, PassBytes((0, 1, 1), (0, 1, 1), (0, 0, 0)), [3, 3, 3], Policy())
     assert greedy(frozen, *args) == greedy(thawed, *args)
+
+
+def test_a_simulation_ends_as_soon_as_it_must_take_too_long() -> None:
+    rng = random.Random(6)
+    for _ in range(20):
+        costs, micro_batches, sizes, limits = random_instance(rng)
+        args = costs, micro_batches, sizes, limits, Policy()
+        if costs.frozen_chunks:
+            continue  # run in less than was simulated
+        seconds = replay(made(*args), costs).iteration_seconds
+        assert greedy(*args, most_seconds=1.001 * seconds) == greedy(*args)
+        assert greedy(*args, most_seconds=0.999 * seconds) is None
