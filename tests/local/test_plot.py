@@ -1,4 +1,4 @@
-"""scripts/plot.py: what it reads, what it refuses, and one page with all pictures in it."""
+"""scripts/plot.py: what it reads, what it refuses, and the page with all pictures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def decision(step: int, old: Sequence[int], new: Sequence[int], **changes: Any) 
 
 
 def run_records() -> list[dict[str, Any]]:
-    """Of a run that moves a layer at step 2, keeps all at step 4, and moves it back at 6."""
+    """Make the records of a run that moves a layer at step 2, keeps all at step 4, and moves it back at 6."""
     steps = [
         {
             "kind": "step",
@@ -120,14 +120,14 @@ def test_a_move_before_any_profile_has_no_loads() -> None:
     assert loads_around(Report(None, None, (), (profile(2, (0, 3, 4)),), moves)) == []
 
 
-def test_what_is_measured_after_the_next_move_is_not_this_ones() -> None:
+def test_loads_after_the_next_move_do_not_count_for_this_one() -> None:
     moves = (decision(2, (0, 2, 4), (0, 3, 4)), decision(3, (0, 3, 4), (0, 2, 4)))
     profiles = (profile(2, (0, 2, 4)), profile(5, (0, 2, 4)))
     first, second = loads_around(Report(None, None, (), profiles, moves))
     assert first.measured_after is None and second.measured_after == [6.0, 12.0]
 
 
-def test_the_measured_quality_is_the_engines() -> None:
+def test_measured_loads_and_imbalance_are_the_engines() -> None:
     imbalance, bubble_ratio = quality(profile(2, (0, 2, 4)))
     assert imbalance == pytest.approx(6 / 9) and bubble_ratio == pytest.approx(1 - 4 * 18 / (2 * 60))
     assert costs(profile(2, (0, 2, 4))) == [3.0, 3.0, 3.0, 9.0]
@@ -169,20 +169,20 @@ def test_which_batches_are_drawn(tmp_path: Path) -> None:
         ('{"kind": "start"}', 'has no record of kind "step" or "profile", there is nothing to draw'),
     ],
 )
-def test_what_is_no_report(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_report_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "report.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/report.jsonl: {message}")):
         read_report(tmp_path / "report.jsonl")
 
 
-def test_what_is_no_trace(tmp_path: Path) -> None:
+def test_an_invalid_trace_is_refused(tmp_path: Path) -> None:
     for text in ('{"traceEvents": []}', "{}", '{"traceEvents": 3}'):
         (tmp_path / "trace.json").write_text(text)
         with pytest.raises(ConfigError, match=r"trace\.json: should be a trace written by \"dynmo\.trace\""):
             read_trace(tmp_path / "trace.json")
 
 
-# -- the whole of it --------------------------------------------------------------------------------------------------
+# -- whole runs of the script -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("error")
@@ -215,8 +215,8 @@ def test_a_decision_is_a_row() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_report_of_the_engine_alone(tmp_path: Path) -> None:
-    """Without what scripts/train.py writes, and without a move."""
+def test_a_report_with_records_of_the_engine_only(tmp_path: Path) -> None:
+    """The records of scripts/train.py are missing, and no layer moves."""
     pytest.importorskip("matplotlib")
     report = write_report(tmp_path, [profile(2, (0, 2, 4)), profile(4, (0, 2, 4))])
     assert plot.main([str(report), "--out", str(tmp_path)]) == 0
@@ -243,7 +243,7 @@ def test_rows_of_a_benchmark_are_drawn_by_case(tmp_path: Path) -> None:
     names = ("static_uniform", "partition_time", "partition_parameters", "makespan")
     rows = [{"case": case, "balancer": name, **row} for case in ("moe", "early_exit") for name in names]
     (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
-    for folder in ("one", "two"):  # the same bytes, so that a committed picture changes with its numbers alone
+    for folder in ("one", "two"):  # the same bytes, so that a committed picture changes only with its numbers
         assert (
             plot.main(["--rows", str(tmp_path / "rows.json"), "--format", "svg", "--out", str(tmp_path / folder)]) == 0
         )
@@ -299,13 +299,13 @@ def test_schedules_are_drawn_beside_each_other(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"rows": [{}]}'])
-def test_what_has_no_rows(tmp_path: Path, text: str) -> None:
+def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.json").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/rows.json: has no rows of a benchmark")):
         read_rows(tmp_path / "rows.json")
 
 
-def test_what_cannot_be_drawn_is_said(
+def test_arguments_that_cannot_be_drawn_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -1,4 +1,4 @@
-"""What is decided from a profile, and from one profile after the other."""
+"""Decisions from one profile, and from a sequence of profiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
 
 
 def config(**block: Any) -> DynMoConfig:
-    """The balancer is "partition" unless the block says another."""
+    """Parse a block. Its default balancer is "partition"."""
     return parse_block(DynMoConfig, {"balancer": "partition", **block}, "dynmo")
 
 
@@ -37,7 +37,7 @@ def decide(costs: Profile, settings: DynMoConfig, memory: MemoryModel | None) ->
     return policy.decide(DecisionInput.of(costs), settings, memory)
 
 
-def test_a_worthwhile_move() -> None:
+def test_a_move_that_pays_is_accepted() -> None:
     decision = decide(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)), config(), None)
     assert decision.partition == (0, 3, 4)
     assert decision.bottleneck_seconds_before == pytest.approx(12.0)
@@ -45,14 +45,14 @@ def test_a_worthwhile_move() -> None:
     assert decision.imbalance_after == 0.0
 
 
-def test_a_gain_below_the_least_improvement_is_no_reason_to_move() -> None:
+def test_a_gain_below_min_improvement_is_rejected() -> None:
     costs = profile([1.0, 1.0, 0.02, 1.0, 1.0], (0, 3, 5))
     assert decide(costs, config(min_improvement=0.03), None).partition == (0, 3, 5)
     lopsided = profile([1.0, 1.0, 0.2, 1.0, 0.9], (0, 3, 5))
     assert decide(lopsided, config(min_improvement=0.0), None).partition == (0, 2, 5)
 
 
-def test_by_parameters() -> None:
+def test_parameters_are_balanced_on_request() -> None:
     costs = profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4))
     assert decide(costs, config(balance_by="parameters"), None).partition == (0, 2, 4)
 
@@ -65,7 +65,7 @@ def test_memory_forces_a_move_and_forbids_others() -> None:
         decide(costs, config(), memory_model(costs, 15, 0))
 
 
-def test_the_schedule_decides_by_the_iteration() -> None:
+def test_makespan_decides_by_the_iteration() -> None:
     layers = [(4.0, 0.0), (1.0, 4.0), (1.0, 2.0), (1.0, 1.0), (1.0, 1.0)]
     costs = replace(
         profile([1.0] * 5, (0, 1, 2, 5)),
@@ -80,7 +80,7 @@ def test_the_schedule_decides_by_the_iteration() -> None:
     assert decide(costs, config(balancer="makespan", min_improvement=0.5), None).partition == (0, 1, 2, 5)
 
 
-def test_as_low_a_bottleneck_and_a_shorter_iteration() -> None:
+def test_a_shorter_iteration_at_the_same_bottleneck_is_accepted() -> None:
     layers = [(2.0, 4.0), (2.0, 4.0), (2.0, 0.0), (4.0, 0.0), (2.0, 0.0), (1.0, 0.0)]
     costs = replace(
         profile([1.0] * 6, (0, 1, 2, 4, 5, 6)), layers=tuple(LayerCost(f, b, 5, 5, 10, 1, 1) for f, b in layers)
@@ -91,7 +91,7 @@ def test_as_low_a_bottleneck_and_a_shorter_iteration() -> None:
     assert chosen.imbalance_after < chosen.imbalance_before
     assert chosen.iteration_seconds_after < 0.8 * chosen.iteration_seconds_before
     assert decide(costs, config(balancer="partition", min_improvement=0.3), None).partition == costs.partition
-    # More even, but an iteration takes as long: that is no reason to move.
+    # A more even partition whose iterations take as long is no reason to move.
     lopsided = profile([10.0, 1.0, 1.0, 1.0, 1.0], (0, 1, 2, 5))
     assert decide(lopsided, config(balancer="partition"), None).partition == (0, 1, 2, 5)
 
@@ -100,7 +100,7 @@ def tradeoff(batches: int, costs: MoveCosts, error: float = 0.0) -> MoveTradeoff
     return MoveTradeoff(batches, costs, (error,) * 4)
 
 
-def test_a_move_has_to_save_more_than_it_costs() -> None:
+def test_a_move_must_save_more_than_it_costs() -> None:
     given = DecisionInput.of(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)))  # one layer of 10 bytes moves
     saved = policy.decide(given, config(), None)
     seconds = saved.iteration_seconds_before - saved.iteration_seconds_after
@@ -112,13 +112,13 @@ def test_a_move_has_to_save_more_than_it_costs() -> None:
     memory = memory_model(replace(given.profile, placement=Placement.chain((0, 2, 4))), 45, 0)
     assert policy.decide(given, config(), memory, dear).partition == (0, 2, 4)
     given = DecisionInput.of(profile([3.0, 1.0, 1.0, 1.0], (0, 1, 4), activation_bytes=0))
-    memory = memory_model(given.profile, 20, 0)  # the present partition does not fit: whatever it costs
+    memory = memory_model(given.profile, 20, 0)  # the present partition does not fit, so costs do not count
     assert policy.decide(given, config(), memory, dear).partition == (0, 2, 4)
     by_size = DecisionInput.of(profile([9.0, 1.0, 1.0, 1.0], (0, 1, 4)))  # parameters are not moved to save time
     assert policy.decide(by_size, config(balance_by="parameters"), None, dear).partition == (0, 2, 4)
 
 
-def test_a_small_gain_that_lasts_is_taken_once_what_was_missed_would_have_paid_for_it() -> None:
+def test_rejected_gains_add_up_until_they_repay_a_move() -> None:
     costs = profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4))
     saved = policy.decide(DecisionInput.of(costs), config(), None)
     seconds = saved.iteration_seconds_before - saved.iteration_seconds_after
@@ -149,8 +149,8 @@ def test_a_small_gain_that_lasts_is_taken_once_what_was_missed_would_have_paid_f
     assert moved_after(3) == [False] * 3
 
 
-def test_a_move_has_to_save_more_than_noise_explains() -> None:
-    # Iterations of 54 and 45 seconds, whose difference is off by 4 hypot(3, 3, 9) errors: 3 of them are 9 at 0.0754.
+def test_a_move_must_save_more_than_the_noise() -> None:
+    # Iterations take 54 and 45 s. The standard error of the difference is 4 hypot(3, 3, 9) x error: 3 s at 0.0754.
     given = DecisionInput.of(profile([3.0, 3.0, 3.0, 9.0], (0, 2, 4)))
     for error, goes in ((0.07, True), (0.08, False)):
         assert (policy.decide(given, config(), None, tradeoff(9, MoveCosts(), error)).partition == (0, 3, 4)) == goes
@@ -182,7 +182,7 @@ def test_one_stalled_micro_batch_changes_no_decision(micro_batches: int, balance
 
 
 class Run:
-    """A training run whose layers cost what the test says: profiles, decisions and moves as in the engine."""
+    """A training run with given layer costs, which profiles, decides and moves as the engine does."""
 
     def __init__(self, partition: tuple[int, ...], seed: int, jitter: float, **block: Any) -> None:
         self.partition, self.jitter, self.config = partition, jitter, config(**block)
@@ -225,15 +225,15 @@ def test_jitter_moves_nothing(num_layers: int, num_stages: int, balancer: str) -
         run = Run(tuple(balanced(work, num_stages)), seed, 0.0, balancer=balancer)
         run.partition, run.jitter = policy.decide(DecisionInput.of(run.measure(work)), run.config, None).partition, 0.1
         run.cost_model = CostModel()
-        run.measure(work)  # the outcome of the first partition, after the warm-up
+        run.measure(work)  # the outcome of the first partition
         for _ in range(10):
             run.interval(work)
         assert run.moves == [], (seed, work)
 
 
 @pytest.mark.parametrize("balancer", ["partition", "makespan"])
-def test_jitter_that_decides_which_stage_is_the_slowest_moves_nothing(balancer: str) -> None:
-    """The small layer may as well be on either side: its own cost is sure, which side takes longer is not."""
+def test_jitter_that_changes_the_slowest_stage_moves_nothing(balancer: str) -> None:
+    """The small layer may be on either side. Its cost is certain, but not which side takes longer."""
     work, moved = [9.0, 9.0, 9.0, 1.5, 9.0, 9.0, 9.0], 0
     for seed in range(60):
         run = Run((0, 4, 7), seed, 0.1, balancer=balancer)
@@ -245,9 +245,9 @@ def test_jitter_that_decides_which_stage_is_the_slowest_moves_nothing(balancer: 
 
 @pytest.mark.parametrize("balancer", ["partition", "makespan"])
 @pytest.mark.parametrize(("num_layers", "num_stages"), SHAPES[:3])
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("announced", [True, False])
 def test_a_change_is_followed_at_the_first_interval(
-    num_layers: int, num_stages: int, balancer: str, told: bool
+    num_layers: int, num_stages: int, balancer: str, announced: bool
 ) -> None:
     for seed in range(3):
         work = [1.0] * num_layers
@@ -257,17 +257,17 @@ def test_a_change_is_followed_at_the_first_interval(
             run.interval(work)
         assert run.moves == []
         work[: num_layers // 2] = [1 / 3] * (num_layers // 2)  # frozen
-        if told:
+        if announced:
             run.cost_model.history.forget()
         run.interval(work)
         assert len(run.moves) == 1
         for _ in range(6):
             run.interval(work)
-        assert len(run.moves) <= 2  # and at most one more, when jitter has been averaged away
+        assert len(run.moves) <= 2  # at most one more, once jitter has been averaged away
 
 
-def test_a_small_lasting_gain_is_taken_when_it_is_certain() -> None:
-    work = [1.0] * 11 + [0.45, 0.45]  # [0, 6, 13] takes 6.9, [0, 7, 13] 7.0; [0, 5, 13] 7.9: 13% less is to be had
+def test_a_small_lasting_gain_is_accepted_once_it_is_certain() -> None:
+    work = [1.0] * 11 + [0.45, 0.45]  # [0, 6, 13] takes 6.9 s, [0, 7, 13] 7.0 s, and [0, 5, 13] 7.9 s: 13% more
     moved_at = []
     for seed in range(6):
         run = Run((0, 5, 13), seed, 0.1)
@@ -280,7 +280,7 @@ def test_a_small_lasting_gain_is_taken_when_it_is_certain() -> None:
     assert len(moved_at) == 6, moved_at
 
 
-def test_a_slow_stage_is_recognised_and_gets_less() -> None:
+def test_a_slow_stage_is_recognised_and_gets_fewer_layers() -> None:
     for balancer in ("partition", "diffusion", "makespan"):
         for seed in range(3):
             work = [1.0] * 24
@@ -294,7 +294,7 @@ def test_a_slow_stage_is_recognised_and_gets_less() -> None:
             assert run.partition[3] - run.partition[2] in (3, 4) and len(run.moves) <= 3
 
 
-def test_equal_stages_are_not_taken_for_slow_ones() -> None:
+def test_equal_stages_do_not_count_as_slow() -> None:
     for seed in range(6):
         run = Run((0, 2, 12, 22, 24), seed, 0.1)
         for _ in range(8):
@@ -304,16 +304,16 @@ def test_equal_stages_are_not_taken_for_slow_ones() -> None:
         assert speeds is None or max(speeds) < 1.2 * min(speeds), (seed, speeds)
 
 
-def test_a_changed_load_is_no_evidence_of_speed() -> None:
+def test_a_changed_load_is_no_speed_evidence() -> None:
     run = Run((0, 4, 8), 0, 0.0)
     run.interval([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0])
     assert run.moves
-    run.cost_model.history.forget()  # the model says that it changed
+    run.cost_model.history.forget()  # as after model_changed
     run.interval([4.0] * 8)
     assert run.cost_model.history.speeds is None
 
 
-def test_balancers_that_know_of_no_speeds_see_what_was_measured() -> None:
+def test_balancers_without_speeds_get_measured_seconds() -> None:
     given = replace(DecisionInput.of(profile([2.0, 2.0, 4.0], (0, 2, 3))), speeds=(1.0, 0.5))
     assert given.pipeline.forward_seconds == pytest.approx((2 / 3, 2 / 3, 2 / 3))
     assert given.costs("time") == pytest.approx([2.0, 2.0, 4.0])
@@ -322,7 +322,7 @@ def test_balancers_that_know_of_no_speeds_see_what_was_measured() -> None:
     assert (chosen.bottleneck_seconds_before, chosen.bottleneck_seconds_after) == pytest.approx((4.0, 8.0))
 
 
-def test_what_was_learnt_goes_through_plain_json() -> None:
+def test_the_cost_model_survives_plain_json() -> None:
     work = [1.0] * 12
     run, other = (Run((0, 3, 12), 5, 0.05) for _ in range(2))
     run.speeds = [1.0, 0.5]
@@ -336,8 +336,8 @@ def test_what_was_learnt_goes_through_plain_json() -> None:
     assert other.cost_model.move_costs.seconds(10) == run.cost_model.move_costs.seconds(10) > 0
 
 
-def test_the_start_of_a_run_counts_as_balanced_as_it_may_be() -> None:
-    """Layers 1 to 3 stay together, so 3 s on a stage is the least there is; without the rule it would be 2 s."""
+def test_the_first_iteration_counts_as_the_best_allowed_partition() -> None:
+    """Layers 1 to 3 stay together, so the smallest bottleneck is 3 s; without the rule it is 2 s."""
     measured, groups = profile([1.0] * 4, (0, 1, 4)), LayerGroups((0, 1, 4))
     free, bound = CostModel(), CostModel()
     free.profiled(measured, 0.0), bound.profiled(measured, 0.0, groups)
@@ -349,14 +349,14 @@ def test_the_start_of_a_run_counts_as_balanced_as_it_may_be() -> None:
 
 
 def holding(seconds: list[float], partition: tuple[int, ...], held: HeldBytes) -> Profile:
-    """Layers that train in 10 bytes each, and hold ``held`` between two batches."""
+    """Make a profile of layers that train in 10 bytes each and hold ``held`` between batches."""
     costs = profile(seconds, partition, activation_bytes=0)
     layers = tuple(replace(cost, held=held, first_use=number) for number, cost in enumerate(costs.layers))
     return replace(costs, layers=layers)
 
 
-def test_a_move_that_takes_more_memory_than_there_is_goes_as_far_as_it_can() -> None:
-    # Stage 0 from 4 to n layers: 2 n of flat weights, 9 n of state, and 16 of the one kind's old shards.
+def test_a_move_goes_as_far_as_memory_allows() -> None:
+    # Stage 0 goes from 4 to n layers: 2 n bytes of flat weights, 9 n of state, and 16 of one kind's old shards.
     costs = holding([1.0] * 6 + [4.0] * 2, (0, 4, 8), HeldBytes(flat=2, shards=9, largest_shard=4))
     with_limit = {limit: decide(costs, config(), memory_model(costs, limit, 0)) for limit in (82, 81, 71, 70)}
     assert [decision.partition[1] for decision in with_limit.values()] == [6, 5, 5, 4]

@@ -1,13 +1,13 @@
 """DeepSpeed's private names are used in engine/deepspeed_adapter/ and nowhere else.
 
-Private is
+These count as private:
 
-- a name with a leading underscore that DeepSpeed's pipeline modules, engines, optimizer wrappers or grids have;
-- a name without one that the adapter's table lists, unless it is in ``OPEN``: what StageContext hands to the parts of
-  the engine, or what a user of DeepSpeed reads;
-- a module of DeepSpeed's that is not in ``MODULES``.
+- names with a leading underscore of DeepSpeed's pipeline modules, engines, optimizer wrappers and grids;
+- names without one that the adapter's table lists, except those in ``OPEN``, which StageContext gives to the parts of
+  the engine or which users of DeepSpeed read;
+- modules of DeepSpeed that are not in ``MODULES``.
 
-It is used where it is an attribute, an argument of getattr and its kind, the name of a method, or imported.
+These count as uses: an attribute, an argument of getattr and the like, a method of that name, an import.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TORCHS = {name for name in {*dir(nn.Module()), *_mentioned(nn.Module)} if name.s
 
 
 def private_names() -> set[str]:
-    """Of DeepSpeed."""
+    """Return DeepSpeed's private names."""
     kinds: list[Any] = [PipelineEngine, PipelineModule, PipelineParallelGrid, BF16_Optimizer, DeepSpeedZeroOptimizer]
     found = {name for kind in kinds for name in {*dir(kind), *_mentioned(kind)}} | {*dir(groups), *dir(p2p)}
     underscored = {name for name in found if name.startswith("_") and not name.startswith("__")} - TORCHS
@@ -79,7 +79,7 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """The names that a file of ours gives to something."""
+    """Yield the names that one of our files defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name
@@ -92,12 +92,12 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def base_of(node: ast.Attribute) -> str:
-    """What an attribute is asked of: the last name before it, without its own underscore."""
+    """Return the last name before an attribute, without its leading underscore."""
     return ast.unparse(node.value).rpartition(".")[2].lstrip("_")
 
 
 def used(tree: ast.AST, private: set[str], ours: set[str]) -> Iterator[tuple[int, str]]:
-    """Private names of DeepSpeed's in a file. Those that are ``ours`` too count if they are asked of its objects."""
+    """Yield uses of DeepSpeed's private names in a file. Names in ``ours`` count only on DeepSpeed's objects."""
     overrides = {
         id(member)
         for kind in ast.walk(tree)
@@ -116,7 +116,7 @@ def used(tree: ast.AST, private: set[str], ours: set[str]) -> Iterator[tuple[int
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name in private)
 
 
-def test_they_are_the_adapters_alone() -> None:
+def test_only_the_adapter_uses_private_names() -> None:
     found, private = trees(), private_names()
     ours = {name for tree in found.values() for name in defined(tree)}
     uses = [

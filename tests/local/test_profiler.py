@@ -1,4 +1,4 @@
-"""What the marks of a pass add up to, with a clock that the layers themselves advance."""
+"""Seconds and bytes that the profiler attributes to layers, with a clock that the layers advance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_dynmo.engine.profiling.profiler import Part, Profiler, typical
 
 
 class Clock:
-    """Stands still but for what layers spend."""
+    """A clock that only layers advance."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -63,7 +63,7 @@ class Embed(nn.Module):
 
 
 class Pair(nn.Module):
-    """Takes and gives a tuple whose second member passes through."""
+    """Takes and returns a tuple whose second member passes through."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def measure(
         with profiler.batch(module, range(start, start + len(layers)), has_loss=False):
             with profiler.one_pass(Part.FORWARD):
                 outputs = run(module.forward_funcs, x)
-            clock.time += 100.0  # between passes: nobody's
+            clock.time += 100.0  # time between passes belongs to no layer
             with profiler.one_pass(Part.BACKWARD):
                 total = outputs if isinstance(outputs, torch.Tensor) else sum(t.sum() for t in outputs)
                 total.sum().backward()
@@ -101,7 +101,7 @@ def seconds(profiler: Profiler, count: int, start: int = 4) -> list[tuple[float,
     return [(samples.forward_seconds(i), samples.backward_seconds(i)) for i in range(start, start + count)]
 
 
-def test_each_layer_gets_its_own() -> None:
+def test_each_layer_gets_its_own_seconds() -> None:
     clock = Clock()
     layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0), Layer(clock, 4.0, 7.0)]
     profiler = measure(clock, layers, torch.ones(2, 3, requires_grad=True), plain)
@@ -109,14 +109,14 @@ def test_each_layer_gets_its_own() -> None:
     assert profiler.batches == 2
 
 
-def test_integer_inputs_functions_and_identities() -> None:
+def test_integer_inputs_functions_and_identities_are_measured() -> None:
     clock = Clock()
     layers = [Embed(clock), lambda x: x, lambda x: x * 3.0, Layer(clock, 2.0, 5.0), lambda x: x.mul_(2.0)]
     profiler = measure(clock, layers, torch.tensor([1, 2]), plain)
     assert seconds(profiler, 5) == [(1.0, 2.0), (0.0, 0.0), (0.0, 0.0), (2.0, 5.0), (0.0, 0.0)]
 
 
-def test_in_place_layers() -> None:
+def test_in_place_layers_are_measured() -> None:
     clock = Clock()
 
     def in_place(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_in_place_layers() -> None:
     assert seconds(measure(clock, layers, torch.ones(2, 3), plain), 3) == [(1.0, 3.0), (0.0, 0.0), (2.0, 5.0)]
 
 
-def test_tuples() -> None:
+def test_layers_between_tuples_are_measured() -> None:
     clock = Clock()
     layers = [Pair(Layer(clock, 1.0, 3.0)), Pair(Layer(clock, 2.0, 5.0))]
     both = (torch.ones(2, 3, requires_grad=True), torch.ones(2, requires_grad=True))
@@ -150,7 +150,7 @@ def test_recomputation_belongs_to_backward(reentrant: bool, segment: int) -> Non
     assert found == [(1.0, 4.0), (2.0, 7.0), (4.0, 11.0)]
 
 
-def test_bookkeeping_of_checkpointing_is_nobodys() -> None:
+def test_bookkeeping_of_checkpointing_belongs_to_no_layer() -> None:
     clock = Clock()
     layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
 
@@ -190,7 +190,7 @@ def test_the_loss_counts_as_the_last_layers() -> None:
     assert profiler.samples.forward_seconds(0) == 11.0
 
 
-def test_activation_bytes_leave_weights_out() -> None:
+def test_activation_bytes_exclude_weights() -> None:
     clock = Clock()
     linear = nn.Linear(3, 5)
     x = torch.ones(2, 3, requires_grad=True)
@@ -199,7 +199,7 @@ def test_activation_bytes_leave_weights_out() -> None:
     assert samples.input_bytes == {4: 2 * 3 * 4, 5: 2 * 5 * 4}
 
 
-def test_activation_bytes_under_checkpointing_leave_the_checkpoint_working() -> None:
+def test_counting_activation_bytes_keeps_checkpointing_working() -> None:
     clock = Clock()
     inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     x = torch.ones(2, 3, requires_grad=True)
@@ -270,17 +270,17 @@ def test_activation_bytes_are_those_of_the_micro_batch_that_saves_most_or_of_the
         ([0.0] * 9 + [2.0] * 7, 10 / 12),
     ],
 )
-def test_what_a_layer_typically_takes(seconds: list[float], expected: float) -> None:
+def test_the_mean_of_a_layer_excludes_outliers(seconds: list[float], expected: float) -> None:
     assert typical(seconds) == pytest.approx(expected)
 
 
-def test_a_stalled_batch_is_not_what_a_batch_takes() -> None:
+def test_a_stalled_batch_does_not_count_as_typical() -> None:
     profiler = Profiler(Clock())
     module = SimpleNamespace(forward_funcs=[])
     for seconds in (0.5, 0.5, 0.5):
         profiler.batch_took(seconds)
     with profiler.batch(module, [], has_loss=True):
-        pass  # takes no time, where others take half a second
+        pass  # takes no time; other batches take half a second
     assert profiler.batches == 1 and profiler.batch_seconds == 0.5
     profiler.forget()
     assert profiler.batches == 0 and profiler.batch_seconds == 0.5
@@ -289,8 +289,8 @@ def test_a_stalled_batch_is_not_what_a_batch_takes() -> None:
     assert profiler.batch_seconds == 0.2
 
 
-def test_instructions_of_ones_own_count_with_the_next_pass() -> None:
-    """A reference pass before the forward pass, a backward pass in an instruction of its own, sampling in none."""
+def test_own_instructions_count_with_the_next_pass() -> None:
+    """A reference pass precedes the forward pass, a backward pass is its own instruction, and sampling is in none."""
     clock = Clock()
     layers = [Layer(clock, 1.0, 3.0), Layer(clock, 2.0, 5.0)]
     profiler, module = Profiler(clock), SimpleNamespace(forward_funcs=list(layers))

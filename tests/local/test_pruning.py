@@ -53,7 +53,7 @@ def prune_block(block: PrunableBlock, share: float) -> None:
 
 
 def test_the_papers_schedule() -> None:
-    """From 3000 to 7000 of 10000 steps every 1000: the paper's 52, 79 and 90%, the end included."""
+    """Every 1000 steps from 3000 to 7000 of 10000, inclusive, as the paper's 52, 79 and 90%."""
     steps = pruning_steps(PruningConfig(), total_steps=10_000)
     assert list(steps) == [3000, 4000, 5000, 6000, 7000]
     assert list(steps.values()) == pytest.approx([0.0, 0.5203125, 0.7875, 0.8859375, 0.9])
@@ -71,7 +71,7 @@ def test_the_formula(times: int) -> None:
 
 
 @pytest.mark.parametrize("total_steps", [1, 2, 3, 10, 150])
-def test_the_last_pruning_always_comes(total_steps: int) -> None:
+def test_the_last_pruning_always_takes_place(total_steps: int) -> None:
     steps = pruning_steps(PruningConfig(start=0.0, end=0.99), total_steps)
     assert list(steps.values())[-1] == 0.9 and max(steps) < total_steps
     assert list(steps) == sorted(steps)
@@ -81,7 +81,7 @@ def test_the_last_pruning_always_comes(total_steps: int) -> None:
 
 
 def model(seed: int, values: str, layers: int = 5) -> dict[int, list[PrunableLinear]]:
-    """Layers 1 to ``layers`` of two linear layers each, of sizes of their own; "ties": few different magnitudes."""
+    """Make layers 1 to ``layers`` of two linear layers each, all of different sizes. "ties": few magnitudes."""
     made: dict[int, list[PrunableLinear]] = {}
     for layer in range(1, layers + 1):
         weights = [seeded(3 + layer, 7, seed=100 * seed + layer), seeded(5, 4, seed=100 * seed + 50 + layer)]
@@ -100,7 +100,7 @@ def model(seed: int, values: str, layers: int = 5) -> dict[int, list[PrunableLin
 
 
 def by_sorting(linears: Linears, keep: int) -> list[list[bool]]:
-    """The mask of every linear layer, by sorting all of them: stable, so that the first of equal ones stay."""
+    """Return the mask of every linear layer by a stable sort of all weights, so that the first of equal ones stay."""
     everything = [
         (-abs(value), layer, position)
         for layer, members in linears.items()
@@ -118,7 +118,7 @@ def by_sorting(linears: Linears, keep: int) -> list[list[bool]]:
 
 
 def on_stages(linears: Linears, keep: int, bounds: Sequence[int]) -> list[list[bool]]:
-    """What :func:`select_largest` finds where the layers lie on stages, in threads that sum together."""
+    """Run :func:`select_largest` with the layers on stages: threads that sum over each other."""
     import threading
 
     stages = [{layer: linears[layer] for layer in linears if a <= layer < b} for a, b in zip(bounds, bounds[1:])]
@@ -152,7 +152,9 @@ def on_stages(linears: Linears, keep: int, bounds: Sequence[int]) -> list[list[b
 
 @pytest.mark.parametrize("values", ["normal", "ties", "one", "extreme", "bf16"])
 @pytest.mark.parametrize("bounds", [[0, 8], [0, 3, 8], [0, 2, 3, 5, 8], [0, 1, 8]])
-def test_the_same_as_sorting_the_whole_model(values: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_equals_sorting_the_whole_model(
+    values: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(magnitude, "CHUNK", 13)  # chunks end within layers
     for seed in range(2):
         linears = model(seed, values)
@@ -163,7 +165,7 @@ def test_the_same_as_sorting_the_whole_model(values: str, bounds: list[int], mon
             assert sum(map(sum, masks)) == keep
 
 
-def test_what_is_pruned_stays_pruned_even_among_zeros() -> None:
+def test_pruned_weights_stay_pruned_even_among_zeros() -> None:
     linears = {1: [PrunableLinear(nn.Parameter(torch.zeros(2, 3)))]}
     linears[1][0].prune(torch.tensor([[False, True, False], [True, True, False]]))
     masks = select_largest(linears, 2, num_layers=4, sum_over_stages=alone).masks(1, linears[1])
@@ -171,7 +173,7 @@ def test_what_is_pruned_stays_pruned_even_among_zeros() -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation made."""
+    """Records the bytes of the largest tensor that an operation made."""
 
     largest = 0
 
@@ -183,7 +185,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def test_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_selection_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(magnitude, "CHUNK", 1 << 10)
     largest = []
     for rows in (64, 1024):
@@ -191,13 +193,13 @@ def test_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) ->
         with Allocations() as allocations:
             select_largest(linears, rows * 16, num_layers=4, sum_over_stages=alone)
         largest.append(allocations.largest)
-    assert largest[0] == largest[1] == 4 << 10  # a chunk in fp32
+    assert largest[0] == largest[1] == 4 << 10  # one chunk in fp32
 
 
 # -- the block ---------------------------------------------------------------------------------------------
 
 
-def test_unpruned_it_is_the_plain_block() -> None:
+def test_an_unpruned_block_equals_the_plain_one() -> None:
     hidden = seeded(2, 6, 8)
     plain, prunable = Block(SIZES, 1), block()
     assert torch.equal(prunable(hidden), plain(hidden))
@@ -207,7 +209,7 @@ def test_unpruned_it_is_the_plain_block() -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("csr_from", [None, 0.0])
-def test_a_pruned_block_against_the_plain_one_with_zeros(share: float, csr_from: float | None) -> None:
+def test_a_pruned_block_equals_the_plain_one_with_zeros(share: float, csr_from: float | None) -> None:
     pruned, plain = block(csr_from=csr_from), Block(SIZES, 1)
     prune_block(pruned, share)
     plain.load_state_dict(
@@ -259,7 +261,7 @@ def test_activation_checkpointing_gives_the_same_numbers(csr_from: float | None,
 
 
 class Engine:
-    """What the case needs of the engine, on one stage; a plain optimizer."""
+    """The part of the engine that the case uses, on one stage with a plain optimizer."""
 
     def __init__(self, csr_from: float | None = None) -> None:
         blocks = [block(layer, csr_from) for layer in range(1, 4)]
@@ -296,7 +298,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("csr_from", [None, 0.5])
-def test_a_run(csr_from: float | None) -> None:
+def test_a_run_prunes_on_schedule_and_keeps_zeros(csr_from: float | None) -> None:
     engine = Engine(csr_from)
     config = parse_block(PruningConfig, {"start": 0.25, "end": 0.75, "times": 2, "final_sparsity": 0.95}, "pruning")
     case = Pruning(config, engine, num_layers=6, total_steps=40)
@@ -322,7 +324,7 @@ def test_a_run(csr_from: float | None) -> None:
 
 
 def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
-    """A run that is resumed right at a pruning does it again."""
+    """A run that resumes at a pruning step prunes again."""
     engine = Engine()
     case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
     engine.train(0)
@@ -333,7 +335,7 @@ def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_lower_sparsity_brings_nothing_back() -> None:
+def test_a_lower_sparsity_restores_no_weight() -> None:
     engine = Engine()
     case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
     case.prune(0.7)
@@ -342,7 +344,7 @@ def test_a_lower_sparsity_brings_nothing_back() -> None:
     assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
 
 
-def test_everything_pruned_gives_no_nan() -> None:
+def test_a_fully_pruned_block_gives_finite_numbers() -> None:
     for csr_from in (None, 0.0):
         engine = Engine(csr_from)
         case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
@@ -352,7 +354,7 @@ def test_everything_pruned_gives_no_nan() -> None:
         assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
 
 
-def test_the_models_of_the_configuration_save_work() -> None:
+def test_the_configured_sparsity_makes_csr_faster() -> None:
     """At the sparsity that ds_configs/pruning.json ends with, CSR is faster in every linear layer of its blocks."""
     model = read_model_config(Path(__file__).parents[2] / "ds_configs" / "pruning.json")
     assert model.pruning is not None

@@ -1,4 +1,4 @@
-"""The streams that layers draw from, without an engine: ``run_batch`` plays DeepSpeed's part."""
+"""The random streams of layers, without an engine: ``run_batch`` runs instructions as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_batch(
     layers: Sequence[Callable[[Any], Any]] = (lambda drawn: [*drawn, draw()],),
     training: bool = True,
 ) -> list[list[Any]]:
-    """What the layers of a stage drew in each pass; a backward pass recomputes them."""
+    """Return the random numbers of a stage's layers in each pass; a backward pass recomputes them."""
     module = SimpleNamespace(forward_funcs=list(layers))
     found = []
 
@@ -50,7 +50,7 @@ def run_batch(
     return found
 
 
-def test_each_part_of_the_key_makes_another_stream_for_each_generator() -> None:
+def test_each_part_of_the_key_changes_all_generators() -> None:
     here = run_batch(LayerStreams(7, 0))[0][0]
     others = {
         "seed": run_batch(LayerStreams(8, 0))[0][0],
@@ -77,8 +77,8 @@ def words() -> tuple[int, int, int]:
     return int(torch.randint(2**20, ())), random.getrandbits(20), numpy.random.randint(2**32, dtype="u4") % 2**20
 
 
-def test_the_generators_draw_different_words() -> None:
-    """Torch's on the CPU and numpy's are one algorithm: from one seed they would draw the same bits."""
+def test_the_generators_give_different_bits() -> None:
+    """Torch's generator on the CPU and numpy's are one algorithm: the same seed would give the same bits."""
     torch.manual_seed(5), numpy.random.seed(5)
     of_torch, _, of_numpy = words()
     assert of_torch == of_numpy
@@ -86,7 +86,7 @@ def test_the_generators_draw_different_words() -> None:
     assert len(set(words())) == 3
 
 
-def test_a_layer_draws_the_same_on_any_stage_whatever_its_neighbours_draw() -> None:
+def test_a_layers_random_numbers_depend_neither_on_its_stage_nor_on_its_neighbours() -> None:
     def much(drawn: list[Any]) -> list[Any]:
         return [*drawn, [draw() for _ in range(5)]]
 
@@ -100,7 +100,7 @@ def test_a_layer_draws_the_same_on_any_stage_whatever_its_neighbours_draw() -> N
     assert len({apart[0], apart[1], apart[2]}) == 3
 
 
-def test_recomputation_repeats_the_draws_of_its_micro_batch() -> None:
+def test_recomputation_repeats_the_random_numbers_of_its_micro_batch() -> None:
     one_f_one_b = [("F", 0), ("F", 1), ("B", 0), ("F", 0), ("B", 1), ("F", 1), ("B", 0), ("B", 1)]
     first, second, first_again, third, second_again, fourth, third_again, fourth_again = run_batch(
         LayerStreams(7, 0), one_f_one_b
@@ -109,7 +109,7 @@ def test_recomputation_repeats_the_draws_of_its_micro_batch() -> None:
     assert len({found[0] for found in (first, second, third, fourth)}) == 4
 
 
-def test_the_stage_does_not_matter_to_the_number_of_buffers() -> None:
+def test_random_numbers_do_not_depend_on_the_number_of_buffers() -> None:
     few = run_batch(LayerStreams(7, 0), [("F", 0), ("B", 0), ("F", 0), ("B", 0)])
     many = run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
     assert [few[0], few[2]] == many[:2]
@@ -124,7 +124,7 @@ def test_an_evaluation_between_two_batches_changes_neither() -> None:
 
 
 def set_global_generators() -> tuple[float, ...]:
-    """Set them to something known, with half a pair of normal numbers waiting; the next draws are returned."""
+    """Set known states, with half a pair of normal numbers waiting, and return the next random numbers."""
     for _ in range(2):
         torch.manual_seed(5), random.seed(6), numpy.random.seed(8)
         random.gauss(0.0, 1.0), numpy.random.normal()
@@ -138,13 +138,13 @@ def next_draws() -> tuple[float, ...]:
     return (*draw(), random.gauss(0.0, 1.0), numpy.random.normal())
 
 
-def test_the_global_generators_are_left_as_they_were() -> None:
+def test_the_global_generators_are_restored() -> None:
     expected = set_global_generators()
     run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1), ("B", 0), ("B", 1)])
     assert next_draws() == expected
 
 
-def test_the_global_generators_are_left_as_they_were_by_a_layer_that_fails() -> None:
+def test_the_global_generators_are_restored_after_a_layer_fails() -> None:
     def fails(drawn: list[Any]) -> list[Any]:
         draw()
         raise OSError("out of order")
@@ -155,8 +155,8 @@ def test_the_global_generators_are_left_as_they_were_by_a_layer_that_fails() -> 
     assert next_draws() == expected
 
 
-def test_the_rank_draws_on_around_the_layers_of_a_pass() -> None:
-    """A hook on the whole module before its layers run; a backward function between layers that are recomputed."""
+def test_the_ranks_generators_continue_around_the_layers_of_a_pass() -> None:
+    """A hook runs before the layers of the module; a backward function runs between recomputed layers."""
     module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
     forward_draws, backward_draws = [], []
 
@@ -179,7 +179,7 @@ def test_the_rank_draws_on_around_the_layers_of_a_pass() -> None:
 
 
 def test_checkpointing_that_swaps_torchs_states_does_not_leak_them() -> None:
-    """DeepSpeed sets the state of the forward pass before it recomputes, and that of the backward pass after."""
+    """DeepSpeed sets the forward pass's state before it recomputes, and the backward pass's state afterwards."""
     module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
     at_forward = torch.Generator().manual_seed(99).get_state()
 
@@ -202,7 +202,7 @@ class OwnKind(schedule.BufferOpInstruction):
     pass
 
 
-def test_instructions_of_ones_own_have_streams_of_their_kind_and_repeat_them_in_recomputation() -> None:
+def test_own_instructions_have_streams_of_their_kind_and_repeat_them_in_recomputation() -> None:
     module = SimpleNamespace(forward_funcs=[lambda inputs: draw()])
     found: dict[str, list[Any]] = {"forward": [], "own": [], "again": [], "bare": []}
 
@@ -239,8 +239,8 @@ def test_instructions_of_ones_own_have_streams_of_their_kind_and_repeat_them_in_
     assert found["forward"] == [drawn[0] for drawn in run_batch(LayerStreams(7, 0), [("F", 0), ("F", 1)], step=0)]
 
 
-def test_no_tracker_is_made_by_looking_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's function makes one, of a kind that its arguments say, where there is none; its package hands it on."""
+def test_looking_for_trackers_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's function makes a tracker if there is none, and its package passes the function on."""
     package = "megatron.core.tensor_parallel"
     module, parent = ModuleType(f"{package}.random"), ModuleType(package)
     module.__dict__["_CUDA_RNG_STATE_TRACKER"] = None
@@ -252,5 +252,5 @@ def test_no_tracker_is_made_by_looking_for_it(monkeypatch: pytest.MonkeyPatch) -
     module.__dict__["_CUDA_RNG_STATE_TRACKER"] = made = SimpleNamespace()
     assert find_trackers()[module.__name__] is made
     monkeypatch.delitem(sys.modules, module.__name__)
-    parent.__dict__["get_cuda_rng_tracker"] = lambda: made  # of a library that makes it when it is loaded
+    parent.__dict__["get_cuda_rng_tracker"] = lambda: made  # as a library that makes its tracker when it is loaded
     assert find_trackers()[package] is made

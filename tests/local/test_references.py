@@ -1,4 +1,4 @@
-"""What a layer refers to and does not own is told before it moves, whatever holds it."""
+"""What a layer refers to but does not own is found before it moves, whatever holds it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_dynmo.engine.optimizer.state import PerParameterState
 
 
 class Pipeline(nn.Module):
-    """As much of a PipelineModule as names need."""
+    """The attributes of a PipelineModule that names need."""
 
     def __init__(self, specs: list[Any], **attributes: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def packed(layer: Layer, names: References) -> PackedLayer:
 
 
 @pytest.mark.parametrize("how", HOLDERS)
-def test_what_two_layers_share_without_a_name_is_refused(how: str) -> None:
+def test_objects_that_layers_share_without_a_name_are_refused(how: str) -> None:
     shared = Thing()
     layers = [Layer(held=HOLDERS[how](shared)) for _ in range(2)]
     with pytest.raises(TypeError, match=r"held.*, a .*Thing, is shared with layer 1"):
@@ -79,14 +79,14 @@ def test_another_layers_weight_is_refused(how: str) -> None:
         packed(layers[0], names_of(layers))
 
 
-def test_another_layers_weight_is_refused_where_the_layers_were_given_as_modules() -> None:
+def test_another_layers_weight_is_refused_in_layers_given_as_modules() -> None:
     other = Layer()
     layers = [Layer(held=[other.weight]), other]
     with pytest.raises(TypeError, match=r"held\[0\] is weight of layer 1"):
         packed(layers[0], names_of(layers, list(layers)))
 
 
-def test_what_can_be_pickled_thanks_to_a_name_in_it_is_refused_too() -> None:
+def test_shared_objects_that_hold_named_ones_are_refused_too() -> None:
     grid = Thing(lock=threading.Lock())
     shared = Thing(grid=grid)
     layers = [Layer(held=shared), Layer(held=shared)]
@@ -94,7 +94,7 @@ def test_what_can_be_pickled_thanks_to_a_name_in_it_is_refused_too() -> None:
         packed(layers[0], names_of(layers, grid=grid))
 
 
-def test_a_name_that_cannot_be_sent_is_an_error_before_anything_is_sent() -> None:
+def test_an_unpicklable_name_is_refused_before_anything_is_sent() -> None:
     class Local:
         """Cannot be pickled."""
 
@@ -104,7 +104,7 @@ def test_a_name_that_cannot_be_sent_is_an_error_before_anything_is_sent() -> Non
         packed(layers[0], names_of(layers, [LayerSpec(Layer, argument) for _ in layers]))
 
 
-def test_a_data_set_that_the_loss_function_holds_is_not_looked_through() -> None:
+def test_a_data_set_of_the_loss_function_is_not_searched() -> None:
     few, many = [Thing() for _ in range(10)], [Thing() for _ in range(10_001)]
     names = names_of([Layer()], loss_fn=Thing(few=few, many=many))
     assert names.is_shared(few[0]) and names.is_shared(many) and not names.is_shared(many[0])
@@ -114,7 +114,7 @@ ANGLES = nn.Module()
 ANGLES.register_buffer("angles", torch.arange(3.0))
 
 
-def test_a_module_of_the_programs_globals_with_all_that_is_in_it() -> None:
+def test_a_module_in_the_programs_globals_is_named_with_its_buffers() -> None:
     layers = [Layer(), Layer()]
     for layer in layers:
         layer.angles = ANGLES
@@ -130,7 +130,7 @@ LAYERS: list[Layer] = []
     [(lambda layer: layer, "a part of layer 1"), (lambda layer: layer.weight, "weight of layer 1")],
 )
 def test_another_layer_in_the_programs_globals_is_refused(peek: Any, expected: str) -> None:
-    """As where a program keeps its layers in a list, and one of them knows its neighbour."""
+    """The program keeps its layers in a list, and one of them refers to its neighbour."""
     other = Layer()
     layers = [Layer(peer=[peek(other)]), other]
     LAYERS[:] = [peek(layer) for layer in layers]
@@ -164,7 +164,7 @@ def test_a_layer_that_stays_may_hold_what_both_share() -> None:
     names_of(layers, [LayerSpec(Layer, angles) for _ in layers]).check_left_behind({1: layers[1]})
 
 
-def test_an_attribute_of_the_rank_may_hold_anything() -> None:
+def test_a_rank_attribute_may_hold_anything() -> None:
     layers = [Layer(), Layer()]
     layers[0].peers = layers[1:]  # type: ignore[assignment]
     pipeline: Any = Pipeline([LayerSpec(Layer), LayerSpec(Layer)])
