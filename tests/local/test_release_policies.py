@@ -1,4 +1,4 @@
-"""Release policies: one conformance test for all, and what is particular to each."""
+"""Release policies: one conformance test for all, and tests of each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of Slurm."""
+    """Start a job of Slurm, and yield its number."""
     skip_without_slurm()
     started = Cluster(tmp_path, ["host-a", "host-b"])
     monkeypatch.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
@@ -75,8 +75,8 @@ def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
     return policy({"release": request.param, **needs.get(request.param, {})})
 
 
-def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
-    """It may be called again with the same ranks, and with more of them, and says whether its ranks can come back."""
+def test_every_policy_may_be_called_again(any_policy: ReleasePolicy, request: pytest.FixtureRequest) -> None:
+    """A policy may be called again with the same or more ranks, and tells whether its ranks can come back."""
     any_policy.release(PODS_GONE[:1], [*PODS_STAYING, PODS_GONE[1]])
     any_policy.release(PODS_GONE, PODS_STAYING)
     assert isinstance(any_policy.release(PODS_GONE, PODS_STAYING), str)
@@ -86,7 +86,7 @@ def test_every_policy(any_policy: ReleasePolicy, request: pytest.FixtureRequest)
     assert any_policy.restarts == (name == "checkpoint")
 
 
-def test_a_command_is_told_who_is_free(tmp_path: Path) -> None:
+def test_a_command_gets_the_released_ranks(tmp_path: Path) -> None:
     program = [sys.executable, "-c", RECORDER, str(tmp_path / "told")]
     policy({"release": "command", "command": program}).release(GONE, STAYING)
     told = json.loads((tmp_path / "told").read_text())
@@ -133,13 +133,13 @@ def test_a_command_that_does_not_exist_is_a_refusal() -> None:
         ({"min_stages": 0}, "repack.min_stages"),
     ],
 )
-def test_wrong_blocks(block: dict[str, object], says: str) -> None:
+def test_wrong_blocks_are_refused(block: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_block(RepackConfig, block, "repack")
 
 
 class Stubborn:
-    """Refuses so many times."""
+    """A policy that refuses ``refusals`` times."""
 
     silent, parks, restarts = False, False, False
 
@@ -155,7 +155,7 @@ class Stubborn:
 
 
 def runner_of(policy: ReleasePolicy, said: list[str], **options: Any) -> PolicyRunner:
-    """Of processes that have ended."""
+    """Make a runner for which all processes have ended."""
     usual = {"have_exited": lambda _: True, "patience_seconds": 2.0, "delay_seconds": 0.0}
     return PolicyRunner(policy, said.append, said.append, **{**usual, **options})
 
@@ -174,7 +174,7 @@ def deliver(stubborn: Stubborn, attempts: int, **options: Any) -> tuple[list[str
     return said, pauses
 
 
-def test_a_refusal_is_reported_once_and_tried_again() -> None:
+def test_a_refusal_is_reported_once_and_retried() -> None:
     stubborn = Stubborn(3)
     said, pauses = deliver(stubborn, 5)
     assert stubborn.calls == [[1, 2]] * 4
@@ -184,7 +184,7 @@ def test_a_refusal_is_reported_once_and_tried_again() -> None:
     assert said[1] == "DynMo: ranks [1, 2]: done (attempt 4)"
 
 
-def test_nobody_is_told_before_the_processes_end() -> None:
+def test_a_policy_is_called_after_the_processes_ended() -> None:
     stubborn, looks = Stubborn(0), []
 
     def ended(locations: Sequence[RankLocation]) -> bool:
@@ -196,14 +196,14 @@ def test_nobody_is_told_before_the_processes_end() -> None:
     assert looks == [[1, 2]] * 3 and pauses == [0.5, 0.5, 7.0] and len(stubborn.calls) == 1
 
 
-def test_what_a_process_that_hangs_holds_is_not_given_back() -> None:
+def test_ranks_of_a_process_that_hangs_are_not_released() -> None:
     stubborn = Stubborn(0)
     said, pauses = deliver(stubborn, 5, have_exited=lambda _: False, patience_seconds=2.0)
     assert pauses == [0.5] * 4 and not stubborn.calls
     assert "ranks [1, 2] were released, but not all of their processes have ended within 2 s" in said[0]
 
 
-def test_released_processes_say_that_they_end() -> None:
+def test_released_processes_announce_their_exit() -> None:
     store = torch.distributed.HashStore()
     assert not parking.have_exited(store, [1, 2])
     parking.announce_exit(store, 2)
@@ -212,14 +212,14 @@ def test_released_processes_say_that_they_end() -> None:
     assert parking.have_exited(store, [1, 2])
 
 
-def test_it_gives_up_in_the_end() -> None:
+def test_it_gives_up_after_the_attempts() -> None:
     stubborn = Stubborn(99)
     said, pauses = deliver(stubborn, 3)
     assert len(stubborn.calls) == 3 and pauses == [1.0, 2.0]
     assert "not given back in 3 attempts" in said[-1]
 
 
-def test_a_later_release_takes_the_place_of_one_that_is_refused() -> None:
+def test_a_later_release_replaces_one_that_is_refused() -> None:
     stubborn = Stubborn(99)
     paused = threading.Event()
 
@@ -241,13 +241,13 @@ def test_a_later_release_takes_the_place_of_one_that_is_refused() -> None:
 # -- Kubernetes ---------------------------------------------------------------------------------------
 
 
-def test_the_pod_of_a_released_rank_is_deleted_and_one_that_is_shared_stays(server: Server) -> None:
+def test_a_released_ranks_pod_is_deleted_unless_others_share_it(server: Server) -> None:
     text = kubernetes(server).release(PODS_GONE, PODS_STAYING)
     assert set(server.pods) == {"pod-a", "pod-c"}
     assert text == "pods ['pod-b'] of namespace training were deleted; pods ['pod-a'] have ranks at work and stay"
 
 
-def test_nothing_is_deleted_until_it_is_told_so(server: Server) -> None:
+def test_pods_are_deleted_only_if_the_configuration_says_so(server: Server) -> None:
     text = policy({"release": "kubernetes"}, server.secrets).release(PODS_GONE, PODS_STAYING)
     assert set(server.pods) == {"pod-a", "pod-b", "pod-c"}
     assert server.requests[0][1].endswith("/pods/pod-b?dryRun=All") and "would be deleted" in text
@@ -265,13 +265,13 @@ def test_cpu_and_memory_are_resized_by_the_subresource(server: Server) -> None:
 
 
 def test_accelerators_cannot_be_taken_from_a_running_pod(server: Server) -> None:
-    """The paper's PATCH: stock Kubernetes refuses it, and says so."""
+    """Stock Kubernetes refuses the paper's PATCH."""
     asked = kubernetes(server, action="resize", resources={"nvidia.com/gpu": "0"}, container="trainer")
     with pytest.raises(ReleaseRefused, match="pod pod-b: 422 spec: Forbidden: only cpu and memory"):
         asked.release(PODS_GONE, PODS_STAYING)
 
 
-def test_a_server_that_is_down_is_asked_again(server: Server) -> None:
+def test_a_server_that_is_down_is_retried(server: Server) -> None:
     server.broken = 2
     said: list[str] = []
     runner = runner_of(kubernetes(server), said, attempts=4, pause=lambda *_: False)
@@ -281,27 +281,27 @@ def test_a_server_that_is_down_is_asked_again(server: Server) -> None:
     assert len(said) == 2 and "pod-b" not in server.pods
 
 
-def test_wrong_credentials_are_a_refusal_that_does_not_show_them(server: Server) -> None:
+def test_wrong_credentials_are_refused_without_showing_them(server: Server) -> None:
     (server.secrets / "token").write_text("another-token")
     with pytest.raises(ReleaseRefused, match="401 Unauthorized") as refusal:
         kubernetes(server).release(PODS_GONE, PODS_STAYING)
     assert TOKEN not in str(refusal.value) and "another-token" not in str(refusal.value)
 
 
-def test_a_server_that_cannot_be_reached(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_a_refusal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
     with pytest.raises(ReleaseRefused, match="pod pod-b: the API server cannot be reached"):
         kubernetes(server).release(PODS_GONE, PODS_STAYING)
 
 
-def test_outside_kubernetes(server: Server, tmp_path: Path) -> None:
+def test_outside_kubernetes_a_release_is_refused(server: Server, tmp_path: Path) -> None:
     outside = policy({"release": "kubernetes"}, tmp_path / "no secrets")
     with pytest.raises(ReleaseRefused, match="does not run in a pod of Kubernetes"):
         outside.release(PODS_GONE, PODS_STAYING)
 
 
-def test_a_pod_that_is_not_there_is_not_said_to_be_deleted(server: Server) -> None:
-    """404: the name may be wrong, and the pod live on; one that was deleted here before is known to be gone."""
+def test_a_missing_pod_is_not_reported_as_deleted(server: Server) -> None:
+    """After a 404 the pod may live on under another name, unless it was deleted by the same policy before."""
     asked = kubernetes(server)
     asked.release(PODS_GONE, PODS_STAYING)
     elsewhere = RankLocation(3, "host-c", "cuda:0", "pod-of-another-name")

@@ -46,14 +46,14 @@ def policy(config: RepackConfig = SLURM) -> ReleasePolicy:
 
 
 def locations(*nodes: int) -> list[RankLocation]:
-    """A rank on each of these nodes."""
+    """Make a rank on each of these nodes."""
     return [RankLocation(node - 1, f"node{node}", "cuda:0") for node in nodes]
 
 
 def test_nodes_leave_the_job_and_the_rest_stay(cluster: Cluster, job: str) -> None:
     assert policy().release(locations(2), locations(1, 3)) == f"nodes ['node2'] have left job {job}"
     assert cluster.job(job)["NodeList"] == "node[1,3]" and cluster.idle() == {"node2"}
-    policy().release(locations(2), locations(1, 3))  # again
+    policy().release(locations(2), locations(1, 3))  # may be called again
     assert cluster.job(job)["NodeList"] == "node[1,3]" and cluster.job(job)["JobState"] == "RUNNING"
 
 
@@ -74,14 +74,14 @@ def test_the_node_of_the_batch_script_stays(cluster: Cluster, tmp_path: Path, mo
         cluster.slurm("scancel", number)
 
 
-def test_hosts_that_are_no_nodes_of_the_job(cluster: Cluster, job: str) -> None:
+def test_hosts_that_are_not_nodes_of_the_job_are_refused(cluster: Cluster, job: str) -> None:
     elsewhere = [RankLocation(1, "node2.example.org", "cuda:0")]
     with pytest.raises(ReleaseRefused, match=r"\['node2.example.org'\] are not nodes of job .* started by srun"):
         policy().release(elsewhere, locations(1, 3))
     assert cluster.job(job)["NodeList"] == "node[1-3]"
 
 
-def test_nodes_of_other_jobs_are_let_alone(cluster: Cluster, job: str) -> None:
+def test_nodes_of_other_jobs_stay(cluster: Cluster, job: str) -> None:
     policy().release(locations(2, 3), locations(1))
     other = cluster.allocate(2)
     try:
@@ -97,30 +97,30 @@ def test_no_files_are_left_in_the_users_folder(job: str, tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
-def test_a_job_that_has_ended(cluster: Cluster, job: str) -> None:
+def test_a_job_that_has_ended_is_a_refusal(cluster: Cluster, job: str) -> None:
     cluster.slurm("scancel", job)
     with pytest.raises(ReleaseRefused, match=f"scontrol update JobId={job} .*finished"):
         policy().release(locations(2), locations(1, 3))
 
 
-def test_outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_slurm_a_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ReleaseRefused, match="does not run in a job of Slurm: SLURM_JOB_ID or SLURM_JOB_NODELIST"):
         policy().release(locations(2), locations(1, 3))
 
 
-def test_a_controller_that_does_not_answer(
+def test_a_controller_that_does_not_answer_is_a_refusal(
     cluster: Cluster, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Path(cluster.environment["SLURM_CONF"]).read_text()
-    elsewhere = re.sub(r"SlurmctldPort=\d+", f"SlurmctldPort={cluster.free_port}", settings)  # where nobody listens
+    elsewhere = re.sub(r"SlurmctldPort=\d+", f"SlurmctldPort={cluster.free_port}", settings)  # nobody listens there
     (tmp_path / "slurm.conf").write_text(elsewhere)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     with pytest.raises(ReleaseRefused, match=f"scontrol show job --oneliner {job}: "):
         policy(IMPATIENT).release(locations(2), locations(1, 3))
 
 
-def test_without_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_scontrol_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="needs Slurm's command scontrol"):
         check_policy(SLURM)

@@ -1,4 +1,4 @@
-"""What may be in a checkpoint's file, and what may not."""
+"""Which objects a checkpoint's file may hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_dynmo.errors import CheckpointError
 
 
 class Reduced:
-    """Pickled as a call."""
+    """An object that is pickled as a call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -24,7 +24,7 @@ class Reduced:
         return self.call
 
 
-def test_what_deepspeed_writes(tmp_path: Path) -> None:
+def test_files_that_deepspeed_writes_are_loaded(tmp_path: Path) -> None:
     torch.save({"stage": ZeroStageEnum.optimizer_states, "scaler": LossScaler(1.0)}, tmp_path / "file")
     assert safe_load(str(tmp_path / "file"))["stage"] is ZeroStageEnum.optimizer_states
     torch.save(Reduced(getattr, ZeroStageEnum, "optimizer_states"), tmp_path / "file")  # as Python 3.11.2 writes it
@@ -40,7 +40,7 @@ def test_what_deepspeed_writes(tmp_path: Path) -> None:
         Reduced(getattr, Path, "unlink"),
     ],
 )
-def test_what_could_run_code(tmp_path: Path, content: Any) -> None:
+def test_files_that_could_run_code_are_refused(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "file")
     with pytest.raises(CheckpointError, match="file"):
         safe_load(str(tmp_path / "file"))

@@ -1,4 +1,4 @@
-"""What a stage does for each action of a schedule, and what it learns of its own messages."""
+"""The steps of a stage for each action of a schedule, and what it learns about its messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ds_dynmo.schedules import Schedule, gradient_first_1f1b, one_f_one_b, zb_h1
 
 
 def names(schedule: Schedule, stage: int) -> list[str]:
-    """Instructions with their buffers, a string for each step."""
+    """Return the instructions with their buffers, one string per step."""
     return [
         " ".join(f"{command.name}{command.kwargs.get('buffer_id', '')}" for command in step)
         for step in ScheduleSteps(schedule, stage).steps()
@@ -73,7 +73,7 @@ def test_a_buffer_holds_one_micro_batch_at_a_time(make: object, stages: int, mic
 
 
 def test_a_message_tells_what_its_sender_has_taken() -> None:
-    """Stage 0 runs F0 F1 B0 B1, stage 1 runs F0 B0 F1 B1: its first gradient says that one activation is there."""
+    """Stage 0 runs F0 F1 B0 B1, stage 1 F0 B0 F1 B1: its first gradient tells that one activation has arrived."""
     learned = taken_sends(one_f_one_b(2, 2), 0)
     assert learned == {
         (1, Lane.GRADIENT): [
@@ -108,7 +108,7 @@ class Own(deepspeeds.TrainSchedule):  # type: ignore[misc]
     """A schedule of the user's engine."""
 
 
-def test_which_steps_are_in_force() -> None:
+def test_a_schedule_applies_to_deepspeeds_own_only() -> None:
     deepspeed = given()
     assert ScheduleInForce(ScheduleConfig(kind="1f1b")).steps(deepspeed) is deepspeed
     ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
@@ -119,7 +119,7 @@ def test_which_steps_are_in_force() -> None:
     assert ours.steps(alone) is alone
 
 
-def test_what_was_found_is_in_force_while_it_is_of_this_shape() -> None:
+def test_a_decided_schedule_applies_to_its_shape_only() -> None:
     ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
     ours.decide(one_f_one_b(3, 4))
     assert ours.steps(given()).schedule == one_f_one_b(3, 4)
@@ -129,7 +129,7 @@ def test_what_was_found_is_in_force_while_it_is_of_this_shape() -> None:
     assert type(ours.steps(given())) is deepspeeds.TrainSchedule
 
 
-def test_what_runs_is_what_the_engine_was_given() -> None:
+def test_the_running_schedule_is_the_one_that_the_engine_got() -> None:
     ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
     steps = ours.steps(given())
     ours.begin(steps)
@@ -138,7 +138,7 @@ def test_what_runs_is_what_the_engine_was_given() -> None:
     assert ours.running is None
 
 
-def test_what_was_found_is_forgotten_when_ranks_join_that_do_not_know_it() -> None:
+def test_a_decided_schedule_is_forgotten_when_ranks_join() -> None:
     ours, joined = (ScheduleInForce(ScheduleConfig(kind="zero_bubble")) for _ in range(2))
     ours.decide(one_f_one_b(3, 4))
     ours.forget()

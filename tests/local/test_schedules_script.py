@@ -21,7 +21,7 @@ from schedules import check, parse
         (["--pass-ms", "0"], "--pass-ms 0: should be above 0"),
     ],
 )
-def test_sizes_that_make_no_pipeline_are_refused(
+def test_sizes_that_do_not_make_a_pipeline_are_refused(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -41,7 +41,7 @@ def test_a_backward_pass_takes_two_forward_passes() -> None:
     assert realistic == pytest.approx((1.0, 1.26, 0.84, 2.0))
 
 
-def test_layers_differ_as_they_are_told() -> None:
+def test_layers_differ_as_requested() -> None:
     random = layer_seconds("random", "even", 64, 1.0, seed=0)
     parts = [part for one in random for part in one[:3]]
     assert 0.7 <= min(parts) < 0.75 and 1.25 < max(parts) <= 1.3
@@ -62,7 +62,7 @@ def event(stage: int, category: str, name: str, begin: float, end: float) -> dic
     }
 
 
-def test_a_pass_is_all_that_its_stage_does_for_it_but_wait() -> None:
+def test_a_pass_counts_all_work_of_its_stage_except_waiting() -> None:
     events = [
         {"ph": "i", "args": {"step": 1}},
         event(0, "load", "load 0", 0, 1),

@@ -1,4 +1,4 @@
-"""The simulated schedule against DeepSpeed's own instructions."""
+"""The simulated schedule, compared with DeepSpeed's own instructions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_carrying_out_deepspeeds_instructions_takes_the_simulated_time(sends: Se
 
 
 def carry_out(forward: list[float], backward: list[float], micro_batches: int, links: list[float], sends: str) -> float:
-    """Each stage works off its instructions; messages between two stages arrive in the order in which they are sent."""
+    """Run each stage's instructions. Messages between two stages arrive in the order in which they are sent."""
     num_stages = len(forward)
     schedules = [TrainSchedule(micro_batches, num_stages, stage) for stage in range(num_stages)]
     todo = [
@@ -85,7 +85,7 @@ def carry_out(forward: list[float], backward: list[float], micro_batches: int, l
                     if name.startswith("send"):
                         if sends == "buffered":
                             sent.setdefault((stage, peer), []).append(clock[stage] + link)
-                        else:  # both sides at once
+                        else:  # both sides run at once
                             other = "receive from " + ("previous" if peer > stage else "next")
                             if not todo[peer] or todo[peer][0] != other:
                                 break

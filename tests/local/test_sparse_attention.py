@@ -20,7 +20,7 @@ SHAPE = (2, 3, 150, 16)  # batch, heads, sequence, width
 
 
 def states(seed: str = "states") -> list[torch.Tensor]:
-    """Query, key and value; what they give decides about their gradients."""
+    """Make query, key and value, which need gradients."""
     generator = generator_for(seed)
     return [torch.randn(SHAPE, generator=generator, dtype=torch.float64).float().requires_grad_() for _ in range(3)]
 
@@ -36,7 +36,7 @@ def bucket_pattern(buckets: torch.Tensor) -> torch.Tensor:
 
 
 def kept_pattern(keep_query: torch.Tensor, keep_key: torch.Tensor) -> torch.Tensor:
-    """Pair by pair, as the definition says."""
+    """Compute the pattern pair by pair, by its definition."""
     attends = torch.zeros(*keep_query.shape, keep_query.shape[-1], dtype=torch.bool)
     for index in torch.cartesian_prod(*(torch.arange(size) for size in attends.shape)).tolist():
         batch, head, query, key = index
@@ -92,7 +92,7 @@ def keeps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", bucket_assignments())
-def test_bucket_attention_is_dense_attention_under_a_mask(name: str) -> None:
+def test_bucket_attention_equals_dense_attention_with_a_mask(name: str) -> None:
     buckets, given = bucket_assignments()[name], states()
     attends = bucket_pattern(buckets)
     check_outputs_and_gradients(bucket_attention(*given, buckets, BUCKETS), dense(*given, attends), given)
@@ -100,7 +100,7 @@ def test_bucket_attention_is_dense_attention_under_a_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", keeps())
-def test_kept_attention_is_dense_attention_under_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_attention_equals_dense_attention_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "QUERY_TILE", 32)
     (keep_query, keep_key), given = keeps()[name], states()
     attends = kept_pattern(keep_query, keep_key)
@@ -108,14 +108,14 @@ def test_kept_attention_is_dense_attention_under_a_mask(name: str, monkeypatch: 
     assert kept_pairs(keep_query, keep_key) == attends.sum()
 
 
-def test_a_dropped_query_gives_its_own_value() -> None:
+def test_a_dropped_query_outputs_its_own_value() -> None:
     query, key, value = states()
     keep_query, keep_key = keeps()["random"]
     made = kept_attention(query, key, value, keep_query, keep_key)
     torch.testing.assert_close(made[~keep_query], value[~keep_query])
 
 
-def test_scores_may_be_large() -> None:
+def test_large_scores_give_finite_outputs() -> None:
     query, key, value = (1e4 * each.detach() for each in states())
     for made in (
         bucket_attention(query, key, value, bucket_assignments()["random"], BUCKETS),
@@ -124,7 +124,7 @@ def test_scores_may_be_large() -> None:
         assert torch.isfinite(made).all()
 
 
-def test_sizes_are_padded_by_a_quarter_at_most_and_all_buckets_come_once() -> None:
+def test_sizes_are_padded_by_at_most_a_quarter_and_each_bucket_appears_once() -> None:
     sizes = torch.tensor([0, 1, 16, 17, 32, 33, 64, 65, 100, 128, 129, 500, 512, 513, 2048])
     found = {int(member): padded for padded, members in kernels._size_classes(sizes) for member in members}
     assert sorted(found) == list(range(1, len(sizes)))
@@ -136,13 +136,13 @@ def test_sizes_are_padded_by_a_quarter_at_most_and_all_buckets_come_once() -> No
 # -- hashing -----------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_is_the_direction_that_a_vector_points_to_most() -> None:
+def test_a_bucket_is_the_direction_nearest_to_a_vector() -> None:
     directions = 3 * torch.tensor([[1.0, 0.0], [0.0, 5.0]])  # lengths do not count
     vectors = torch.tensor([[2.0, 1.0], [1.0, 2.0], [-2.0, 1.0], [-1.0, -2.0], [3.0, 2.9]])
     assert hash_buckets(vectors, directions).tolist() == [0, 1, 2, 3, 0]
 
 
-def test_opposite_vectors_are_never_together_and_length_does_not_count() -> None:
+def test_opposite_vectors_never_share_a_bucket_and_length_does_not_count() -> None:
     generator = generator_for("hash")
     vectors, directions = torch.randn(100, 8, generator=generator), torch.randn(8, 4, generator=generator)
     buckets = hash_buckets(vectors, directions)
@@ -183,7 +183,7 @@ def attention(sparse: dict[str, Any]) -> SparseAttention:
 
 
 def reference(module: SparseAttention, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The module's output and its share of the causal pairs, head by head with a dense matrix."""
+    """Compute the module's output and its share of the causal pairs, head by head with a dense matrix."""
     batch, sequence, width = hidden.shape
     parts = module.input.weight.view(-1, 4, width // 4, width)
     drawn = torch.randn(width // 4, HASH["buckets"] // 2) if len(parts) == 2 else torch.rand(2, batch, 4, sequence)
@@ -209,8 +209,8 @@ def reference(module: SparseAttention, hidden: torch.Tensor, positions: torch.Te
 
 @pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
 @pytest.mark.parametrize("gathered", [False, True])
-def test_a_module_is_the_formula(sparse: dict[str, Any], gathered: bool) -> None:
-    """Gathered: each sequence with positions of its own, ascending with gaps."""
+def test_a_module_computes_its_formula(sparse: dict[str, Any], gathered: bool) -> None:
+    """``gathered``: each sequence has its own positions, ascending with gaps."""
     module = attention(sparse)
     hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).requires_grad_()
     positions = torch.arange(80)
@@ -240,7 +240,7 @@ def test_a_token_does_not_see_later_ones(sparse: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
-def test_the_load_signal_is_that_of_the_last_training_batch(sparse: dict[str, Any]) -> None:
+def test_the_load_signal_is_measured_in_the_last_training_batch(sparse: dict[str, Any]) -> None:
     layer = block(sparse)
     module = layer.attention
     assert layer.load_signal() == 1.0
@@ -286,7 +286,7 @@ def test_the_load_falls_with_what_is_kept() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
-def test_recomputed_activations_are_the_same(sparse: dict[str, Any], reentrant: bool) -> None:
+def test_recomputation_gives_the_same_activations(sparse: dict[str, Any], reentrant: bool) -> None:
     layer, found = block(sparse), []
     for recompute in (False, True):
         hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).requires_grad_()
@@ -303,7 +303,7 @@ def test_recomputed_activations_are_the_same(sparse: dict[str, Any], reentrant: 
 
 
 @pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
-def test_every_pass_draws_anew(sparse: dict[str, Any]) -> None:
+def test_every_pass_uses_new_random_numbers(sparse: dict[str, Any]) -> None:
     layer, hidden = block(sparse), torch.randn(1, 80, 32, generator=generator_for("hidden"))
     torch.manual_seed(0)
     assert not torch.equal(layer(hidden), layer(hidden))
@@ -316,7 +316,7 @@ def test_every_pass_draws_anew(sparse: dict[str, Any]) -> None:
 @pytest.mark.parametrize("sparse", [HASH, QK, {**QK, "keep_queries": 1e-9}], ids=["hash", "qk", "no query"])
 @pytest.mark.parametrize("tokens", [1, 2, 80])
 def test_hidden_states_of_zeros_and_short_sequences(sparse: dict[str, Any], tokens: int) -> None:
-    """All queries alike: all in one bucket."""
+    """Equal queries are all in one bucket."""
     module = attention(sparse)
     hidden = torch.zeros(1, tokens, 32, requires_grad=True)
     module(hidden, torch.arange(tokens)).sum().backward()
@@ -325,7 +325,7 @@ def test_hidden_states_of_zeros_and_short_sequences(sparse: dict[str, Any], toke
 
 
 @pytest.mark.parametrize("sparse", [HASH, QK], ids=["hash", "qk"])
-def test_in_bf16(sparse: dict[str, Any]) -> None:
+def test_outputs_and_gradients_in_bf16(sparse: dict[str, Any]) -> None:
     layer = block(sparse).bfloat16()
     hidden = torch.randn(2, 80, 32, generator=generator_for("hidden")).bfloat16().requires_grad_()
     made = layer(hidden)
@@ -334,11 +334,11 @@ def test_in_bf16(sparse: dict[str, Any]) -> None:
     assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
 
 
-# -- FlexAttention: block masks, and its forward pass, which a CPU has ---------------------------------------
+# -- FlexAttention: block masks, and the forward pass, which runs on a CPU -----------------------------------
 
 
 def in_tiles(pattern: torch.Tensor) -> torch.Tensor:
-    """Which tiles have a pair in them."""
+    """Tell which tiles have a pair in them."""
     tile = kernels.FLEX_TILE
     query, key = (-size % tile for size in pattern.shape[-2:])
     padded = torch.nn.functional.pad(pattern, (0, key, 0, query))
@@ -359,7 +359,7 @@ def test_flex_computes_the_tiles_that_can_have_a_pair() -> None:
 
 
 @pytest.mark.parametrize("name", bucket_assignments())
-def test_flex_gives_the_same_in_buckets(name: str) -> None:
+def test_flex_equals_bucket_attention(name: str) -> None:
     buckets, given = bucket_assignments()[name], [each.detach() for each in states()]
     order = buckets.argsort(dim=-1, stable=True)
     made = kernels._bucket_attention_flex(*given, buckets, order, flex=flex_attention)
@@ -367,7 +367,7 @@ def test_flex_gives_the_same_in_buckets(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", keeps())
-def test_flex_gives_the_same_for_kept_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_equals_kept_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (keep_query, keep_key), given = keeps()[name], [each.detach() for each in states()]
     expected = kept_attention(*given, keep_query, keep_key)
     monkeypatch.setattr(kernels, "_flex_takes", lambda query: True)

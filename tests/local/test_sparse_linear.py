@@ -28,7 +28,7 @@ NEVER, ALWAYS = 2.0, 0.0
 @pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 7), (1, 1)])
-def test_outputs_and_gradients_are_those_of_a_masked_weight(
+def test_outputs_and_gradients_equal_those_of_a_masked_weight(
     sparsity: float, csr_from: float, shape: tuple[int, ...]
 ) -> None:
     linear = pruned(sparsity, csr_from)
@@ -54,7 +54,7 @@ def test_outputs_and_gradients_are_those_of_a_masked_weight(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_where_nothing_is_kept_there_is_no_product(dtype: torch.dtype) -> None:
+def test_a_fully_pruned_layer_computes_no_product(dtype: torch.dtype) -> None:
     linear = PrunableLinear(nn.Parameter(seeded(24, 20).to(dtype)))
     linear.prune(torch.zeros(24, 20, dtype=torch.bool))
     with FlopCounterMode(display=False) as counter:
@@ -64,8 +64,8 @@ def test_where_nothing_is_kept_there_is_no_product(dtype: torch.dtype) -> None:
     assert output.dtype == dtype and linear.weight.grad is not None and not linear.weight.grad.any()
 
 
-def test_while_it_is_dense_it_does_what_a_linear_layer_does() -> None:
-    """No more products and no mask: it is as fast."""
+def test_while_dense_it_runs_the_operators_of_a_linear_layer() -> None:
+    """It computes no further product and applies no mask, so it is as fast."""
     linear = pruned(0.8, NEVER)
     plain = nn.Linear(20, 24, bias=False)
     plain.weight = nn.Parameter(linear.weight.detach().clone())
@@ -81,7 +81,7 @@ def test_while_it_is_dense_it_does_what_a_linear_layer_does() -> None:
     assert operators[0] == operators[1]
 
 
-def test_in_csr_what_lies_where_it_is_pruned_does_not_count() -> None:
+def test_in_csr_pruned_elements_do_not_count_whatever_their_value() -> None:
     linear = pruned(0.8, ALWAYS)
     results = []
     for alive in (False, True):
@@ -115,7 +115,7 @@ def test_the_rows_of_the_structure() -> None:
 
 
 @pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
-def test_before_it_is_pruned_it_is_a_linear_layer(csr_from: float) -> None:
+def test_before_pruning_it_is_a_linear_layer(csr_from: float) -> None:
     linear = PrunableLinear(nn.Parameter(seeded(24, 20)), csr_from)
     hidden = seeded(3, 20, seed=1)
     assert torch.equal(linear(hidden), F.linear(hidden, linear.weight)) and linear.kept == 480
@@ -128,7 +128,7 @@ def test_bf16_stays_dense() -> None:
     linear(seeded(3, 20).bfloat16()).sum().backward()
     single = pruned(0.9, ALWAYS)
     assert single.computes_in_csr
-    single.bfloat16()  # as a checkpoint loaded into a run in bf16
+    single.bfloat16()  # as when a checkpoint is loaded into a bf16 run
     assert not single.computes_in_csr
     single(seeded(3, 20).bfloat16()).sum().backward()
 
@@ -143,7 +143,7 @@ def test_pruning_again_replaces_the_structure() -> None:
 
 
 @pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
-def test_optimizer_steps_leave_zeros_where_they_are(csr_from: float) -> None:
+def test_optimizer_steps_keep_zeros(csr_from: float) -> None:
     linear = pruned(0.7, csr_from)
     assert linear.mask is not None
     optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, weight_decay=0.1)

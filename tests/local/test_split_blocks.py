@@ -1,4 +1,4 @@
-"""Blocks in halves, ``split_blocks``: another layer list for the same model, to the bit."""
+"""``split_blocks`` makes two layers of each block. The model stays the same, to the bit."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def build(split: bool, **block: Any) -> nn.Sequential:
 
 
 def whole_number(layer: int) -> int:
-    """The number of the layer of whole blocks that a layer of the list with halves is, or is half of."""
+    """Return the number that a layer of the split list, or the block it is half of, has in the unsplit list."""
     blocks = SIZES["layers"]
     return (layer + 1) // 2 if layer <= 2 * blocks else layer - blocks
 
 
 def by_block(names: dict[str, Any]) -> dict[str, Any]:
-    """Entries of a model in halves under the names of the whole one."""
+    """Rename the entries of a split model to the names of the unsplit one."""
     split = {tuple(name.split(".", 1)): value for name, value in names.items()}
     return {f"{whole_number(int(layer))}.{name}": value for (layer, name), value in split.items()}
 
@@ -63,9 +63,9 @@ def prune(model: nn.Sequential, share: float) -> None:
 
 
 def step(model: nn.Sequential, *, recomputed: bool) -> dict[str, torch.Tensor]:
-    """Outputs, loss and gradients by their names."""
+    """Return outputs, loss and gradients by their names."""
     tokens = torch.randint(256, (2, 13), generator=generator_for("tokens"))
-    torch.manual_seed(3)  # the sparse patterns are drawn in the order of the layers
+    torch.manual_seed(3)  # sparse patterns use random numbers in the order of the layers
     states: Any = tokens[:, :-1]
     for layer in model:
         states = checkpoint(layer, states, use_reentrant=False) if recomputed else layer(states)
@@ -86,7 +86,7 @@ def test_the_layer_list_has_two_layers_for_each_block() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_initial_weights_are_those_of_whole_blocks(case: str) -> None:
+def test_initial_weights_equal_those_of_whole_blocks(case: str) -> None:
     whole, halves = (dict(model.state_dict()) for model in pair(**CASES[case]))
     assert whole.keys() == by_block(halves).keys()
     assert all(torch.equal(value, whole[name]) for name, value in by_block(halves).items())
@@ -95,7 +95,7 @@ def test_initial_weights_are_those_of_whole_blocks(case: str) -> None:
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_those_of_whole_blocks(case: str, dtype: torch.dtype, recomputed: bool) -> None:
+def test_outputs_and_gradients_equal_those_of_whole_blocks(case: str, dtype: torch.dtype, recomputed: bool) -> None:
     whole, halves = pair(**CASES[case])
     if "pruning" in CASES[case]:
         prune(whole, 0.7)
@@ -118,13 +118,13 @@ def test_equal_magnitudes_are_pruned_in_the_order_of_whole_blocks() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*masks, strict=True))
 
 
-def test_no_two_layers_draw_from_one_stream() -> None:
+def test_no_two_layers_share_a_random_stream() -> None:
     streams = [getattr(layer, "draws_as_layer", number) for number, layer in enumerate(build(True))]
     assert len(set(streams)) == len(streams) == 9
-    assert streams[1::2][:3] == [1, 2, 3]  # what whole blocks draw, attention draws
+    assert streams[1::2][:3] == [1, 2, 3]  # attention has the streams of whole blocks
 
 
-def test_the_load_signal_is_that_of_its_own_part() -> None:
+def test_each_half_has_its_own_load_signal() -> None:
     halves = build(True, sparse_attention={"kind": "qk"}, moe={"experts": 4})
     step(halves, recomputed=False)
     attention, mlp = halves[1].attention, halves[2].mlp

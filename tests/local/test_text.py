@@ -10,7 +10,7 @@ from ds_dynmo.models.text import STRETCH_BYTES, Batches, ByteText, load_text
 
 
 def counting(length: int) -> ByteText:
-    """A text whose byte at place i is i % 251."""
+    """Make a text whose byte at position i is i % 251."""
     return ByteText((torch.arange(length) % 251).to(torch.uint8), "counting")
 
 
@@ -18,7 +18,7 @@ def train_batches(text: ByteText, **changes: Any) -> Batches:
     return text.batches("train", **{"micro_batch_size": 2, "sequence_length": 8, "seed": 1, **changes})
 
 
-def test_labels_are_the_inputs_one_byte_on() -> None:
+def test_labels_are_the_inputs_shifted_by_one_byte() -> None:
     inputs, labels = train_batches(counting(2000)).micro_batch(0)
     assert inputs.shape == labels.shape == (2, 8)
     assert inputs.dtype == labels.dtype == torch.int64
@@ -45,7 +45,7 @@ def test_a_micro_batch_depends_on_seed_number_and_replica() -> None:
     assert not torch.equal(first, train_batches(text, replica=1).micro_batch(0)[0])
 
 
-def test_drawing_leaves_the_global_generator_alone() -> None:
+def test_batches_do_not_use_the_global_generator() -> None:
     before = torch.get_rng_state()
     train_batches(counting(2000)).micro_batch(0)
     assert torch.equal(before, torch.get_rng_state())
@@ -54,7 +54,7 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
 @pytest.mark.parametrize("length", [180, 1000, 3 * STRETCH_BYTES + 17])
 def test_training_never_shows_a_byte_of_validation(length: int) -> None:
     text = counting(length)
-    text.tokens = torch.arange(len(text.tokens))  # every byte tells its place
+    text.tokens = torch.arange(len(text.tokens))  # every byte is its position
     seen = {
         split: text.batches(split, micro_batch_size=2000, sequence_length=8, seed=0)
         for split in ("train", "validation")
@@ -93,7 +93,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert text.tokens.tolist() == list(range(256))
 
 
-def test_the_default_is_python_and_none_of_its_tests() -> None:
+def test_the_default_text_is_pythons_sources_without_tests() -> None:
     text = load_text()
     content = bytes(text.tokens.numpy())
     assert 2**20 < len(content) <= 16 * 2**20
@@ -123,7 +123,7 @@ def test_too_short_a_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [1000, 3 * STRETCH_BYTES // 64 * 64 + 17])
 def test_an_epoch_shows_every_sequence_once_and_the_next_one_again_in_another_order(length: int) -> None:
     text = counting(length)
-    text.tokens = torch.arange(len(text.tokens))  # every byte tells its place
+    text.tokens = torch.arange(len(text.tokens))  # every byte is its position
     sequence = 8 if length == 1000 else 1024
     replicas = [
         train_batches(text, sampling="epochs", replica=replica, replicas=2, sequence_length=sequence)
@@ -138,7 +138,7 @@ def test_an_epoch_shows_every_sequence_once_and_the_next_one_again_in_another_or
         assert all(torch.equal(inputs + 1, labels) for inputs, labels in seen)
         epochs.append([tuple(inputs[:, 0].tolist()) for inputs, _ in seen])
     first, second = epochs
-    assert first != second and sorted(first) == sorted(second)  # whole micro-batches come again
+    assert first != second and sorted(first) == sorted(second)  # whole micro-batches are repeated
     places = [place for starts in first for place in starts]
     assert len(set(places)) == len(places) and len(text.tokens) * 0.95 / sequence - len(places) < 4 + 3
     in_stretch = [place % text.stretch for place in places]

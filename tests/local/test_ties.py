@@ -1,4 +1,4 @@
-"""Which uses of a tied key are one module, which are layers of their own, and what is refused."""
+"""Which uses of a tied key share one module, which are separate layers, and which are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decide(*uses: UseFound) -> Any:
     return own_uses([[use] for use in uses], SPECS)
 
 
-def test_alike_in_all_is_one_module() -> None:
+def test_equal_uses_share_one_module() -> None:
     assert decide(found(0), found(2)) == {}
 
 
@@ -50,7 +50,7 @@ def test_alike_in_all_is_one_module() -> None:
         ({"complete": False, "same_arguments": False}, False),
     ],
 )
-def test_a_difference_makes_layers_of_their_own(differs: dict[str, bool], alike: bool) -> None:
+def test_uses_that_differ_are_separate_layers(differs: dict[str, bool], alike: bool) -> None:
     tie = decide(found(0, **differs), found(2, "head.weight", **differs))["embed"]
     assert tie.weights == {0: ("weight",), 2: ("head.weight",)} and tie.uses == [0, 2] and tie.num_weights == 1
     assert tie.alike == alike
@@ -60,7 +60,7 @@ def test_one_class_that_deepspeed_built_once_stays_one_module() -> None:
     assert decide(found(0, complete=False, same_arguments=False)) == {}
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_uses_without_a_common_weight_are_refused() -> None:
     other = {"same_class": False}
     with pytest.raises(ConfigError, match=r"'embed'.*other shapes.*0: \[\[5, 3\]\].*2: \[\[3, 5\]\]"):
         decide(found(0, **other), found(2, shapes=((3, 5),), **other))

@@ -1,4 +1,4 @@
-"""From what ranks recorded to events of a trace."""
+"""Events of a trace, made from what ranks recorded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def track(stage: int, *events: Event, replica: int = 0, part: int = 0) -> Track:
     return Track(rank=stage, replica=replica, stage=stage, slice=part, clock_error_seconds=1e-5, events=events)
 
 
-def test_a_receive_is_cut_where_the_neighbour_began_to_send() -> None:
-    cases = {  # when the send began: what becomes of a receive from 1 s to 3 s
+def test_a_receive_is_split_where_the_neighbour_began_to_send() -> None:
+    cases = {  # by the second in which the send began: the parts of a receive from 1 s to 3 s
         0.5: [("receive", 1.0, 3.0)],
         2.5: [("wait", 1.0, 2.5), ("receive", 2.5, 3.0)],
-        3.5: [("wait", 1.0, 3.0), ("receive", 3.0, 3.0)],  # the clocks are not that exact
+        3.5: [("wait", 1.0, 3.0), ("receive", 3.0, 3.0)],  # clocks may be off
     }
     for sent, expected in cases.items():
         for what, sender, receiver in (("activation", 0, 1), ("gradient", 1, 0)):
@@ -31,7 +31,7 @@ def test_a_receive_is_cut_where_the_neighbour_began_to_send() -> None:
             assert [(e.category, e.begin_seconds, e.end_seconds) for e in cut[1].events] == expected
 
 
-def test_only_the_send_that_was_received_counts() -> None:
+def test_only_the_send_of_the_received_message_counts() -> None:
     receive = track(1, Event("receive", "activation", 4, 1.0, 3.0), replica=1, part=1)
     for other in (
         track(0, Event("send", "activation", 3, 2.0, 2.0), replica=1, part=1),
@@ -71,7 +71,7 @@ def test_the_file_is_whole_after_every_batch(tmp_path: Path) -> None:
 
 
 def test_a_pause_at_the_beginning_is_part_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between a mark of the accelerator's clock and the time of the host the process may be put aside."""
+    """The process may be suspended between reading the accelerator's clock and the host's."""
     host, pauses = [100.0], iter([7.0, 0.25, 3.0])
 
     class Clock:

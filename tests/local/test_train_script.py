@@ -1,4 +1,4 @@
-"""scripts/train.py: what it refuses before a process group exists, and one short run by the deepspeed command."""
+"""scripts/train.py: what it refuses before a process group exists, and short runs by launchers."""
 
 from __future__ import annotations
 
@@ -60,13 +60,15 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--trace", "t.json", "1", "all"], r'--trace.steps = \[1, "all"\]: should be \[first, last\]'),
     ],
 )
-def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], flags: list[str], message: str) -> None:
+def test_wrong_configs_and_flags_are_refused(
+    tmp_path: Path, changes: dict[str, Any], flags: list[str], message: str
+) -> None:
     path = write(tmp_path, **changes)
     with pytest.raises((ConfigError, PartitionError), match=message):
         prepare(["--deepspeed_config", str(path), *flags])
 
 
-def test_a_trace_is_a_key_of_the_block(tmp_path: Path) -> None:
+def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:
     path = write(tmp_path)
     run = prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
     assert run.settings["dynmo"]["trace"] == {"path": "t.json", "steps": [3, 5]}
@@ -84,7 +86,7 @@ def test_a_trace_is_a_key_of_the_block(tmp_path: Path) -> None:
         ({"expert_parallel": True}, r'model\.moe\.expert_parallel: needs a "dynmo" block'),
     ],
 )
-def test_what_concerns_all_replicas_needs_the_block(tmp_path: Path, moe: dict[str, Any], named: str) -> None:
+def test_features_over_all_replicas_need_the_block(tmp_path: Path, moe: dict[str, Any], named: str) -> None:
     path = write(tmp_path, model={"layers": 4, "moe": moe})
     prepare(["--deepspeed_config", str(path)])
     settings = json.loads(path.read_text())
@@ -116,7 +118,7 @@ CONSTANT = {
 
 
 def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> Run:
-    """Going on from step 5 of 8."""
+    """Prepare to resume at step 5 of 8."""
     path = write(folder, model={**SIZES, **case})
     model = prepare(["--deepspeed_config", str(path)]).model.model_dump(mode="json")
     said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 3, 7], "model": model, "cases": {}}
@@ -125,7 +127,7 @@ def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> 
 
 
 @pytest.mark.parametrize("case", [*CHANGING.values(), *CONSTANT.values()], ids=[*CHANGING, *CONSTANT])
-def test_a_resumed_run_has_the_steps_that_it_had(tmp_path: Path, case: dict[str, Any]) -> None:
+def test_a_resumed_run_keeps_its_number_of_steps(tmp_path: Path, case: dict[str, Any]) -> None:
     for flags in ([], ["--steps", "8"]):
         run = resumed(tmp_path, case, *flags)
         assert (run.first_step, run.stop, run.steps) == (5, 8, 8)
@@ -134,7 +136,7 @@ def test_a_resumed_run_has_the_steps_that_it_had(tmp_path: Path, case: dict[str,
 
 
 @pytest.mark.parametrize("key", CHANGING)
-def test_other_steps_would_move_a_schedule(tmp_path: Path, key: str) -> None:
+def test_other_steps_are_refused_if_they_would_shift_a_schedule(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"--steps 16: the run in .* has 8 steps in total, and model\.{key} would"):
         resumed(tmp_path, CHANGING[key], "--steps", "16")
 
@@ -145,12 +147,12 @@ def test_without_a_schedule_a_resumed_run_may_have_other_steps(tmp_path: Path, c
     assert (run.first_step, run.stop, run.steps) == (5, 16, 16)
 
 
-def test_a_run_that_did_not_say_that_bytes_are_meant_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_saved_without_the_key_tokens_can_be_resumed(tmp_path: Path) -> None:
     said = read_model_config({"model": SIZES}).model_dump(mode="json", exclude={"tokens"})
     assert resumed(tmp_path, {"tokens": "bytes"}, model=said).model.tokens == "bytes"
 
 
-def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     for flags, changes, message in (
         ([], {"step": 8}, "is at step 8, --steps 8 leaves nothing to do"),
         (["--steps", "4"], {}, "is at step 5, --steps 4 leaves nothing to do"),
@@ -174,19 +176,19 @@ def free_port() -> int:
 
 
 def launch(config: Path, *flags: str) -> str:
-    """What a run of the script in two stages prints, once it has ended well."""
+    """Run the script on two stages, check that it succeeds, and return what it prints."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
-    return ends_well([*launcher, "scripts/train.py", "--deepspeed_config", str(config), *flags], {})
+    return output_of([*launcher, "scripts/train.py", "--deepspeed_config", str(config), *flags], {})
 
 
 def train_alone(config: Path, *flags: str) -> str:
-    """What a run of the script in one stage prints, as the only process of a launcher, once it has ended well."""
+    """Run the script on one stage without DeepSpeed's launcher, check that it succeeds, and return what it prints."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return ends_well([sys.executable, "scripts/train.py", "--deepspeed_config", str(config), *flags], rank | meeting)
+    return output_of([sys.executable, "scripts/train.py", "--deepspeed_config", str(config), *flags], rank | meeting)
 
 
-def ends_well(command: list[str], variables: dict[str, str]) -> str:
+def output_of(command: list[str], variables: dict[str, str]) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
@@ -197,7 +199,7 @@ def ends_well(command: list[str], variables: dict[str, str]) -> str:
 
 
 def test_a_run_with_a_thread_beside_it_ends_and_its_useless_cache_is_named(tmp_path: Path) -> None:
-    """Egeria's last verdict, due after the last step, is still under way then."""
+    """Egeria's last verdict, due after the last step, is still being computed then."""
     settings = json.loads((ROOT / "ds_configs" / "freezing_egeria.json").read_text())
     settings["gradient_accumulation_steps"] = 2
     settings["model"]["freezing"]["egeria"]["start"] = 0.0

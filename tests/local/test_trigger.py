@@ -1,4 +1,4 @@
-"""When batches are profiled and decisions taken, and what is decided."""
+"""Which batches are profiled, and when decisions are due."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ def config(**block: Any) -> DynMoConfig:
 
 def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = None) -> dict[str, list[Any]]:
     """Drive a trigger as the engine does; ``requests`` are made before the batch of that step."""
-    told: dict[str, list[Any]] = {"profiled": [], "decided": [], "outcomes": []}
+    seen: dict[str, list[Any]] = {"profiled": [], "decided": [], "outcomes": []}
     steering, profiled = Trigger(settings), 0
     for step in range(1, steps + 1):
         if requests and step in requests:
             profiled = 0
             steering.ask(Request(Reason.MODEL_CHANGED, requests[step]))
         if steering.profile_batch(step):
-            told["profiled"].append(step)
+            seen["profiled"].append(step)
             profiled += 1
         steering.batch_done(step)
         outcome, decision = steering.outcome_due(profiled), steering.decision_due(profiled)
         if outcome or decision:
             profiled = 0
         if outcome:
-            told["outcomes"].append(step)
+            seen["outcomes"].append(step)
             steering.outcome_recorded()
         if decision:
-            told["decided"].append((step, str(steering.pending)))
+            seen["decided"].append((step, str(steering.pending)))
             steering.decided(moved=False)
-    return told
+    return seen
 
 
 def test_the_batches_before_an_interval_are_profiled() -> None:
-    told = run(config(interval=10, profile={"batches": 2}), 25)
-    assert told["profiled"] == [2, 3, 9, 10, 19, 20]
-    assert told["decided"] == [(10, "interval"), (20, "interval")]
-    assert told["outcomes"] == [3]
+    seen = run(config(interval=10, profile={"batches": 2}), 25)
+    assert seen["profiled"] == [2, 3, 9, 10, 19, 20]
+    assert seen["decided"] == [(10, "interval"), (20, "interval")]
+    assert seen["outcomes"] == [3]
 
 
-def test_by_hand_only_profiles_once_and_never_decides() -> None:
-    told = run(config(interval=0), 30)
-    assert told["profiled"] == [2] and told["decided"] == []
+def test_with_interval_0_it_profiles_once_and_never_decides() -> None:
+    seen = run(config(interval=0), 30)
+    assert seen["profiled"] == [2] and seen["decided"] == []
 
 
-def test_disabled_never_profiles() -> None:
-    told = run(config(enabled=False, interval=1), 10, {3: "changed"})
-    assert told["profiled"] == [] and told["decided"] == []
+def test_disabled_it_never_profiles() -> None:
+    seen = run(config(enabled=False, interval=1), 10, {3: "changed"})
+    assert seen["profiled"] == [] and seen["decided"] == []
 
 
-def test_disabled_profiles_once_where_it_begins_by_profile() -> None:
+def test_disabled_it_profiles_once_for_an_initial_partition_by_profile() -> None:
     block = {"enabled": False, "initial_partition": "profile", "interval": 1}
-    told = run(config(**block, profile={"batches": 2, "warmup_batches": 3}), 10)
-    assert told["profiled"] == [4, 5] and told["decided"] == [(5, "initial")]
+    seen = run(config(**block, profile={"batches": 2, "warmup_batches": 3}), 10)
+    assert seen["profiled"] == [4, 5] and seen["decided"] == [(5, "initial")]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6])
-def test_disabled_a_resumed_run_profiles_only_if_it_had_not(steps: int) -> None:
+def test_disabled_a_resumed_run_profiles_only_if_it_had_not_yet(steps: int) -> None:
     settings = config(enabled=False, initial_partition="profile")
     first, resumed = Trigger(settings), Trigger(settings)
     for step in range(1, steps + 1):
@@ -88,26 +88,26 @@ def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
 
 
 def test_start_and_stop_step() -> None:
-    told = run(config(interval=5, start_step=10, stop_step=15), 30)
-    assert told["decided"] == [(10, "interval"), (15, "interval")]
+    seen = run(config(interval=5, start_step=10, stop_step=15), 30)
+    assert seen["decided"] == [(10, "interval"), (15, "interval")]
 
 
 def test_every_step() -> None:
-    told = run(config(interval=1, profile={"warmup_batches": 0}), 4)
-    assert [step for step, _ in told["decided"]] == [1, 2, 3, 4]
+    seen = run(config(interval=1, profile={"warmup_batches": 0}), 4)
+    assert [step for step, _ in seen["decided"]] == [1, 2, 3, 4]
 
 
 def test_a_changed_model_is_profiled_at_once() -> None:
-    told = run(config(interval=0, profile={"warmup_batches": 5}), 9, {3: "frozen"})
-    assert told["decided"] == [(3, "frozen")]
+    seen = run(config(interval=0, profile={"warmup_batches": 5}), 9, {3: "frozen"})
+    assert seen["decided"] == [(3, "frozen")]
 
 
 def test_initial_profile_decides_after_the_first_profiled_batch() -> None:
-    told = run(config(interval=0, initial_partition="profile"), 5)
-    assert told["decided"] == [(2, "initial")]
+    seen = run(config(interval=0, initial_partition="profile"), 5)
+    assert seen["decided"] == [(2, "initial")]
 
 
-def test_how_long_a_decision_is_expected_to_last() -> None:
+def test_batches_until_the_next_decision_are_estimated() -> None:
     steering = Trigger(config(interval=7))
     steering.model_changed("pruned")
     assert steering.batches_to_gain == 7
@@ -120,7 +120,7 @@ def test_how_long_a_decision_is_expected_to_last() -> None:
         assert steering.batches_to_gain == batches_to_gain
 
 
-def test_a_checkpoint_has_all_that_a_trigger_counts_and_sets_nothing_else() -> None:
+def test_a_checkpoint_restores_all_counters_and_nothing_else() -> None:
     before = Trigger(config(interval=7))
     for step in range(1, 7):
         before.batch_done(step)
@@ -144,14 +144,14 @@ def test_a_checkpoint_has_all_that_a_trigger_counts_and_sets_nothing_else() -> N
         ("pruned", Request(Reason.MODEL_CHANGED, "pruned")),
     ],
 )
-def test_a_checkpoint_says_in_words_what_asked_for_a_decision(saved: Any, pending: Any) -> None:
+def test_a_checkpoint_holds_the_reason_of_a_pending_decision(saved: Any, pending: Any) -> None:
     state, resumed = Trigger(config()).state_dict(), Trigger(config())
     resumed.load_state_dict({**state, "_reason": saved})
     assert resumed.pending == pending
     assert resumed.state_dict() == {**state, "_reason": saved}
 
 
-def test_a_model_that_says_interval_is_no_interval() -> None:
+def test_a_models_own_reason_is_not_taken_for_a_built_in_one() -> None:
     first, resumed = Trigger(config()), Trigger(config())
     first.model_changed("by hand")
     resumed.load_state_dict(first.state_dict())

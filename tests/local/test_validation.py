@@ -1,4 +1,4 @@
-"""What initialize refuses, by name, before a process group exists or an optimizer is touched."""
+"""What initialize refuses by name, before a process group exists or an optimizer changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
         ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adagrad"}}, "Adagrad"),
     ],
 )
-def test_training_that_cannot_be_moved(config: dict[str, Any], message: str) -> None:
+def test_unsupported_training_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validation.check_training(config, None)
 
@@ -53,7 +53,7 @@ def test_training_that_cannot_be_moved(config: dict[str, Any], message: str) -> 
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
     ],
 )
-def test_training_that_can(config: dict[str, Any]) -> None:
+def test_supported_training_is_accepted(config: dict[str, Any]) -> None:
     validation.check_training(config, None)
 
 
@@ -74,7 +74,7 @@ def data_efficiency(kind: str, feature: str) -> dict[str, Any]:
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
     ],
 )
-def test_features_that_are_refused(config: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validation.check_features(config)
 
@@ -86,18 +86,18 @@ def test_features_that_are_refused(config: dict[str, Any], message: str) -> None
         {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "num_workers": 2}}},
     ],
 )
-def test_features_that_are_not(config: dict[str, Any]) -> None:
+def test_supported_features_are_accepted(config: dict[str, Any]) -> None:
     validation.check_features(config)
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_features_that_deepspeed_has_removed(key: str) -> None:
-    """In every version of it, switched on or not."""
+def test_features_that_deepspeed_removed_are_refused(key: str) -> None:
+    """Removed keys are refused with every DeepSpeed, enabled or not."""
     with pytest.raises(ConfigError, match=f"^{key}: DeepSpeed has removed it"):
         validation.check_features({key: {"enabled": False}})
 
 
-def test_activations_partitioned_one_way_only() -> None:
+def test_activations_partitioned_in_one_direction_only_are_refused() -> None:
     model: Any = SimpleNamespace(topology=lambda: PipeModelDataParallelTopology(2, 2, 1))
     validation.check_partitioned_activations(
         {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}, model
@@ -107,18 +107,18 @@ def test_activations_partitioned_one_way_only() -> None:
         validation.check_partitioned_activations({"pipeline": {"grad_partitioned": False}}, model)
 
 
-def test_optimizers() -> None:
+def test_unsupported_optimizers_are_refused() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     validation.check_training({}, torch.optim.Adafactor([parameter]))
     with pytest.raises(ConfigError, match="LBFGS"):
         validation.check_training({}, torch.optim.LBFGS([parameter]))
-    for kind in (torch.optim.Adafactor, torch.optim.Rprop):  # not by element; no state is not a state of zeros
+    for kind in (torch.optim.Adafactor, torch.optim.Rprop):  # not element-wise; state that does not begin with zeros
         validation.check_training({}, kind([parameter]))
         with pytest.raises(ConfigError, match=kind.__name__):
             validation.check_training({"bf16": {"enabled": True}}, kind([parameter]))
 
 
-def test_a_module_that_is_no_pipeline() -> None:
+def test_wrong_arguments_are_refused_before_a_process_group_exists() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigError, match="PipelineModule, got Linear"):
         ds_dynmo.initialize(model=nn.Linear(1, 1), config={"dynmo": {}, "optimizer": ADAMW})
@@ -137,14 +137,14 @@ def embed() -> None: ...
 SPECS: list[Any] = [embed, LayerSpec(nn.Linear, 1, 1), LayerSpec(nn.Linear, 1, 1), nn.LayerNorm(1)]
 
 
-def test_type_costs() -> None:
+def test_type_costs_count_layers_by_name() -> None:
     assert validation.type_costs(SPECS, "type:embed:2|linear|norm:0.5") == [2.0, 1.0, 1.0, 0.5]
     assert validation.type_costs(SPECS, "type:linear:3") == [0.0, 3.0, 3.0, 0.0]
     with pytest.raises(ConfigError, match="no layer's name matches 'attention'"):
         validation.type_costs(SPECS, "type:attention")
 
 
-def test_an_initial_partition_that_does_not_suit_the_model() -> None:
+def test_an_initial_partition_that_does_not_fit_the_model_is_refused() -> None:
     model: Any = SimpleNamespace(_layer_specs=SPECS, num_stages=2)
     for partition in ([0, 2, 4], "uniform", "type:linear"):
         validation.check_initial_partition(parse_block(DynMoConfig, {"initial_partition": partition}, "dynmo"), model)

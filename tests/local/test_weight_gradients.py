@@ -20,7 +20,7 @@ Passes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32, count: int = 3) -> Passes:
-    """Inputs and the gradients of outputs, of some micro-batches."""
+    """Make inputs and output gradients of several micro-batches."""
     generator = torch.Generator().manual_seed(len(shape))
     return [
         (torch.randn(*shape, generator=generator).to(dtype), torch.randn(*shape, generator=generator).to(dtype))
@@ -39,7 +39,7 @@ def in_one(model: nn.Module, passes: Passes) -> list[Any]:
 
 
 def in_two(model: nn.Module, passes: Passes, lag: int = 1) -> list[Any]:
-    """The second part of each pass comes after the first part of the ``lag`` next ones."""
+    """Run the second part of each pass after the first part of the ``lag`` passes that follow it."""
     gradients, found = WeightGradients(), []
     with gradients.splitting(splittable(list(model.modules()))):
         for number, (input, gradient) in enumerate(passes):
@@ -79,7 +79,7 @@ def mlp(bias: bool = True) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, WIDTH), (7, WIDTH), (1, 1, WIDTH), (2, 5, WIDTH), (4, 64, WIDTH)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(dtype: torch.dtype, shape: tuple[int, ...], bias: bool) -> None:
+def test_a_linear_layer_is_split(dtype: torch.dtype, shape: tuple[int, ...], bias: bool) -> None:
     check_same(mlp(bias).to(dtype), inputs(*shape, dtype=dtype), lag=2)
 
 
@@ -95,7 +95,7 @@ class Apart(nn.Module):
 
 
 class Half(nn.Linear):
-    """Computes as nn.Linear, but otherwise."""
+    """Computes the result of nn.Linear in another way."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * 0.5
@@ -146,17 +146,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lag", [0, 1])
-def test_whatever_a_model_does_with_it(name: str, lag: int) -> None:
+def test_gradients_equal_those_of_one_pass(name: str, lag: int) -> None:
     torch.manual_seed(1)
     check_same(MODELS[name](), inputs(2, 5, WIDTH), lag)
 
 
-def test_conv1d_of_hugging_face() -> None:
+def test_a_conv1d_of_hugging_face_is_split() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     check_same(nn.Sequential(conv1d(2 * WIDTH, WIDTH), nn.GELU(), conv1d(WIDTH, 2 * WIDTH)), inputs(2, 5, WIDTH))
 
 
-def test_under_autocast_nothing_is_put_off() -> None:
+def test_under_autocast_nothing_is_deferred() -> None:
     model = mlp()
     gradients = WeightGradients()
     with gradients.splitting(splittable(list(model.modules()))), torch.autocast("cpu", torch.bfloat16):
@@ -168,7 +168,7 @@ def test_under_autocast_nothing_is_put_off() -> None:
     assert model[0].weight.grad is not None  # type: ignore[index, union-attr]
 
 
-def test_weights_wait_until_the_second_part_and_hooks_see_each_once() -> None:
+def test_weight_gradients_come_in_the_second_part_and_hooks_run_once() -> None:
     model, seen = nn.Linear(WIDTH, WIDTH), []
     model.weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
     gradients = WeightGradients()
@@ -186,7 +186,7 @@ def test_weights_wait_until_the_second_part_and_hooks_see_each_once() -> None:
 
 
 def test_a_hook_that_would_see_a_gradient_twice_is_refused() -> None:
-    """The weight is used by its module, and in a penalty."""
+    """The weight is used by its module and in a penalty."""
     model = nn.Linear(WIDTH, WIDTH)
     model.weight.register_hook(lambda gradient: gradient.sign())
     gradients = WeightGradients()
@@ -207,7 +207,7 @@ def test_a_pass_in_one_runs_the_modules_own_forward() -> None:
     assert model[0].weight.grad is not None  # type: ignore[index, union-attr]
 
 
-def test_afterwards_modules_are_as_they_were() -> None:
+def test_modules_are_restored_afterwards() -> None:
     model = mlp()
     before = [dict(vars(module)) for module in model.modules()]
     with WeightGradients().splitting(splittable(list(model.modules()))):
@@ -232,7 +232,7 @@ class Scale(torch.autograd.Function):
         return gradient * weight, None, None
 
 
-def test_a_users_kernel_puts_off_in_a_first_part_only() -> None:
+def test_a_users_kernel_defers_in_a_first_part_only() -> None:
     weight, anchor = nn.Parameter(torch.arange(1.0, 4.0)), torch.empty(0, requires_grad=True)
     seen: list[str] = []
     weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
