@@ -18,6 +18,7 @@ from ds_dynmo.schedules import (
     PassCosts,
     Schedule,
     best_schedule,
+    lower_bound,
     lower_bounds,
     one_f_one_b_limit,
     peak_bytes,
@@ -28,6 +29,7 @@ __all__ = ["PassModel"]
 
 Floats = npt.NDArray[np.float64]
 Bounds = npt.NDArray[np.int64]  # [num_stages + 1, how many]: partitions are columns
+_CLOSE = 1.002  # times the bound: no other order is searched
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class PassModel:
         first_layers: where groups of layers count as layers, the first layer of each, and the number of layers; ():
             partitions are of layers.
         output_bytes: per layer and micro-batch; (): not known.
+        in_force: the order that runs now: none is searched where it can hardly be beaten; None: none is known.
     """
 
     forward_seconds: tuple[float, ...]
@@ -69,6 +72,7 @@ class PassModel:
     may_stay: bool = False
     first_layers: tuple[int, ...] = ()
     output_bytes: tuple[int, ...] = ()
+    in_force: Schedule | None = None
 
     def on(self, num_stages: int) -> PassModel:
         """Return a model of ``num_stages`` stages of speed 1."""
@@ -78,12 +82,32 @@ class PassModel:
         """Find the shortest order under ``partition``; None: none fits. A second call for it takes no time."""
         key = tuple(map(int, partition))
         if key not in self._known:
-            try:
-                found = best_schedule(self.costs(key), self.micro_batches, self.sizes(key), self.limits(key))
-            except ScheduleError:
-                found = None
-            self._known[key] = found
+            self._known[key] = self._shortest(key)
         return self._known[key]
+
+    def _shortest(self, partition: tuple[int, ...]) -> FoundSchedule | None:
+        present = self._in_force(partition)
+        if present is not None and present.iteration_seconds <= _CLOSE * present.lower_bound_seconds:
+            return present
+        costs, sizes, limits = self.costs(partition), self.sizes(partition), self.limits(partition)
+        try:
+            found = best_schedule(costs, self.micro_batches, sizes, limits)
+        except ScheduleError:
+            return None
+        return found if present is None or found.iteration_seconds < present.iteration_seconds else present
+
+    def _in_force(self, partition: tuple[int, ...]) -> FoundSchedule | None:
+        """What the order in force comes to; None where it is not for these stages, or does not fit."""
+        order, costs = self.in_force, self.costs(partition)
+        if order is None or (order.owners, order.micro_batches) != (costs.owners, self.micro_batches):
+            return None
+        if any(costs.weight_gradient_seconds[chunk] == 0 for chunk in order.split_chunks):
+            return None  # they are split in vain
+        seconds, sizes = self.seconds(order, partition), self.sizes(partition)
+        if seconds == math.inf:
+            return None
+        bound = lower_bound(costs, self.micro_batches, sizes, self.limits(partition))
+        return FoundSchedule(order, seconds, bound, peak_bytes(order, sizes))
 
     @property
     def least_seconds(self) -> tuple[float, ...]:

@@ -76,6 +76,11 @@ class Schedule:
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
+    def split_chunks(self) -> set[int]:
+        """The chunks of which backward passes run in two parts."""
+        return {action.chunk for order in self.orders for action in order if action.kind == Kind.INPUT_GRADIENT}
+
+    @property
     def splits(self) -> int:
         """How many backward passes run in two parts."""
         return sum(action.kind == Kind.INPUT_GRADIENT for order in self.orders for action in order)

@@ -57,6 +57,7 @@ class ScheduleChoice:
             limit_bytes=self.limit_bytes,
             may_stay=self.config.kind == "auto",
             output_bytes=tuple(cost.output_bytes for cost in layers),
+            in_force=self.in_force,
         )
 
 

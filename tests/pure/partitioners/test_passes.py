@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, balanced, makespan
-from ds_dynmo.schedules import one_f_one_b, peak_bytes
+from ds_dynmo.schedules import FoundSchedule, PassCosts, best_schedule, one_f_one_b, peak_bytes
 
 
 def pipeline(
@@ -202,6 +203,80 @@ def test_makespan_is_no_worse_than_the_smallest_bottleneck(
     costs = [f + b for f, b in zip(given.forward_seconds, given.backward_seconds)]
     even = given.iteration_seconds(balanced(costs, stages, speeds=given.speeds))
     assert given.iteration_seconds(makespan(costs, stages, pipeline=given)) <= even
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[PassCosts]:
+    """The costs for which an order is searched from here on."""
+    searched: list[PassCosts] = []
+
+    def search(costs: PassCosts, *others: Any) -> FoundSchedule:
+        searched.append(costs)
+        return best_schedule(costs, *others)
+
+    monkeypatch.setattr("ds_dynmo.partitioners.passes.best_schedule", search)
+    return searched
+
+
+EVEN = [0, 2, 4, 6, 8]
+
+
+def equal_layers() -> PassModel:
+    """Of which an order is found that can hardly be beaten, where they are spread evenly."""
+    layers = (1.0,) * 8
+    return PassModel(layers, layers, layers, (2.0,) * 8, (1,) * 8, (9,) * 8, (1,) * 8, (9,) * 8, 12, (1.0,) * 4)
+
+
+def test_no_order_is_searched_where_that_in_force_can_hardly_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = equal_layers().shortest(EVEN)
+    assert found is not None and found.schedule.splits
+    running = replace(equal_layers(), in_force=found.schedule)
+    searched = counting(monkeypatch)
+    assert running.shortest(EVEN) == found and not searched
+    assert running.shortest([0, 1, 3, 6, 8]) is not None and len(searched) == 1, "that order is not as good there"
+
+
+def test_the_order_in_force_stays_where_none_is_found_that_is_shorter() -> None:
+    """It was found when forward passes took up to 10% more or less."""
+    rng, partition, better = random.Random(12), [0, 3, 6, 9, 12], 0
+    for _ in range(12):
+        passes = pipeline(rng, layers=12, stages=4, micro_batches=9).passes
+        assert passes is not None
+        forward = tuple(one * rng.uniform(0.9, 1.1) for one in passes.forward_seconds)
+        before, fresh = replace(passes, forward_seconds=forward).shortest(partition), passes.shortest(partition)
+        assert before is not None and fresh is not None
+        kept = replace(passes, in_force=before.schedule).shortest(partition)
+        assert kept is not None and kept.iteration_seconds <= fresh.iteration_seconds
+        assert kept.iteration_seconds == pytest.approx(passes.seconds(kept.schedule, partition))
+        assert kept.peak_bytes == peak_bytes(kept.schedule, passes.sizes(partition))
+        assert kept.lower_bound_seconds == fresh.lower_bound_seconds
+        better += kept.iteration_seconds < fresh.iteration_seconds
+        assert kept.schedule == before.schedule or kept == fresh
+    assert better > 1
+
+
+def test_an_order_in_force_that_does_not_suit_is_not_kept() -> None:
+    """One of other stages or micro-batches, that needs more memory than there is, or that splits passes in vain."""
+    passes = equal_layers()
+    found = passes.shortest(EVEN)
+    assert found is not None
+    for order in (one_f_one_b(3, 12), one_f_one_b(4, 11)):
+        assert replace(passes, in_force=order).shortest(EVEN) == found
+    tight = replace(passes, memory=0.8)
+    small = tight.shortest(EVEN)
+    assert small is not None and max(small.peak_bytes) < max(found.peak_bytes)
+    assert replace(tight, in_force=found.schedule).shortest(EVEN) == small
+    whole = replace(passes, input_gradient_seconds=passes.backward_seconds, weight_gradient_seconds=(0.0,) * 8)
+    kept = replace(whole, in_force=found.schedule).shortest(EVEN)
+    assert kept is not None and kept.schedule.splits == 0
+
+
+def test_partitions_that_can_hardly_be_better_get_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal layers, evenly spread: no other partition has a bound below what the first one takes."""
+    passes = equal_layers()
+    given = PipelineModel(passes.forward_seconds, passes.backward_seconds, 12, passes.speeds, passes=passes)
+    searched = counting(monkeypatch)
+    assert makespan([3.0] * 8, 4, start=EVEN, pipeline=given) == EVEN
+    assert len(searched) == 1
 
 
 def test_groups_of_layers_count_as_layers() -> None:
