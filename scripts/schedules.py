@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Pipeline schedules side by side, with layers that sleep: DeepSpeed's 1F1B and DualPipeV, and orders of ours.
+"""Pipeline schedules side by side: DeepSpeed's 1F1B and DualPipeV, and orders of ours.
 
     deepspeed --num_gpus 8 scripts/schedules.py --micro-batches 12 --pass-ms 8
     deepspeed --num_gpus 8 scripts/schedules.py --micro-batches 16 --pass-ms 24 --arm dualpipev --arm zero_bubble
     deepspeed --num_gpus 8 scripts/schedules.py --split realistic          # weights: 0.4 of backward; a split costs 5%
     deepspeed --num_gpus 8 scripts/schedules.py --loads random             # or frozen, weightless
+    deepspeed --num_gpus 2 scripts/schedules.py --compute real --layers 12 --micro-batches 16 --arm auto --batches 30
 
-Set OMP_NUM_THREADS=1: one thread per stage. Engines take turns, batch by batch. "of work bound": of a batch in which
-all stages work as long and never wait. "simulated": from the seconds that layers are told. "replayed": the order of
-passes from the seconds that passes took in further batches. It fails where an engine trained other weights than
-DeepSpeed's 1F1B.
+Set OMP_NUM_THREADS=1: one thread per stage. Layers sleep; those of "--compute real" are transformer blocks, over which
+"auto" and "zero_bubble" find their orders from a profile. Engines take turns, batch by batch. "of work bound": of a
+batch in which all stages work as long and never wait. "simulated": from the seconds that layers are told. "replayed":
+the order of passes from the seconds that passes took in further batches. It fails where an engine trained other weights
+than DeepSpeed's 1F1B.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 from benchmarks.arms import engines_end_here
 from benchmarks.machine import Machine
 from benchmarks.scaling import LOADS, SPLITS
-from benchmarks.schedules import ARMS, STOCK, measure, show
+from benchmarks.schedules import ARMS, AUTO, STOCK, measure, show
 from command_line import CommandParser, check_at_least_1, num_processes, write_json
 from ds_dynmo.errors import ConfigError
 from startup import begin_rank
@@ -36,12 +38,15 @@ def parse(given: list[str]) -> argparse.Namespace:
         choices=[arm for arm in ARMS if arm != STOCK],
         help="beside DeepSpeed's 1F1B; default: all; may be repeated",
     )
+    parser.add_argument("--compute", choices=["sleep", "real"], default="sleep", help="default: %(default)s")
     parser.add_argument("--layers", type=int, default=32, help="of the model, default %(default)s")
     parser.add_argument("--micro-batches", type=int, default=12, help="per batch, default %(default)s")
     parser.add_argument("--pass-ms", type=float, default=8.0, help="of a layer's forward pass, default %(default)s")
     parser.add_argument("--batches", type=int, default=9, help="timed of each, default %(default)s")
     parser.add_argument("--split", choices=list(SPLITS), default="even", help="of backward, default %(default)s")
     parser.add_argument("--loads", choices=LOADS, default="equal", help="of the layers, default %(default)s")
+    parser.add_argument("--hidden-size", type=int, default=256, help="of real blocks, default %(default)s")
+    parser.add_argument("--sequence-length", type=int, default=256, help="of real blocks, default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of random loads, default %(default)s")
     return parser.parse_args(given)
 
@@ -55,7 +60,11 @@ def check(arguments: argparse.Namespace) -> None:
     stages = num_processes("8 scripts/schedules.py")
     if arguments.layers < stages:
         raise ConfigError(f"--layers {arguments.layers}: should be at least the number of stages, {stages}")
-    check_at_least_1(arguments, "micro_batches", "batches")
+    check_at_least_1(arguments, "micro_batches", "batches", "hidden_size", "sequence_length")
+    if arguments.compute == "sleep" and AUTO in (arguments.arm or ()):
+        raise ConfigError(
+            f"--arm {AUTO}: needs --compute real, as sleeping layers have their orders from their seconds"
+        )
     if not arguments.pass_ms > 0:
         raise ConfigError(f"--pass-ms {arguments.pass_ms:g}: should be above 0")
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 
 from benchmarks.arms import say, timed, turns
 from benchmarks.emulation import pipeline_engine
-from benchmarks.scaling import WIDTH, LayerSeconds, ScalingBlock, layer_seconds, stage_costs
+from benchmarks.scaling import WIDTH, ScalingBlock, layer_seconds, stage_costs
 from benchmarks.traced_passes import traced_batches
 from command_line import print_table
+from ds_dynmo.models.gpt import Block
+from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.partitioners import simulate
 from ds_dynmo.schedules import (
     PassBytes,
@@ -32,7 +34,9 @@ from ds_dynmo.schedules import (
 )
 
 STOCK = "stock"
+AUTO = "auto"
 TRACED = 3  # batches, after those that are timed
+WARM_UP = 3  # batches; from the second on, those whose order is decided have a profile
 ORDERS: dict[str, Callable[[PassCosts, int], Schedule]] = {  # of our engines, for costs and micro-batches
     "1f1b": lambda costs, micro_batches: one_f_one_b(costs.num_stages, micro_batches),
     "gradient_first": lambda costs, micro_batches: gradient_first_1f1b(costs.num_stages, micro_batches),
@@ -44,6 +48,7 @@ ARMS = {
     "1f1b": "1F1B's order",
     "gradient_first": "1F1B's order, gradient first",
     "zero_bubble": "zero bubble",
+    AUTO: "auto",
 }
 
 
@@ -52,19 +57,61 @@ class Arm:
     """An engine and what its batches took.
 
     Attributes:
-        schedule: of ours; None: DeepSpeed's own.
+        trace: where our engine writes what the last batches did.
+        decides: its order is found from a profile.
     """
 
     name: str
     engine: Any
-    schedule: Schedule | None
     data: Iterator[tuple[torch.Tensor, torch.Tensor]]
     trace: Path | None
+    decides: bool = False
     seconds: list[float] = field(default_factory=list)
 
     def batch(self) -> float:
         """Train a batch. Collective."""
         return timed(lambda: self.engine.train_batch(self.data))
+
+    def profile(self) -> None:
+        """Let a decision follow the next batch, if one is wanted."""
+        if self.decides:
+            self.engine.model_changed("an order is to be decided")
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """In force; None: DeepSpeed's own."""
+        if self.trace is None:
+            return None
+        found: Schedule | None = self.engine.stage.schedule.in_force(self.engine.num_stages, self.engine.micro_batches)
+        return found
+
+
+class Layers:
+    """The model that all arms train: sleeping layers, or transformer blocks that compute.
+
+    Attributes:
+        specs: of its layers.
+        costs: of stages, which sleeping layers are told; None: not known.
+        work_seconds: of a batch in which every stage works as long, and never waits; None: not known.
+        shape: of a micro-batch.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, stages: int) -> None:
+        self.costs: PassCosts | None = None
+        self.work_seconds: float | None = None
+        if arguments.compute == "real":
+            sequence, hidden = arguments.sequence_length, arguments.hidden_size
+            config = GPTConfig(hidden_size=hidden, heads=4, sequence_length=sequence)
+            self.specs = [LayerSpec(Block, config, layer + 1) for layer in range(arguments.layers)]
+            self.shape: tuple[int, ...] = (1, sequence, hidden)
+            return
+        seconds = layer_seconds(
+            arguments.loads, arguments.split, arguments.layers, arguments.pass_ms / 1e3, seed=arguments.seed
+        )
+        self.specs = [LayerSpec(ScalingBlock, layer, one) for layer, one in enumerate(seconds)]
+        self.costs = stage_costs(seconds, stages)
+        self.work_seconds = arguments.micro_batches * sum(one.forward + one.backward for one in seconds) / stages
+        self.shape = (1, WIDTH)
 
 
 def shortest(costs: PassCosts, micro_batches: int) -> Schedule:
@@ -73,78 +120,78 @@ def shortest(costs: PassCosts, micro_batches: int) -> Schedule:
     return best_schedule(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches)).schedule
 
 
-def arms_for(asked: list[str] | None, stages: int, layers: int, micro_batches: int) -> list[str]:
-    """Choose the arms that are run: DualPipeV needs two micro-batches and two layers per stage."""
+def arms_for(asked: list[str] | None, compute: str, stages: int, layers: int, micro_batches: int) -> list[str]:
+    """Choose the arms that are run: DualPipeV needs two micro-batches and two layers per stage, "auto" a profile."""
     fits = micro_batches >= 2 * stages and layers >= 2 * stages
-    return [arm for arm in ARMS if (not asked or arm in (*asked, STOCK)) and (arm != "dualpipev" or fits)]
+    left_out = {name for name, runs in (("dualpipev", fits), (AUTO, compute == "real")) if not runs}
+    return [arm for arm in ARMS if (not asked or arm in (*asked, STOCK)) and arm not in left_out]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the arms, replay their orders, and compare what they trained. Collective."""
     stages = torch.distributed.get_world_size()
-    seconds = layer_seconds(
-        arguments.loads, arguments.split, arguments.layers, arguments.pass_ms / 1e3, seed=arguments.seed
-    )
-    costs = stage_costs(seconds, stages)
-    names = arms_for(arguments.arm, stages, arguments.layers, arguments.micro_batches)
+    layers = Layers(arguments, stages)
+    names = arms_for(arguments.arm, arguments.compute, stages, arguments.layers, arguments.micro_batches)
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         torch.distributed.broadcast_object_list(shared)
-        arms = [make_arm(name, seconds, costs, arguments, Path(shared[0])) for name in names]
+        arms = [make_arm(name, layers, arguments, Path(shared[0])) for name in names]
         say("engines are built")
-        for number in range(1 + arguments.batches):
+        for number in range(WARM_UP):
+            for arm in arms:
+                if number == 1:
+                    arm.profile()
+                arm.batch()
+        say("warmed up")
+        for number in range(arguments.batches):
             for arm in turns(arms, number):
                 arm.seconds.append(arm.batch())
-            say(f"round {number} of {arguments.batches}" if number else "warmed up")
-        for arm in arms:
-            del arm.seconds[0]
+            say(f"round {number + 1} of {arguments.batches}")
         differing = differing_arms(arms)
         for number in range(TRACED):
             for arm in turns([arm for arm in arms if arm.trace is not None], number):
                 arm.batch()
-        work = arguments.micro_batches * sum(one.forward + one.backward for one in seconds) / stages
-        rows = [row(arm, arms[0], costs, work, arguments.micro_batches) for arm in arms] if is_first() else []
+        rows = [row(arm, arms[0], layers, stages) for arm in arms] if is_first() else []
         torch.distributed.barrier()
-    return {"stages": stages, "work_seconds": work, "differing_weights": differing, "arms": rows}
+    return {"stages": stages, "work_seconds": layers.work_seconds, "differing_weights": differing, "arms": rows}
 
 
 def is_first() -> bool:
     return bool(torch.distributed.get_rank() == 0)
 
 
-def make_arm(
-    name: str, seconds: list[LayerSeconds], costs: PassCosts, arguments: argparse.Namespace, folder: Path
-) -> Arm:
-    """Make an arm's engine. Ours trace the batches after the last one that is timed."""
-    specs = [LayerSpec(ScalingBlock, layer, one) for layer, one in enumerate(seconds)]
-    schedule = ORDERS[name](costs, arguments.micro_batches) if name in ORDERS else None
+def make_arm(name: str, layers: Layers, arguments: argparse.Namespace, folder: Path) -> Arm:
+    """Make an arm's engine. Ours trace the batches after the last one that is timed, and never move layers."""
+    stages, micro_batches = torch.distributed.get_world_size(), arguments.micro_batches
+    decides = name == AUTO or (name == "zero_bubble" and layers.costs is None)
     dynmo, trace = None, None
-    if schedule is not None:
-        step, trace = arguments.batches + 2, folder / f"{name}.json"
+    if decides or name in ORDERS:
+        step, trace = WARM_UP + arguments.batches + 1, folder / f"{name}.json"
         dynmo = {
-            "enabled": False,
+            **({"interval": 0, "min_improvement": 0.99} if decides else {"enabled": False}),
             "log": False,
             "monitor": False,
             "randomness": {"per_layer": False},
-            "schedule": {"kind": "zero_bubble"},
+            "schedule": {"kind": AUTO if name == AUTO else "zero_bubble"},
             "trace": {"path": str(trace), "steps": [step, step + TRACED - 1]},
         }
     engine = pipeline_engine(
-        specs,
-        micro_batches=arguments.micro_batches,
+        layers.specs,
+        micro_batches=micro_batches,
         dynmo=dynmo,
         module_class=DualPipeVModule if name == "dualpipev" else PipelineModule,
     )
-    if schedule is not None:
-        engine.stage.schedule.decide(schedule)
-    return Arm(name, engine, schedule, data(), trace)
+    if trace is not None and not decides:
+        costs = layers.costs or PassCosts.equal(range(stages))
+        engine.stage.schedule.decide(ORDERS[name](costs, micro_batches))
+    return Arm(name, engine, data(layers.shape), trace, decides)
 
 
-def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def data(shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield random micro-batches, the same for every arm."""
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield torch.randn(1, WIDTH, generator=generator), torch.randn(1, WIDTH, generator=generator)
+        yield torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
 def differing_arms(arms: list[Arm]) -> list[str]:
@@ -164,48 +211,50 @@ def weights(engine: Any) -> dict[str, bytes]:
 # -- what it comes to --------------------------------------------------------------------------------------
 
 
-def row(arm: Arm, stock: Arm, costs: PassCosts, work: float, micro_batches: int) -> dict[str, Any]:
-    """Make an arm's figures; "over stock" is the median of the rounds, so that drift cancels.
-
-    Args:
-        work: seconds of a batch in which every stage works as long, and never waits.
-    """
-    seconds = median(arm.seconds)
-    simulated, traced = simulated_seconds(arm, costs, micro_batches), replayed_batches(arm, costs.num_stages)
+def row(arm: Arm, stock: Arm, layers: Layers, stages: int) -> dict[str, Any]:
+    """Make an arm's figures; "over stock" is the median of the rounds, so that drift cancels."""
+    seconds, ratios = median(arm.seconds), [other / own for other, own in zip(stock.seconds, arm.seconds)]
+    quarters = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
+    simulated = simulated_seconds(arm, layers.costs) if layers.costs is not None else None
+    traced = replayed_batches(arm, stages)
     replayed = median(one["replayed_seconds"] for one in traced) if traced else None
     return {
         "arm": arm.name,
         "seconds": seconds,
         "seconds_spread": [min(arm.seconds), max(arm.seconds)],
-        "share_of_work_bound": work / seconds,
-        "speedup_over_stock": median(other / own for other, own in zip(stock.seconds, arm.seconds)),
+        "share_of_work_bound": None if layers.work_seconds is None else layers.work_seconds / seconds,
+        "speedup_over_stock": median(ratios),
+        "speedup_over_stock_quartiles": [quarters[0], quarters[2]],
         "simulated_seconds": simulated,
         "over_simulated": None if simulated is None else seconds / simulated,
         "replayed_seconds": replayed,
         "over_replayed": None if replayed is None else seconds / replayed,
+        "is_ours": arm.schedule is not None,
         "splits": 0 if arm.schedule is None else arm.schedule.splits,
         "batches": arm.seconds,
         "traced": traced,
     }
 
 
-def simulated_seconds(arm: Arm, costs: PassCosts, micro_batches: int) -> float | None:
+def simulated_seconds(arm: Arm, costs: PassCosts) -> float | None:
     """Simulate a batch with the seconds that layers are told; None: of DualPipeV there is no simulation."""
     if arm.schedule is not None:
         return replay(arm.schedule, costs).iteration_seconds
     if arm.name != STOCK:
         return None
+    micro_batches = arm.engine.micro_batches
     stock = simulate(costs.forward_seconds, costs.backward_seconds, micro_batches, sends="rendezvous")
     return float(stock.iteration_seconds)
 
 
 def replayed_batches(arm: Arm, num_stages: int) -> list[dict[str, float]]:
     """Replay the order of each traced batch with the seconds that its passes took, beside how long they all took."""
-    if arm.schedule is None or arm.trace is None:
+    schedule = arm.schedule
+    if schedule is None or arm.trace is None:
         return []
     batches = traced_batches(json.loads(arm.trace.read_text())["traceEvents"], num_stages)
     return [
-        {"seconds": batch.seconds, "replayed_seconds": replay(arm.schedule, batch.costs).iteration_seconds}
+        {"seconds": batch.seconds, "replayed_seconds": replay(schedule, batch.costs).iteration_seconds}
         for batch in batches
     ]
 
@@ -221,15 +270,26 @@ COLUMNS = {
 
 
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    told = f"forward {arguments.pass_ms:g} ms a layer, {arguments.split} split, {arguments.loads} loads"
+    real = f"hidden size {arguments.hidden_size}, {arguments.sequence_length} tokens"
     print(
-        f"\n{found['stages']} stages, {arguments.layers} layers, {arguments.micro_batches} micro-batches, forward "
-        f"{arguments.pass_ms:g} ms a layer, {arguments.split} split, {arguments.loads} loads"
+        f"\n{found['stages']} stages, {arguments.layers} layers, {arguments.micro_batches} micro-batches, "
+        f"{real if arguments.compute == 'real' else told}"
     )
     cells = []
     for one in found["arms"]:
-        low, high = one["seconds_spread"]
+        (low, high), (first, third) = one["seconds_spread"], one["speedup_over_stock_quartiles"]
         figures = ("-" if one[key] is None else f"{one[key]:.3f}" for key in COLUMNS.values())
-        cells.append((ARMS[one["arm"]], f"{one['seconds']:.3f} ({low:.3f} to {high:.3f})", *figures))
-    print_table(("schedule", "seconds per batch", *COLUMNS), cells)
+        seconds = f"{one['seconds']:.3f} ({low:.3f} to {high:.3f})"
+        cells.append((name_of(one), seconds, *figures, f"{first:.3f} to {third:.3f}"))
+    print_table(("schedule", "seconds per batch", *COLUMNS, "middle half of rounds, over stock"), cells)
     differing = ", ".join(ARMS[name] for name in found["differing_weights"])
     print(f"weights differ under {differing}" if differing else "weights are bitwise equal")
+
+
+def name_of(found: dict[str, Any]) -> str:
+    """Name an arm; of one that may choose, say what it chose."""
+    name = ARMS[found["arm"]]
+    if found["arm"] != AUTO:
+        return name
+    return f"{name}: ours, {found['splits']} splits" if found["is_ours"] else f"{name}: DeepSpeed's 1F1B"

@@ -48,3 +48,17 @@ def test_every_schedule_trains_the_same_weights(split: str, loads: str, tmp_path
             assert batch["replayed_seconds"] < batch["seconds"] * 1.5  # as in this batch, but for an average of passes
     assert rows["1f1b"]["splits"] == 0 < rows["gradient_first"]["splits"]
     assert rows["zero_bubble"]["simulated_seconds"] <= rows["1f1b"]["simulated_seconds"]
+
+
+def test_over_real_blocks_orders_come_from_a_profile(tmp_path: Path) -> None:
+    sizes = ["--compute", "real", "--hidden-size", "16", "--sequence-length", "8"]
+    found = figures(tmp_path, *sizes, "--arm", "auto", "--arm", "zero_bubble")
+    rows = {row["arm"]: row for row in found["arms"]}
+    assert list(rows) == ["stock", "zero_bubble", "auto"]
+    assert found["differing_weights"] == [] and found["work_seconds"] is None
+    assert rows["zero_bubble"]["is_ours"] and not rows["stock"]["is_ours"]
+    for row in rows.values():
+        low, high = row["speedup_over_stock_quartiles"]
+        assert 0 < low <= row["speedup_over_stock"] <= high
+        assert row["simulated_seconds"] is None and len(row["traced"]) == TRACED * row["is_ours"]
+    assert rows["stock"]["speedup_over_stock_quartiles"] == [1.0, 1.0]

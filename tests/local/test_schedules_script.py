@@ -19,6 +19,7 @@ from schedules import check, parse
         (["--layers", "7"], "--layers 7: should be at least the number of stages, 8"),
         (["--batches", "0"], "--batches 0: should be at least 1"),
         (["--pass-ms", "0"], "--pass-ms 0: should be above 0"),
+        (["--arm", "auto"], "--arm auto: needs --compute real"),
     ],
 )
 def test_sizes_that_do_not_make_a_pipeline_are_refused(
@@ -30,9 +31,14 @@ def test_sizes_that_do_not_make_a_pipeline_are_refused(
 
 
 def test_dualpipev_runs_where_it_can() -> None:
-    assert arms_for(None, stages=8, layers=32, micro_batches=16) == list(ARMS)
-    assert "dualpipev" not in arms_for(None, stages=8, layers=32, micro_batches=12)
-    assert arms_for(["zero_bubble"], stages=8, layers=32, micro_batches=12) == ["stock", "zero_bubble"]
+    assert arms_for(None, "real", stages=8, layers=32, micro_batches=16) == list(ARMS)
+    assert "dualpipev" not in arms_for(None, "real", stages=8, layers=32, micro_batches=12)
+    assert arms_for(["zero_bubble"], "sleep", stages=8, layers=32, micro_batches=12) == ["stock", "zero_bubble"]
+
+
+def test_an_order_is_decided_where_layers_compute() -> None:
+    assert "auto" not in arms_for(None, "sleep", stages=2, layers=4, micro_batches=4)
+    assert arms_for(["auto"], "real", stages=2, layers=4, micro_batches=4) == ["stock", "auto"]
 
 
 def test_a_backward_pass_takes_two_forward_passes() -> None:
