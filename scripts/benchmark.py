@@ -3,6 +3,7 @@
 
     deepspeed --num_gpus 8 scripts/benchmark.py                             # emulated layers, any number of stages
     deepspeed --num_gpus 8 scripts/benchmark.py --case pruning --json pruning.json
+    deepspeed --num_gpus 8 scripts/benchmark.py --balancer makespan --schedule 1f1b --schedule zero_bubble
     deepspeed --num_gpus 2 scripts/benchmark.py --compute real              # the models of ds_configs
 
 Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, through the
@@ -22,7 +23,7 @@ from benchmarks.arms import ALWAYS, engines_end_here
 from benchmarks.emulated import emulated_rows
 from benchmarks.machine import Machine
 from benchmarks.real import real_rows
-from benchmarks.rows import print_rows
+from benchmarks.rows import print_rows, print_schedules
 from command_line import CommandParser, check_at_least_1, num_processes, write_json
 from ds_dynmo.errors import ConfigError
 from simulation.loads import CASES
@@ -45,9 +46,10 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--forward-ms", type=float, help="of a mean emulated layer; default: 5, 12 at interval 1")
     parser.add_argument(
         "--schedule",
+        action="append",
         choices=["1f1b", "zero_bubble", "auto"],
-        default="1f1b",
-        help="of emulated engines that rebalance, and of the oracle; others run DeepSpeed's; default: %(default)s",
+        help="of emulated engines that rebalance, and of the oracle; others run DeepSpeed's; default: 1f1b; may be "
+        "repeated: an engine for each",
     )
     parser.add_argument("--rounds", type=int, default=2, help="turns of each balancer, default %(default)s")
     parser.add_argument("--batches", type=int, default=1, help="of an emulated turn, default %(default)s")
@@ -88,6 +90,7 @@ def main(given: list[str]) -> None:
             print_rows(rows)
             print(machine, flush=True)
             write_json(arguments.json, {"machine": machine.record(), "settings": settings, "rows": table})
+    print_schedules(table)
     torch.distributed.barrier()
 
 

@@ -24,10 +24,15 @@ NEVER = 1_000_000  # batches
 
 @dataclass
 class Arm:
-    """A balancer's engine and what it has done: slices, by round."""
+    """A balancer's engine and what it has done: slices, by round.
+
+    Attributes:
+        schedule: ``dynmo.schedule.kind``; None: the arm is compared with those of every schedule.
+    """
 
     name: str
     engine: Any
+    schedule: str | None = None
     rounds: list[list[Slice]] = field(default_factory=list)
     _reports_seen: int = 0
 

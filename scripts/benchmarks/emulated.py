@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.arms import Arm, chosen, profiling_seconds, say, timed, turns
 from benchmarks.emulation import data, make_engine, set_loads, told_seconds
-from benchmarks.rows import Costs, Measured, Passes, Slice, rows
+from benchmarks.rows import Costs, Measured, Passes, Slice, rows_by_schedule
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
 from simulation.loads import Case, Phase
@@ -40,8 +40,16 @@ def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, o
     benchmark.measure()
     if torch.distributed.get_rank():
         return []
-    measured = {arm.name: Measured(arm.rounds, arguments.micro_batches) for arm in benchmark.arms}
-    return rows(case.name, measured, arguments.micro_batches * Setting.micro_batch_tokens, benchmark.statics)
+    measured = {
+        schedule: {
+            arm.name: Measured(arm.rounds, arguments.micro_batches)
+            for arm in benchmark.arms
+            if arm.schedule in (None, schedule)
+        }
+        for schedule in benchmark.schedules
+    }
+    tokens = arguments.micro_batches * Setting.micro_batch_tokens
+    return rows_by_schedule(case.name, measured, tokens, benchmark.statics)
 
 
 class Benchmark:
@@ -63,17 +71,22 @@ class Benchmark:
         stages = torch.distributed.get_world_size()
         first = PipelineModel(*self.passes(self.phases[0]), arguments.micro_batches, (1.0,) * stages)
         self.statics = Statics.known(first, self.phases[0].trainable)
-        self.arms = [self.arm(name) for name in chosen(arguments.balancer, self.statics)]
+        self.schedules = list(dict.fromkeys(arguments.schedule or ["1f1b"]))
+        self.arms = [
+            self.arm(name, schedule)
+            for name in chosen(arguments.balancer, self.statics)
+            for schedule in (self.schedules if name in (*DYNAMIC, "oracle") else [None])
+        ]
         for line in self.statics.lines():
             say(f"{case.name}: {line}")
 
-    def arm(self, name: str) -> Arm:
-        """Make the engine that is called ``name``."""
+    def arm(self, name: str, schedule: str | None) -> Arm:
+        """Make the engine that is called ``name``; ``schedule``: None is DeepSpeed's."""
         block: dict[str, Any] = {"initial_partition": list(self.statics.start(name))}
-        if name in (*DYNAMIC, "oracle"):
-            block["schedule"] = {"kind": self.arguments.schedule}
+        if schedule is not None:
+            block["schedule"] = {"kind": schedule}
         sizes = {"layers": self.arguments.layers, "micro_batches": self.arguments.micro_batches}
-        return Arm(name, make_engine(name, **sizes, interval=self.case.interval, block=block))
+        return Arm(name, make_engine(name, **sizes, interval=self.case.interval, block=block), schedule)
 
     def measure(self) -> None:
         """Fill the rounds of every arm. Collective."""

@@ -141,6 +141,27 @@ def rows(
     ]
 
 
+def rows_by_schedule(
+    case: str, measured: Mapping[str, Mapping[str, Measured]], tokens: int, known: Statics | None = None
+) -> list[dict[str, Any]]:
+    """Make the :func:`rows` of several schedules.
+
+    Args:
+        measured: by schedule and arm. Static partitions and the dense model, under DeepSpeed's 1F1B, are in each.
+    """
+    first, *_ = measured.values()
+    found = []
+    for number, (schedule, arms) in enumerate(measured.items()):
+        for row in rows(case, arms, tokens, known):
+            name = row["balancer"]
+            depends = name in DYNAMIC or name == "oracle"
+            if depends or number == 0:
+                gain = arms[name].speedup_over(first[name]) if depends else None
+                own = {"schedule": schedule if depends else "1f1b", "speedup_over_first_schedule": gain}
+                found.append({**row, **own})
+    return found
+
+
 FIGURES = {  # columns of the table
     "best static": "speedup_over_static",
     "over dense": "speedup_over_dense",
@@ -152,16 +173,48 @@ FIGURES = {  # columns of the table
 
 
 def print_rows(table: Sequence[dict[str, Any]]) -> None:
+    schedules = schedules_of(table)
+
+    def name_of(row: dict[str, Any]) -> str:
+        named = len(schedules) > 1 and row["speedup_over_first_schedule"] is not None
+        return label(row["balancer"]) + (f", {row['schedule']}" if named else "")
+
     cells = []
     for row in table:
         figures = ["-" if row[key] is None else f"{row[key]:.2f}" for key in FIGURES.values()]
         dynamic = row["balancer"] in DYNAMIC
         costs = [f"{row[f'overhead_{name}']:.2%}" if dynamic else "-" for name in OVERHEADS]
-        cells.append((row["case"], label(row["balancer"]), f"{row['tokens_per_second']:,.0f}", *figures, *costs))
+        cells.append((row["case"], name_of(row), f"{row['tokens_per_second']:,.0f}", *figures, *costs))
     print()
     print_table(("case", "balancer", "tokens/s", *FIGURES, *OVERHEADS), cells)
     for row in table:
         if row["start"] is not None:
             went = " -> ".join(map(str, row["partitions"]))
             alike = "" if row["measured_as"] == row["balancer"] else f", the row of {label(row['measured_as'])}"
-            print(f"{label(row['balancer'])} starts at {row['start']}, ran under {went}{alike}")
+            print(f"{name_of(row)} starts at {row['start']}, ran under {went}{alike}")
+
+
+def schedules_of(table: Sequence[dict[str, Any]]) -> list[str]:
+    """List the schedules under which engines rebalanced, in the order in which they were asked for."""
+    return list(dict.fromkeys(row["schedule"] for row in table if row.get("speedup_over_first_schedule") is not None))
+
+
+def print_schedules(table: Sequence[dict[str, Any]]) -> None:
+    """Print schedules beside each other: throughput over the fastest static partition under DeepSpeed's 1F1B."""
+    schedules = schedules_of(table)
+    if len(schedules) < 2:
+        return
+    cells = []
+    for case, balancer in dict.fromkeys((row["case"], row["balancer"]) for row in table):
+        of_arm = [row for row in table if (row["case"], row["balancer"]) == (case, balancer)]
+        found = {row["schedule"]: row for row in of_arm if row["speedup_over_first_schedule"] is not None}
+        if len(found) == len(schedules):
+            static = max(
+                row["tokens_per_second"] for row in table if row["case"] == case and row["balancer"] in STATICS
+            )
+            over_static = (f"{found[one]['speedup_over_static']:.2f}" for one in schedules)
+            gains = (f"{found[one]['speedup_over_first_schedule']:.2f}" for one in schedules[1:])
+            cells.append((case, balancer, f"{static:,.0f}", *over_static, *gains))
+    print("\nThroughput over the fastest static partition under DeepSpeed's 1F1B, by schedule")
+    gains_over = (f"{one} over {schedules[0]}" for one in schedules[1:])
+    print_table(("case", "balancer", "that static, tokens/s", *schedules, *gains_over), cells)

@@ -44,6 +44,7 @@ ARM_COLORS = {
     "partition": PREDICTED,
     "diffusion": "#a3c76d",
     "makespan": MEASURED,
+    "makespan, zero bubble": COLORS["weight gradient"],
     "oracle": "#e8a838",
 }
 
@@ -192,8 +193,9 @@ def cases(rows: Sequence[Record]) -> Figure:
 
 def _arm(row: Record) -> str:
     """Shorten the names of arms; those by parameters keep theirs and are not drawn."""
-    name = str(row["balancer"])
-    return "uniform" if name == "static_uniform" else name.removesuffix("_time")
+    name = "uniform" if row["balancer"] == "static_uniform" else str(row["balancer"]).removesuffix("_time")
+    schedule = row.get("schedule", "1f1b")
+    return name if schedule == "1f1b" else f"{name}, {schedule.replace('_', ' ')}"
 
 
 def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:

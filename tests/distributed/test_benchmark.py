@@ -28,11 +28,11 @@ NUMBERS = (
 )
 
 
-def emulated(case: str) -> list[dict[str, Any]]:
+def emulated(case: str, *flags: str) -> list[dict[str, Any]]:
     """A small run of the benchmark."""
     sizes = ["--layers", "8", "--micro-batches", "2", "--forward-ms", "1", "--rounds", "1", "--batches", "1"]
     with engines_end_here():
-        return emulated_rows(CASES[case], parse(sizes))
+        return emulated_rows(CASES[case], parse([*sizes, *flags]))
 
 
 @functools.cache
@@ -74,3 +74,13 @@ def test_parameters_do_not_tell_the_loads_of_experts() -> None:
 def test_a_profile_after_every_iteration_costs_more() -> None:
     often, seldom = (table(case)["partition_time"]["overhead_profile"] for case in ("moe", "freezing"))
     assert often > seldom
+
+
+def test_each_schedule_has_an_engine_of_its_own() -> None:
+    flags = ("--balancer", "makespan", "--schedule", "1f1b", "--schedule", "zero_bubble")
+    rows = run(2, emulated, "freezing", *flags)[0]
+    ran = {(row["balancer"], row["schedule"]): row for row in rows}
+    assert {name for name, schedule in ran if schedule == "zero_bubble"} == {"makespan"}
+    first, second = ran["makespan", "1f1b"], ran["makespan", "zero_bubble"]
+    assert first["speedup_over_first_schedule"] == 1 < len(rows)
+    assert first["tokens_per_second"] != second["tokens_per_second"]

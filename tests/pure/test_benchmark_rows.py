@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rows import Measured, Slice, print_rows, rows
+from benchmarks.rows import Measured, Slice, print_rows, print_schedules, rows, rows_by_schedule
 from simulation.statics import STATICS, Statics
 
 DENSE = ((1.0,) * 4, (2.0,) * 4)
@@ -89,3 +89,32 @@ def test_the_table_has_a_dash_for_missing_values(capsys: pytest.CaptureFixture[s
     assert cells["partition_time"][:4] == ["3", "2.00", "4.00", "-"]  # no share of an ideal that was not run
     assert cells["partition_time"][-3:] == ["1.50%", "0.50%", "1.00%"]
     assert cells["dense"][-3:] == cells["static uniform"][-3:] == ["-", "-", "-"]
+
+
+def of_schedules() -> list[dict[str, object]]:
+    """The same run under a second schedule, under which the balancer's engine is faster."""
+    faster = {**MEASURED, "partition_time": run([24.0, 25.0, 40.0], (0, 3, 4)), "oracle": run([20.0, 20.0, 40.0])}
+    return rows_by_schedule("freezing", {"1f1b": MEASURED, "zero_bubble": faster}, tokens=120)
+
+
+def test_each_schedule_is_over_the_same_static_partition() -> None:
+    table = of_schedules()
+    named = [(row["balancer"], row["schedule"]) for row in table]
+    assert len(set(named)) == len(named) == len(MEASURED) + 2
+    assert [schedule for balancer, schedule in named if balancer in (*STATICS, "dense")] == ["1f1b"] * 3
+    first, second = (row for row in table if row["balancer"] == "partition_time")
+    assert (first["speedup_over_static"], second["speedup_over_static"]) == (2, 2.5)  # of 2.5, 2 and 2.5
+    assert (first["speedup_over_first_schedule"], second["speedup_over_first_schedule"]) == (1, 1.25)
+    assert second["share_of_ideal"] == pytest.approx(20 / 24)  # of the oracle under the same schedule
+
+
+def test_schedules_are_shown_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    print_schedules(of_schedules())
+    _, head, first, second = capsys.readouterr().out.strip().splitlines()
+    assert head.split("  ")[-1].strip() == "zero_bubble over 1f1b"
+    assert first.split() == ["freezing", "partition_time", "2", "2.00", "2.50", "1.25"]
+    assert second.split()[:2] == ["freezing", "oracle"]
+    print_rows(of_schedules())
+    assert "partition_time, zero_bubble" in capsys.readouterr().out
+    print_schedules(rows_by_schedule("freezing", {"1f1b": MEASURED}, tokens=120))
+    assert not capsys.readouterr().out
