@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ds_dynmo
+from ds_dynmo.engine.pipeline.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
 from ds_dynmo.schedules import schedule_for_equal_costs
 from tests.distributed.harness import run
@@ -123,7 +124,8 @@ def test_after_a_repacking_the_order_is_from_the_profile() -> None:
     assert all(result[0][6] == seen[6] for result in results)
     for step, stages in ((4, 2), (6, 3)):
         ran, found = seen[step]
-        assert ran == found != schedule_for_equal_costs(stages, 4)
+        assert ran in (found, with_some_split(found)), "a profiled batch splits some more"
+        assert found != schedule_for_equal_costs(stages, 4)
     assert reports[1].iteration_seconds_after == pytest.approx(iteration_seconds)
 
 
@@ -151,7 +153,7 @@ def test_a_partition_that_is_given_gets_the_order_for_it() -> None:
     assert all(theirs == seen for _, theirs in results), "ranks differ"
     assert seen[0] == (schedule_for_equal_costs(3, 4), None) and reports[0].schedule == ""
     for report, (ran, found) in zip(reports[1:], seen[1:], strict=True):
-        assert ran == found.schedule
+        assert ran in (found.schedule, with_some_split(found.schedule))
         assert report.iteration_seconds_after == pytest.approx(found.iteration_seconds)
         assert report.lower_bound_seconds == pytest.approx(found.lower_bound_seconds)
-        assert report.schedule_splits == ran.splits and report.decide_seconds > 0
+        assert report.schedule_splits == found.schedule.splits and report.decide_seconds > 0
