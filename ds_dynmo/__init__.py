@@ -23,7 +23,8 @@ from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, R
 
 if TYPE_CHECKING:
     __version__: str
-    from ds_dynmo.engine import DynMoPipelineEngine, defer_weight_gradient, initialize, skip_shm_operator
+    from ds_dynmo.engine import DynMoPipelineEngine, initialize, skip_shm_operator
+    from ds_dynmo.weight_gradients import defer_weight_gradient
 
 __all__ = [
     "CheckpointError",
@@ -50,10 +51,14 @@ register_modules(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DynMoPipelineEngine", "defer_weight_gradient", "initialize", "skip_shm_operator"):
+    if name in ("DynMoPipelineEngine", "initialize", "skip_shm_operator"):
         from ds_dynmo import engine
 
         return getattr(engine, name)
     if name == "__version__":
         return version("ds_dynmo")
+    if name == "defer_weight_gradient":
+        from ds_dynmo.weight_gradients import defer_weight_gradient
+
+        return defer_weight_gradient
     return lookup(__name__, name)

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
     from ds_dynmo.engine.engine import DynMoPipelineEngine
     from ds_dynmo.engine.initialization import initialize
-    from ds_dynmo.engine.pipeline.weight_gradients import defer_weight_gradient
 
-__all__ = ["DynMoPipelineEngine", "defer_weight_gradient", "initialize", "skip_shm_operator"]
+__all__ = ["DynMoPipelineEngine", "initialize", "skip_shm_operator"]
 
 register_modules(__name__)
 
@@ -34,10 +33,6 @@ def __getattr__(name: str) -> Any:
             check_deepspeed()  # says what DeepSpeed lacks
             raise
         return initialize
-    if name == "defer_weight_gradient":
-        from ds_dynmo.engine.pipeline.weight_gradients import defer_weight_gradient
-
-        return defer_weight_gradient
     if name == "skip_shm_operator":
         from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
 

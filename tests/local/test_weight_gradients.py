@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients, defer_weight_gradient, splittable
+from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.weight_gradients import defer_weight_gradient
 
 WIDTH = 16
 Passes = list[tuple[torch.Tensor, torch.Tensor]]
@@ -41,7 +42,7 @@ def in_one(model: nn.Module, passes: Passes) -> list[Any]:
 def in_two(model: nn.Module, passes: Passes, lag: int = 1) -> list[Any]:
     """Run the second part of each pass after the first part of the ``lag`` passes that follow it."""
     gradients, found = WeightGradients(), []
-    with gradients.splitting(splittable(list(model.modules()))):
+    with gradients.splitting(model.modules()):
         for number, (input, gradient) in enumerate(passes):
             entering = input.clone().requires_grad_()
             with gradients.forward_pass(split=True):
@@ -57,9 +58,8 @@ def in_two(model: nn.Module, passes: Passes, lag: int = 1) -> list[Any]:
 
 
 def finish(gradients: WeightGradients) -> None:
-    deferred = gradients.second_part()
-    if deferred:
-        deferred.root().backward()
+    for root in gradients.second_part().roots():
+        root.backward()
 
 
 def check_same(model: nn.Module, passes: Passes, lag: int = 1) -> None:
@@ -159,7 +159,7 @@ def test_a_conv1d_of_hugging_face_is_split() -> None:
 def test_under_autocast_nothing_is_deferred() -> None:
     model = mlp()
     gradients = WeightGradients()
-    with gradients.splitting(splittable(list(model.modules()))), torch.autocast("cpu", torch.bfloat16):
+    with gradients.splitting(model.modules()), torch.autocast("cpu", torch.bfloat16):
         with gradients.forward_pass(split=True):
             output = model(torch.randn(2, WIDTH))
         with gradients.first_part():
@@ -172,7 +172,7 @@ def test_weight_gradients_come_in_the_second_part_and_hooks_run_once() -> None:
     model, seen = nn.Linear(WIDTH, WIDTH), []
     model.weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
     gradients = WeightGradients()
-    with gradients.splitting(splittable([model])):
+    with gradients.splitting([model]):
         for _ in range(2):
             with gradients.forward_pass(split=True):
                 output = model(torch.randn(3, WIDTH))
@@ -190,7 +190,7 @@ def test_a_hook_that_would_see_a_gradient_twice_is_refused() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     model.weight.register_hook(lambda gradient: gradient.sign())
     gradients = WeightGradients()
-    with gradients.splitting(splittable([model])):
+    with gradients.splitting([model]):
         with gradients.forward_pass(split=True):
             output = model(torch.randn(3, WIDTH)).sum() + model.weight.square().sum()
         with gradients.first_part(), pytest.raises(ConfigError, match=r"shape \[16, 16\] has a hook of yours"):
@@ -200,7 +200,7 @@ def test_a_hook_that_would_see_a_gradient_twice_is_refused() -> None:
 def test_a_pass_in_one_runs_the_modules_own_forward() -> None:
     model = mlp()
     gradients = WeightGradients()
-    with gradients.splitting(splittable(list(model.modules()))):
+    with gradients.splitting(model.modules()):
         with gradients.forward_pass(split=False):
             output = model(torch.randn(3, WIDTH))
         output.sum().backward()
@@ -210,7 +210,7 @@ def test_a_pass_in_one_runs_the_modules_own_forward() -> None:
 def test_modules_are_restored_afterwards() -> None:
     model = mlp()
     before = [dict(vars(module)) for module in model.modules()]
-    with WeightGradients().splitting(splittable(list(model.modules()))):
+    with WeightGradients().splitting(model.modules()):
         assert "forward" in vars(model[0])  # type: ignore[index]
     assert [vars(module).keys() for module in model.modules()] == [b.keys() for b in before]
     assert not any(p._backward_hooks for p in model.parameters())

@@ -8,18 +8,20 @@ does not have. So the former way is the right one on every stage.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
-def backward_from_own(engine: Any, root: torch.Tensor) -> None:
-    """Run autograd's backward pass from the scalar ``root``; gradients reach parameters as in any other pass."""
+def backward_from_own(engine: Any, roots: Iterable[torch.Tensor]) -> None:
+    """Run autograd's backward pass from each of some scalars; gradients reach parameters as in one other pass."""
     if engine.using_bf16_optimizer:
         engine.optimizer.clear_lp_grads()
     engine._running_engine_backward = True  # else a hook takes the pass for one that the user runs
     try:
-        root.backward()
+        for root in roots:
+            root.backward()
     finally:
         engine._running_engine_backward = False
     if engine.using_bf16_optimizer and not engine._config.bfloat16_config.immediate_grad_update:

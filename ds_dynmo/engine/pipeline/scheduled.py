@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,11 +18,12 @@ from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instr
 from ds_dynmo.engine.deepspeed_adapter.point_to_point import messages_through, shapes_are_known
 from ds_dynmo.engine.pipeline.messages import taken_sends
 from ds_dynmo.engine.pipeline.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
-from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients, splittable
+from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import Kind, Schedule
 
+_logger = logging.getLogger("DynMo")
 _MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the other stage
     deepspeeds.SendActivation: (Lane.ACTIVATION, "next_stage"),
     deepspeeds.RecvActivation: (Lane.ACTIVATION, "prev_stage"),
@@ -40,6 +42,7 @@ class ScheduledBatches:
         self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
         self._forward_passes = 0
         self._losses: dict[int, Any] = {}  # of the last stage, by buffer
+        self._named_fused = False
         self._learned: tuple[Schedule | None, int, Taken] = (None, -1, {})  # latest schedule, stage, taken_sends
 
     @contextmanager
@@ -60,9 +63,32 @@ class ScheduledBatches:
         with (
             self._channels.batch(self._taken_sends(steps.schedule)),
             messages_through(self._channels),
-            self.gradients.splitting(self._splittable() if any(self._splits) else []),
+            self.gradients.splitting(self._modules() if any(self._splits) else [], tied=self._tied()),
         ):
             yield
+            if any(self._splits) and not self._named_fused:
+                self._name_fused()
+
+    def _name_fused(self) -> None:
+        """Log, once, which layers of this stage multiply by weights and put off none of their gradients."""
+        self._named_fused = True
+        grid = self._stage.engine.grid
+        if not self._stage.config.log or grid.get_data_parallel_id() or grid.get_slice_parallel_rank():
+            return
+        fused = [
+            f"{index} ({type(layer).__name__})"
+            for index, layer in self._stage.layers.modules().items()
+            if index > 0 and self._puts_nothing_off(layer)  # no stage waits for what layer 0 sends back: nothing
+        ]
+        if fused:
+            _logger.info(
+                f"schedule: backward passes of layer {', '.join(fused)} always run in one: "
+                "see docs/schedules.md, split backward passes"
+            )
+
+    def _puts_nothing_off(self, layer: Any) -> bool:
+        weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
+        return bool(weights) and not any(weight in self.gradients.hidden for weight in weights)
 
     def _taken_sends(self, schedule: Schedule) -> Taken:
         """Look up what messages of a batch tell of those before: worked out once for a schedule and stage."""
@@ -71,12 +97,13 @@ class ScheduledBatches:
             self._learned = schedule, stage, taken_sends(schedule, stage)
         return self._learned[2]
 
-    def _splittable(self) -> list[Any]:
-        """The modules of this stage that can put their weight gradients off: none that has a tied weight."""
+    def _modules(self) -> list[Any]:
+        return [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
+
+    def _tied(self) -> set[int]:
+        """Collect the ids of weights that other layers have too."""
         layers = self._stage.layers
-        tied = {id(weight) for index in layers.indices for weight in layers.tied_weights(index)}
-        modules = [module for layer in layers.modules().values() for module in layer.modules()]
-        return [module for module in splittable(modules) if tied.isdisjoint(map(id, module.parameters(recurse=False)))]
+        return {id(weight) for index in layers.indices for weight in layers.tied_weights(index)}
 
     def forget_shapes(self) -> None:
         """Messages may look other than before from now on."""
@@ -119,7 +146,7 @@ class ScheduledBatches:
     def _second_part(self, engine: Any, buffer_id: int) -> None:
         deferred = self.gradients.second_part() if any(self._splits) else None
         if deferred:
-            backward_from_own(engine, deferred.root())
+            backward_from_own(engine, deferred.roots())
 
     # -- messages -------------------------------------------------------------------------------------
 

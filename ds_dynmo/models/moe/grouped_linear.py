@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+
+from ds_dynmo.weight_gradients import defer_weight_gradient, waits
 
 __all__ = ["grouped_linear"]
 
@@ -24,7 +27,11 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[in
     if torch.is_autocast_enabled(rows.device.type):  # as autocast casts the inputs of torch's own products
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
-    outputs: torch.Tensor = _GroupedLinear.apply(rows, weight, list(counts))
+    outputs: torch.Tensor
+    if waits(weight):
+        outputs = _Split.apply(rows, list(counts), (weight,), torch.empty(0, requires_grad=True))
+    else:
+        outputs = _GroupedLinear.apply(rows, weight, list(counts))
     return outputs
 
 
@@ -35,26 +42,58 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.counts = counts
-        outputs = rows.new_empty(rows.shape[0], weight.shape[1])
-        for group, of_group in _groups(counts):
-            torch.mm(rows[of_group], weight[group].t(), out=outputs[of_group])
-        return outputs
+        return _products(rows, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         rows, weight = ctx.saved_tensors
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for group, of_group in _groups(ctx.counts):
-            if of_rows is not None:
-                torch.mm(gradient[of_group], weight[group], out=of_rows[of_group])
-            if of_weight is not None:
-                torch.mm(gradient[of_group].t(), rows[of_group], out=of_weight[group])
-        if of_weight is not None:
-            for group, count in enumerate(ctx.counts):
-                if not count:
-                    of_weight[group].zero_()
+        of_rows = _of_rows(gradient, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        of_weight = _of_weight(gradient, rows, ctx.counts) if ctx.needs_input_grad[1] else None
         return of_rows, of_weight, None
+
+
+class _Split(torch.autograd.Function):
+    """The same, in a backward pass in two parts: the weight is hidden, ``anchor`` makes autograd come here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, counts: list[int], hidden: tuple[nn.Parameter], anchor: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.counts, ctx.hidden = counts, hidden
+        return _products(rows, hidden[0].detach(), counts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (rows,), (weight,), counts = ctx.saved_tensors, ctx.hidden, ctx.counts
+        held_bytes = rows.nbytes + gradient.nbytes
+        defer_weight_gradient(weight, lambda: _of_weight(gradient, rows, counts), held_bytes=held_bytes)
+        of_rows = _of_rows(gradient, weight.detach(), counts) if ctx.needs_input_grad[0] else None
+        return of_rows, None, None, None
+
+
+def _products(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    outputs = rows.new_empty(rows.shape[0], weight.shape[1])
+    for group, of_group in _groups(counts):
+        torch.mm(rows[of_group], weight[group].t(), out=outputs[of_group])
+    return outputs
+
+
+def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    of_rows = gradient.new_empty(gradient.shape[0], weight.shape[2])
+    for group, of_group in _groups(counts):
+        torch.mm(gradient[of_group], weight[group], out=of_rows[of_group])
+    return of_rows
+
+
+def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    of_weight = rows.new_empty(len(counts), gradient.shape[1], rows.shape[1])
+    for group, of_group in _groups(counts):
+        torch.mm(gradient[of_group].t(), rows[of_group], out=of_weight[group])
+    for group, count in enumerate(counts):
+        if not count:
+            of_weight[group].zero_()
+    return of_weight
 
 
 def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:

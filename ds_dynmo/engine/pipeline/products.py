@@ -1,0 +1,199 @@
+"""Products by weights that autograd does not see: their gradients are put off.
+
+Formulas are those by which autograd differentiates these products (torch 2.13, csrc/autograd/FunctionsManual.cpp), so
+that no bit differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.weight_gradients import Compute, Part, defer_part, waits
+
+
+class Operand(NamedTuple):
+    """What a product is by; in a tuple autograd does not see it.
+
+    Attributes:
+        value: a tensor without gradient; None: there is no bias.
+        owner: the parameter that gets the gradient; None: it is a constant.
+        part: the row of the owner that ``value`` is; None: all of it.
+    """
+
+    value: torch.Tensor | None
+    owner: nn.Parameter | None = None
+    part: Part = None
+
+
+class _Product(torch.autograd.Function):
+    """What the products have in common."""
+
+    @staticmethod
+    def keep(ctx: Any, input: torch.Tensor, *arguments: Any) -> None:
+        ctx.save_for_backward(input)
+        ctx.set_materialize_grads(False)  # no gradient is no gradient for the weights either
+        ctx.arguments = arguments
+
+    @staticmethod
+    def defer(ctx: Any, operand: Operand, compute: Compute, held_bytes: int = 0) -> None:
+        """Put ``compute`` off, if this backward pass is asked for the gradients of weights."""
+        if operand.owner is not None and torch._C._will_engine_execute_node(ctx.next_functions[-1][0]):  # the anchor's
+            defer_part(operand.owner, operand.part, compute, held_bytes=held_bytes)
+
+    @staticmethod
+    def check() -> None:
+        """Refuse a backward pass that is to be differentiated itself: hidden weights would be missing in it.
+
+        Raises:
+            ConfigError: it is.
+        """
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "a gradient is asked for with create_graph=True, in a backward pass that is in two parts: that cannot "
+                'be differentiated; set dynmo.schedule.kind to "1f1b"'
+            )
+
+
+class Linear(_Product):
+    """``nn.functional.linear``."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: Operand, bias: Operand, anchor: torch.Tensor) -> torch.Tensor:
+        _Product.keep(ctx, input, weight, bias)
+        assert weight.value is not None
+        rows = _rows(input)
+        if input.dim() == 2 or input.is_contiguous():
+            outputs = nn.functional.linear(rows, weight.value, bias.value)
+        else:  # torch adds the bias afterwards
+            outputs = rows.mm(weight.value.t())
+            if bias.value is not None:
+                outputs += bias.value
+        return _shaped(outputs, input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+        _Product.check()
+        if gradient is None:
+            return None, None, None, None
+        (input,), (weight, bias) = ctx.saved_tensors, ctx.arguments
+        rows, of_rows = _rows(input), _rows(gradient)
+        sums_rows = input.dim() == 2 or input.is_contiguous()
+        others = tuple(range(gradient.dim() - 1))
+        _Product.defer(ctx, weight, lambda: of_rows.t().mm(rows), rows.nbytes + of_rows.nbytes)
+        _Product.defer(ctx, bias, lambda: of_rows.sum(0) if sums_rows else gradient.sum(others))
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            by_columns = rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
+            to_rows = weight.value.t().mm(of_rows.t()).t() if by_columns else of_rows.mm(weight.value)
+            to_input = to_rows.view(input.shape) if input.dim() != 2 else to_rows
+        return to_input, None, None, None
+
+
+class Conv1D(_Product):
+    """The ``Conv1D`` of Hugging Face's GPT-2: a linear layer whose weight is ``[inputs, outputs]``."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: Operand, bias: Operand, anchor: torch.Tensor) -> torch.Tensor:
+        _Product.keep(ctx, input, weight, bias)
+        assert weight.value is not None and bias.value is not None
+        return _shaped(torch.addmm(bias.value, _rows(input), weight.value), input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+        _Product.check()
+        if gradient is None:
+            return None, None, None, None
+        (input,), (weight, bias) = ctx.saved_tensors, ctx.arguments
+        rows, of_rows = _rows(input), _rows(gradient)
+        _Product.defer(ctx, weight, lambda: rows.t().mm(of_rows), rows.nbytes + of_rows.nbytes)
+        _Product.defer(ctx, bias, lambda: of_rows.sum(0))
+        to_input = of_rows.mm(weight.value.t()).view(input.shape) if ctx.needs_input_grad[0] else None
+        return to_input, None, None, None
+
+
+class GroupedMM(_Product):
+    """``nn.functional.grouped_mm`` of rows by the weights of experts, ``[experts, ...]``, or by their transposes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: Operand, transposed: bool, offsets: torch.Tensor, anchor: torch.Tensor
+    ) -> torch.Tensor:
+        _Product.keep(ctx, rows, weight, transposed, offsets)
+        assert weight.value is not None
+        return torch._grouped_mm(rows, weight.value.mT if transposed else weight.value, offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+        _Product.check()
+        if gradient is None:
+            return None, None, None, None, None
+        (rows,), (weight, transposed, offsets) = ctx.saved_tensors, ctx.arguments
+        rows, of_rows = rows.detach(), gradient.detach()
+        left, right = (of_rows, rows) if transposed else (rows, of_rows)
+        _Product.defer(
+            ctx, weight, lambda: torch._grouped_mm(left.mT, right, offs=offsets), rows.nbytes + of_rows.nbytes
+        )
+        to_rows = None
+        if ctx.needs_input_grad[0]:
+            to_rows = torch._grouped_mm(of_rows, weight.value if transposed else weight.value.mT, offs=offsets)
+        return to_rows, None, None, None, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1])
+
+
+def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Give ``rows`` the shape of ``like``, but for the last dimension. No view: the next layer may change it."""
+    return torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[1]]) if like.dim() != 2 else rows
+
+
+def operand(weight: Any) -> Operand | None:
+    """See a parameter or constant as an operand; None: it is neither."""
+    if weight is None or not weight.requires_grad:
+        return Operand(weight)
+    return Operand(weight, weight) if type(weight) is nn.Parameter else None
+
+
+def split(product: Any, input: Any, weight: Operand | None, bias: Operand | None) -> torch.Tensor | None:
+    """Multiply by hidden weights; None: autograd has to see them, or would give gradients of other bits.
+
+    Args:
+        product: :class:`Linear` or :class:`Conv1D`.
+    """
+    if weight is None or bias is None or weight.value is None or not _is_plain(input, weight.value):
+        return None
+    if not input.is_contiguous() and (product is Conv1D or (input.dim() > 2 and weight.owner is None)):
+        return None
+    owners = [given.owner for given in (weight, bias) if given.owner is not None]
+    return _multiply(product, input, weight, bias) if owners and waits(*owners) else None
+
+
+def split_grouped(rows: Any, weight: Operand, offsets: torch.Tensor, *, transposed: bool) -> torch.Tensor | None:
+    """Multiply groups of rows by hidden weights, or by their transposes; None: as for :func:`split`."""
+    if weight.value is None or weight.value.dim() != 3 or min(weight.value.shape) < 2:
+        return None
+    if not _is_plain(rows, weight.value) or rows.dim() != 2 or not rows.is_contiguous() or not waits(weight.owner):
+        return None
+    return _multiply(GroupedMM, rows, weight, transposed, offsets)
+
+
+def _multiply(product: Any, input: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply a product; an anchor makes autograd come to its backward pass where the input needs no gradient."""
+    result: torch.Tensor = product.apply(input, *arguments, torch.empty(0, requires_grad=True))
+    return result
+
+
+def _is_plain(input: Any, weight: torch.Tensor) -> bool:
+    return (
+        type(input) in (torch.Tensor, nn.Parameter)
+        and input.dim() > 1
+        and input.numel() > 0
+        and input.dtype == weight.dtype
+        and weight.is_contiguous()
+        and not torch.is_autocast_enabled(input.device.type)
+    )
