@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as deepspeeds
+from torch import nn
 
 from ds_dynmo.engine.pipeline.steps import ScheduleInForce
 from tests.distributed import (
@@ -30,7 +33,7 @@ from tests.distributed.support import case_runs, elastic
 from tests.distributed.support.case_runs import CaseRun, moved
 from tests.distributed.support.configs import BLOCK, Case
 from tests.distributed.support.instructions import error_of
-from tests.distributed.support.models import Block, Embedding, Head
+from tests.distributed.support.models import Block, Embedding, Head, scale
 from tests.distributed.support.training import batches, build, outcome_of, raw, train
 
 MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
@@ -137,6 +140,14 @@ def train_layers(case: Case, make_layers: Callable[[Case], list[Any]], moves: li
     return outcome_of(engine, losses)
 
 
+def used_twice(case: Case) -> list[Any]:
+    """The middle stage has one block twice, and no other weights of two dimensions."""
+    names = [f"{part}.{name}" for part in ("norm", "up", "down") for name in ("weight", "bias")]
+    block = TiedLayerSpec("block", Block, 3, tied_weight_attr=names)
+    first = [LayerSpec(Embedding, 1), LayerSpec(Block, 0), LayerSpec(Block, 1)]
+    return [*first, block, block, scale, LayerSpec(Head, 2)]
+
+
 def twofold(case: Case) -> list[Any]:
     return test_instructions.twofold_layers(case)
 
@@ -198,11 +209,15 @@ FEATURES = {
     "experts on replicas": Feature(
         4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),)
     ),
+    "a layer used twice": Feature(
+        3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), used_twice, [[0, 4, 5, 7]])
+    ),
     "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),)),
-    **{
-        name: Feature(2, case_runs.train, (moved(test_huggingface.case(name)),), fuzz=True)
-        for name in ("mixtral", "qwen3")
-    },
+    "mixtral": Feature(2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),)),
+    "mixtral recomputed": Feature(
+        2, case_runs.train, (moved(test_huggingface.case("mixtral", interval=1)),), fuzz=True
+    ),
+    "qwen3": Feature(2, case_runs.train, (moved(test_huggingface.case("qwen3")),), fuzz=True),
     "peft": Feature(2, test_foreign_models.train, ("lora", True), fuzz=True),
     "torchvision": Feature(2, test_foreign_models.train, ("alexnet", True), fuzz=True),
     "tied classes": Feature(
@@ -267,6 +282,37 @@ def test_a_trace_shows_both_parts_of_a_backward_pass(tmp_path: Path) -> None:
         assert event["cat"] == "weight gradient" and event["ts"] > passes["input gradient"][place]["ts"]
 
 
+class Lines(logging.Handler):
+    """Keeps what this rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+        logging.getLogger("DynMo").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def names_layers(log: bool) -> list[str]:
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "log": log, "profile": {"batches": 1}}
+    engine = build(Case(blocks=4, replicas=2, tied=True, micro_batches=6, dynmo=block))
+    lines = Lines()
+    data = batches(engine)
+    for partition in ([0, 3, 7], [0, 4, 7], [0, 2, 7]):
+        engine.rebalance(partition)
+        engine.train_batch(data)
+    return [message for message in lines.messages if "always run in one" in message]
+
+
+def test_layers_that_cannot_be_split_are_named_once() -> None:
+    of_ranks = run(4, names_layers, True)
+    (message,) = [message for lines in of_ranks for message in lines]
+    assert message.startswith("schedule: backward passes of layer 6 (Embedding) always run in one: see docs/schedules")
+    assert of_ranks[2] == [message]  # the last stage's first replica
+    assert not any(run(4, names_layers, False))
+
+
 def sends_by_itself(self: Any, buffer_id: int) -> None:
     torch.distributed.send(self.pipe_buffers["outputs"][buffer_id], 1)
 
@@ -303,20 +349,27 @@ def failing_layers(case: Case) -> list[Any]:
     return [LayerSpec(Embedding, 1), *middle, LayerSpec(Head, 2)]
 
 
+def originals() -> tuple[Any, ...]:
+    """What a batch may replace, or leave behind, in torch and DeepSpeed."""
+    modes = torch._C._len_torch_function_stack()
+    return p2p.send, p2p.recv, nn.Linear.forward, nn.Module.__call__, F.linear, torch.autograd.Function.apply, modes
+
+
 def after_a_failure() -> bool:
     """On the rank whose layer failed: is everything as before the batch?"""
     block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
     engine = build(Case(stages=3, micro_batches=5, dynmo=block), failing_layers)
-    data, sends = batches(engine), (p2p.send, p2p.recv)
+    data, sends = batches(engine), originals()
     before = engine._INSTRUCTION_MAP, list(engine.module.forward_funcs)
     engine.train_batch(data)
+    assert originals() == sends
     try:
         engine.train_batch(data)
     except ArithmeticError:
         modules = list(engine.module.modules())
         assert not any("forward" in vars(module) for module in modules)
         assert not any(parameter._backward_hooks for parameter in engine.module.parameters())
-        assert (p2p.send, p2p.recv) == sends
+        assert originals() == sends
         assert (engine._INSTRUCTION_MAP, list(engine.module.forward_funcs)) == before
         raise
     return True

@@ -13,7 +13,7 @@ that whatever hangs on their gradients (DeepSpeed's hooks, the user's) sees each
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from itertools import zip_longest
@@ -151,7 +151,7 @@ class WeightGradients:
         return self._waiting.popleft()
 
     @property
-    def hidden(self) -> Collection[nn.Parameter]:
+    def hidden(self) -> Set[nn.Parameter]:
         """Parameters of which a gradient was put off in this batch."""
         return self._hidden.keys()
 

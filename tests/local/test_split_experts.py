@@ -1,0 +1,120 @@
+"""Weights of experts, and others that a model multiplies by in functions, are deferred; no bit differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.experts import Experts
+from torch import nn
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.models import MixtureOfExperts, ModelConfig, model_layers
+from ds_dynmo.models.gpt import OutputHead
+from ds_dynmo.models.moe.grouped_linear import grouped_linear
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
+from ds_dynmo.models.seeding import generator_for
+from tests.local.split_passes import WIDTH, Passes, check_same, inputs, mlp
+
+SIZES = {"layers": 2, "hidden_size": WIDTH, "heads": 2, "sequence_length": 10, "mlp_ratio": 2, "tied_embedding": False}
+MIXTRAL = {"hidden_size": WIDTH, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
+STACKED = {"experts.gate_up_proj", "experts.down_proj"}
+
+
+def mixtral(experts: str, top_k: int = 2) -> nn.Module:
+    """The library's layer; ``experts``: its implementation."""
+    library = pytest.importorskip("transformers")
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = library.MixtralConfig(**{**MIXTRAL, "num_experts_per_tok": top_k})
+    config._experts_implementation = experts
+    torch.manual_seed(0)
+    block: nn.Module = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return block
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_mixtral(experts: str, dtype: torch.dtype, top_k: int) -> None:
+    """Some micro-batches have few tokens: experts without any, and one expert alone."""
+    passes = [*inputs(2, 9, WIDTH, dtype=dtype), *inputs(1, 1, WIDTH, dtype=dtype)]
+    deferred = check_same(mixtral(experts, top_k).to(dtype), passes, lag=2)
+    assert deferred == ({"gate.weight"} if experts == "batched_mm" else {"gate.weight", *STACKED})
+
+
+class FirstOutput(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        made = self.inner(hidden)
+        return made[0] + made[1] if isinstance(made, tuple) else made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", ["aux_loss", "sbase", "bias"])
+def test_our_mixture_of_experts(routing: str, dtype: torch.dtype) -> None:
+    config = parse_block(ModelConfig, {**SIZES, "moe": {"experts": 6, "routing": routing}}, "model")
+    assert config.moe is not None
+    layer = FirstOutput(MixtureOfExperts(config, generator_for("layer"), moe=config.moe).to(dtype))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(20)
+    deferred = check_same(layer, [*inputs(2, 10, WIDTH, dtype=dtype), *inputs(1, 1, WIDTH, dtype=dtype)], lag=2)
+    assert deferred == {"inner.expand", "inner.contract"}
+
+
+@pytest.mark.parametrize("trained", ["rows", "weight"])
+def test_grouped_linear_with_one_thing_to_train(trained: str) -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, WIDTH, WIDTH), requires_grad=trained == "weight")
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return grouped_linear(rows if trained == "rows" else rows.detach(), self.weight, [3, 0, 4]) + 0 * rows
+
+    assert check_same(Grouped(), inputs(7, WIDTH)) == ({"weight"} if trained == "weight" else set())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_of_deepspeed(ranks: int) -> None:
+    """They get ``[ranks, experts, capacity, width]``."""
+    deferred = check_same(Experts(mlp(), 3), inputs(ranks, 3, 4, WIDTH))
+    names = [f"{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")]
+    assert deferred == {f"deepspeed_experts.{expert}.{name}" for expert in range(3) for name in names}
+
+
+def pruned(share: float) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    layer = PrunableLinear(nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator)), csr_from=0.5)
+    if share:
+        layer.prune(torch.rand(WIDTH, WIDTH, generator=generator) >= share)
+    return layer
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Passes, set[str]]] = {
+    "dense": (lambda: pruned(0.0), inputs(2, 5, WIDTH), {"weight"}),
+    "pruned, dense": (lambda: pruned(0.3), inputs(2, 5, WIDTH), {"weight"}),
+    "pruned, sparse": (lambda: pruned(0.9), inputs(2, 5, WIDTH), set()),
+    "head": (lambda: head(), [(a, torch.cat([b] * 16, -1)) for a, b in inputs(2, 10, WIDTH)], {"weight"}),
+}
+
+
+def head() -> nn.Module:
+    config = parse_block(ModelConfig, SIZES, "model")
+    (layer,) = [spec.build() for spec in model_layers(config) if spec.typename is OutputHead]
+    assert isinstance(layer, OutputHead)
+    return layer
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(name: str) -> None:
+    make, passes, deferred = OTHERS[name]
+    assert check_same(make(), passes) == deferred
