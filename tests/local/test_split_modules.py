@@ -175,6 +175,11 @@ def recomputed(segments: int, *, reentrant: bool) -> Callable[..., torch.Tensor]
     return run
 
 
+def recomputed_in_between(input: torch.Tensor, one: nn.Module) -> torch.Tensor:
+    inner = checkpoint(one, torch.tanh(one(input)), use_reentrant=True)
+    return one(torch.tanh(inner))  # type: ignore[arg-type, no-any-return]
+
+
 def checkpointed(*, reentrant: bool) -> Callable[..., torch.Tensor]:
     """Checkpoint a function of a module's own weights inside the module."""
 
@@ -277,6 +282,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "checkpointing": (lambda: Apart(recomputed(1, reentrant=False), mlp()), INNER),
     "reentrant checkpointing, thrice": (lambda: Apart(recomputed(3, reentrant=True), mlp()), INNER),
     "checkpointing, thrice": (lambda: Apart(recomputed(3, reentrant=False), mlp()), INNER),
+    "reentrant checkpointing in between": (lambda: Apart(recomputed_in_between, linear()), ONE),
     "without gradient": (lambda: Apart(without_gradient, linear(), linear()), ONE),
     "a gradient within forward": (lambda: Apart(saliency, linear(), linear()), TWO),
     "a backward pass within forward": (lambda: Apart(local_loss, linear(), linear()), TWO),

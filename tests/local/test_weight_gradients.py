@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
+from ds_dynmo.engine.pipeline.weight_gradients import DeferredGradients, WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
-from tests.local.split_passes import WIDTH, check_same, finish, inputs, mlp
+from tests.local.split_passes import WIDTH, check_same, finish, inputs, mlp, same_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -80,6 +80,19 @@ def test_modules_are_restored_afterwards() -> None:
         assert "forward" in vars(model[0])  # type: ignore[index]
     assert [vars(module).keys() for module in model.modules()] == [b.keys() for b in before]
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("rows", [[1], [1, 1], [0, 1], [1, None]])
+def test_rows_are_added_up_as_by_autograd(rows: list[int | None]) -> None:
+    """A sum of zeros is negative only where all of them are."""
+    zeros, weights = -torch.zeros(3), [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    (sum((weights[0] if row is None else weights[0][row]) * zeros for row in rows)).sum().backward()  # type: ignore[union-attr]
+    deferred = DeferredGradients()
+    for row in reversed(rows):
+        deferred.add(weights[1], row, lambda row=row: zeros.expand(2, 3) if row is None else zeros)
+    for root in deferred.roots():
+        root.backward()
+    assert same_bits(weights[0].grad, weights[1].grad)
 
 
 class Scale(torch.autograd.Function):
