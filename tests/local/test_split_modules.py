@@ -430,6 +430,7 @@ def test_a_backward_pass_to_inputs_alone_gives_weights_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'create_graph=True, in a backward pass that is in two parts.*"1f1b"'):
         backward_of(mlp(), create_graph=True)
