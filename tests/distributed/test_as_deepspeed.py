@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case, config, parameter_groups
-from tests.distributed.support.models import layers, layers_of_many_widths, loss, scale
+from tests.distributed.support.models import layers, layers_of_many_widths, module_of, scale
 from tests.distributed.support.training import batches, build, raw, train_and_move
 
 
@@ -22,8 +21,7 @@ def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]]
     """Losses and weights under DeepSpeed's engine or ours; without the key where ``case.clip`` is NaN."""
     import deepspeed
 
-    torch.manual_seed(0)
-    module = PipelineModule(layers=make_layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+    module = module_of(case, make_layers)
     initialize = deepspeed.initialize if which == "deepspeed" else ds_dynmo.initialize
     settings = config(case)
     if math.isnan(case.clip):
@@ -125,8 +123,7 @@ def test_a_batch_that_is_not_profiled_runs_deepspeeds_code() -> None:
 def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Two groups on every rank, one of them empty where a stage has no such parameter, and a scheduler of lambdas."""
     case = Case(stages=4)
-    torch.manual_seed(0)
-    module = PipelineModule(layers=layers(case), num_stages=4, loss_fn=loss, partition_method="uniform")
+    module = module_of(case)
     groups = [{"params": [], "name": "nobody's"}, *parameter_groups(module, "two")]
     optimizer = torch.optim.AdamW([{"name": "", **group} for group in groups], lr=0.03)
     factors = [lambda step: 0.1**step, lambda step: 0.9**step, lambda step: 0.5**step]

@@ -11,13 +11,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from tests.distributed.harness import RankError, run
 from tests.distributed.support.checkpoints import STEPS, load_as, load_stock_weights, save_as, train_on
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.models import layers, loss
+from tests.distributed.support.models import module_of
 from tests.distributed.support.training import batches, build, raw
 
 
@@ -25,8 +24,7 @@ def stock_with_an_empty_group(case: Case, folder: str) -> list[list[float]]:
     """Losses of DeepSpeed's engine after it wrote a checkpoint, and of ours that goes on from it."""
 
     def engine_of(initialize: Any, case: Case) -> Any:
-        torch.manual_seed(0)
-        module = PipelineModule(layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+        module = module_of(case)
         groups = [{"params": [], "weight_decay": 0.3}, {"params": list(module.parameters()), "weight_decay": 0.1}]
         return initialize(model=module, model_parameters=groups, config=config(case))[0]
 

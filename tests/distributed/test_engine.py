@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_dynmo
@@ -19,7 +19,7 @@ from ds_dynmo.partitioners import bottleneck
 from ds_dynmo.placement import Placement
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
-from tests.distributed.support.models import WIDTH, Block, Embedding, Head, layers, loss
+from tests.distributed.support.models import WIDTH, Block, Embedding, Head, module_of
 from tests.distributed.support.training import batches, build, partition_of, sleeping_engine, state
 
 
@@ -87,7 +87,7 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
 
     chooser = random.Random(seed)
     case = Case(stages=stages)
-    module = PipelineModule(layers=layers(case), num_stages=stages, loss_fn=loss, partition_method="uniform")
+    module = module_of(case)
     comm = Communicator(module.mpu(), torch.device("cpu"), 30.0)
     decentralized, pure, reduced = [], [], []
     reduce = comm.max_over_world

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case, config, parameter_groups
-from tests.distributed.support.models import layers, loss
+from tests.distributed.support.models import module_of
 from tests.distributed.support.training import batches, state
 from tests.stand_in import Accelerated
 
@@ -28,8 +27,7 @@ def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def build(case: Case, **optimizer: Any) -> Any:
     """With torch's AdamW and these options of it."""
-    torch.manual_seed(0)
-    module = PipelineModule(layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+    module = module_of(case)
     settings = config(case)
     settings["optimizer"]["params"].update(optimizer)
     parameters = parameter_groups(module, case.groups)

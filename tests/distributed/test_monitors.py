@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from ds_dynmo.plan import MeasuredReport, RebalanceReport
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.models import layers, loss
+from tests.distributed.support.models import module_of
 from tests.distributed.support.training import batches
 
 Series = dict[str, list[tuple[int, float]]]
@@ -56,8 +54,7 @@ def check_run(series: Series) -> None:
 def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int, Any]]:
     """What the engine recorded, in order, each with the number of samples it had seen."""
     case = Case(dynmo={"interval": 0, **block})
-    torch.manual_seed(0)
-    module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
+    module = module_of(case)
     engine = ds_dynmo.initialize(
         model=module, model_parameters=list(module.parameters()), config={**config(case), **monitors}
     )[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.checkpoint.constants import PIPELINE_REPLICATED_PARAMETER_PATTERNS, UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_dynmo
@@ -19,7 +19,7 @@ from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support.checkpoints import pipeline, train_on
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.models import loss
+from tests.distributed.support.models import loss, module_of
 from tests.distributed.support.tied_layers import ENDS, FIRST, WAYS
 from tests.distributed.support.training import batches, build, outcome_of, raw, state, train_and_move, whole
 
@@ -242,9 +242,7 @@ def test_a_parameter_of_no_group_is_refused() -> None:
 
 def groups_apart(case: Case, way: str) -> str:
     """A tied weight that decays on the first stage and not on the last; what initialize says."""
-    torch.manual_seed(0)
-    layers = WAYS[way](case)
-    module = PipelineModule(layers=layers, num_stages=case.stages, loss_fn=loss, partition_method="uniform")
+    module = module_of(case, WAYS[way])
     decay = 0.1 if module.stage_id == 0 else 0.0
     groups = [{"params": list(module.parameters()), "weight_decay": decay}]
     try:

@@ -12,14 +12,24 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.utils import groups
 from torch import nn
 
 import ds_dynmo
 from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, layers, loss, seeded
+from tests.distributed.support.models import (
+    SEQUENCE,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Embedding,
+    Head,
+    layers,
+    module_of,
+    seeded,
+)
 from tests.distributed.support.sliced_layers import sliced_layers
 from tests.distributed.support.training import batches, build, state, whole
 
@@ -68,10 +78,7 @@ def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int)
 
 
 def feature_engine(settings: dict[str, Any], case: Case, **module_options: Any) -> Any:
-    torch.manual_seed(0)
-    module = PipelineModule(
-        layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform", **module_options
-    )
+    module = module_of(case, **module_options)
     return ds_dynmo.initialize(
         model=module, model_parameters=list(module.parameters()), config={**config(case), **settings}
     )[0]
@@ -304,8 +311,7 @@ def test_logits() -> None:
 def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float], list[int]]:
     """Data and a callable scheduler given to initialize; batches without an iterator."""
     case = Case(stages=2)
-    torch.manual_seed(0)
-    module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
+    module = module_of(case)
     tokens = torch.randint(0, VOCABULARY, (60, 5), generator=torch.Generator().manual_seed(1))
     engine, optimizer, _, _ = ds_dynmo.initialize(
         model=module,
@@ -342,8 +348,7 @@ def test_one_stage() -> None:
 
 def no_optimizer() -> tuple[float, float, list[int]]:
     case = replace(Case(stages=2), optimizer="none")
-    module = PipelineModule(layers=layers(case), num_stages=2, loss_fn=loss, partition_method="uniform")
-    engine = ds_dynmo.initialize(model=module, config=config(case))[0]
+    engine = ds_dynmo.initialize(model=module_of(case), config=config(case))[0]
     before = engine.eval_batch(batches(engine)).item()
     engine.rebalance([0, 2, 8])
     return before, engine.eval_batch(batches(engine)).item(), engine.partition

@@ -14,11 +14,10 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from tests.distributed.support.configs import Case, config, parameter_groups
-from tests.distributed.support.models import Changing, layers, loss
+from tests.distributed.support.models import Changing, layers, module_of
 from tests.distributed.support.training import (
     batches,
     build,
@@ -98,14 +97,7 @@ def load_and_go_on(
 
 
 def stock_engine(case: Case, make_layers: Make = layers) -> Any:
-    torch.manual_seed(0)
-    module = PipelineModule(
-        layers=make_layers(case),
-        num_stages=case.stages,
-        topology=case.topology,
-        loss_fn=loss,
-        partition_method="uniform",
-    )
+    module = module_of(case, make_layers)
     return deepspeed.initialize(
         model=module,
         model_parameters=parameter_groups(module, case.groups),

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
-import torch
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import ds_dynmo
 from ds_dynmo.errors import ConfigError
 from tests.distributed.support.configs import Case, config
-from tests.distributed.support.models import loss
+from tests.distributed.support.models import module_of
 
 MOVES = ([0, 1, 8], [0, 7, 8], [0, 2, 8], [0, 5, 8])
 STEPS = 5
@@ -28,14 +26,7 @@ Counts = Counter[str]
 
 
 def initialize(which: str, case: Case, make_layers: Callable[[Case], list[Any]], engine_class: Any = None) -> Any:
-    torch.manual_seed(0)
-    module = PipelineModule(
-        layers=make_layers(case),
-        num_stages=case.stages,
-        loss_fn=loss,
-        partition_method="uniform",
-        activation_checkpoint_interval=case.checkpoint_interval,
-    )
+    module = module_of(case, make_layers)
     arguments = {"model": module, "model_parameters": list(module.parameters()), "config": config(case)}
     if which == "deepspeed":
         stock, deepspeed.PipelineEngine = deepspeed.PipelineEngine, engine_class or PipelineEngine

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from tests.distributed.support.configs import Case
@@ -79,6 +79,20 @@ def layers(case: Case) -> list[Any]:
         ends = [LayerSpec(Embedding, 1), LayerSpec(Head, 2)]
     middle = LayerSpec(nn.Dropout, 0.2) if case.dropout else scale
     return [ends[0], *[LayerSpec(Block, index) for index in range(case.blocks)], middle, ends[1]]
+
+
+def module_of(case: Case, make_layers: Callable[[Case], list[Any]] = layers, **options: Any) -> PipelineModule:
+    """Build the ``PipelineModule`` of ``case``; ``options`` of its constructor take precedence."""
+    torch.manual_seed(0)
+    arguments = {
+        "layers": make_layers(case),
+        "num_stages": case.stages,
+        "topology": case.topology,
+        "loss_fn": loss,
+        "partition_method": "uniform",
+        "activation_checkpoint_interval": case.checkpoint_interval,
+    }
+    return PipelineModule(**{**arguments, **options})
 
 
 class Sleep(torch.autograd.Function):

@@ -20,7 +20,7 @@ from ds_dynmo.engine.migration.tensors import dense_parts
 from ds_dynmo.engine.profiling.profiler import CpuClock
 from ds_dynmo.models import local_layers
 from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
-from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss
+from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss, module_of
 
 
 class Warnings(logging.Handler):
@@ -81,15 +81,7 @@ def build(
     Args:
         more: blocks of DeepSpeed's configuration.
     """
-    torch.manual_seed(0)
-    module = PipelineModule(
-        layers=make_layers(case),
-        num_stages=case.stages,
-        topology=case.topology,
-        loss_fn=loss,
-        partition_method=partition_method,
-        activation_checkpoint_interval=case.checkpoint_interval,
-    )
+    module = module_of(case, make_layers, partition_method=partition_method)
     dynmo = case.dynmo
     if dynmo is not None and case.start is not None:
         dynmo = {**dynmo, "initial_partition": list(case.start)}
