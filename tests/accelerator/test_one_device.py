@@ -12,7 +12,7 @@ import pytest
 from tests.accelerator.devices import each, needs, run_on_devices
 from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, CaseRun
-from tests.distributed.support.checkpoints import check_same, load_and_go_on, save_and_go_on
+from tests.distributed.support.checkpoints import check_same, load_and_continue, save_and_continue
 from tests.distributed.support.configs import PRECISIONS, Case
 from tests.distributed.support.training import train_frozen
 
@@ -51,7 +51,7 @@ def test_freezing_rebuilds_the_optimizer_and_takes_effect(precision: str) -> Non
 
 def save_and_load(case: Case, folder: str) -> list[dict[str, Any]]:
     """What a run does after it saved, and what one does that goes on from there."""
-    return [save_and_go_on(case, folder), load_and_go_on(case, folder)]
+    return [save_and_continue(case, folder), load_and_continue(case, folder)]
 
 
 @needs(1)

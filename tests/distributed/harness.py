@@ -24,7 +24,7 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 class RankError(RuntimeError):
-    """A rank raised or died; the message holds its traceback."""
+    """A rank raised or died. The message holds its traceback."""
 
 
 def run(
@@ -37,17 +37,17 @@ def run(
     group_timeout: timedelta = GROUP_TIMEOUT,
     backend: str = "gloo",
 ) -> list[Any]:
-    """``function(*args)`` on every rank of a fresh world; the results in rank order.
+    """Call ``function(*args)`` on every rank of a fresh world, and return the results in rank order.
 
     Args:
-        function: importable by name, from the file of its test too; DeepSpeed's communication is initialized when it
+        function: importable by name, also from the file of its test. DeepSpeed's communication is initialized when it
             is called.
-        seconds: after which all ranks are killed.
-        port: of a ``TCPStore`` on this machine, to meet there.
-        hosts: one for each rank, to run there, and to meet at the first.
-        group_timeout: of the default group.
-        backend: another than gloo: each rank has an accelerator of its own, and is a new program. A fork of one that
-            has looked for accelerators cannot use them.
+        seconds: limit after which all ranks are killed.
+        port: of a ``TCPStore`` on this machine where the ranks meet.
+        hosts: a host for each rank to run on; the ranks meet at the first.
+        group_timeout: timeout of the default process group.
+        backend: with a backend other than gloo each rank has its own accelerator and is a new program, because a fork
+            of a process that has looked for accelerators cannot use them.
 
     Raises:
         RankError: a rank raised, died, or was not done in time.
@@ -75,7 +75,7 @@ def run(
 
 
 def run_each(num_ranks: int, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
-    """``function(*call)`` for each of ``calls``, in turn, in one world; by call, the results in rank order."""
+    """Call ``function(*call)`` for each of ``calls`` in turn, in one world. Return, per call, the results by rank."""
     ranks = run(num_ranks, _each, function, calls)
     return [[results[number] for results in ranks] for number in range(len(calls))]
 
@@ -105,7 +105,7 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
 
 
 def _dead(pipes: list[Connection]) -> Connection | None:
-    """A rank that ended without a word: others may fail for it, and tell so first."""
+    """Find a rank that ended without a result: others may fail because of it, and report first."""
     for pipe in wait(pipes, timeout=0.5) if pipes else []:
         try:
             pipe.recv()  # type: ignore[union-attr]
@@ -116,7 +116,7 @@ def _dead(pipes: list[Connection]) -> Connection | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs and meets the others."""
+    """Where a rank runs and how it meets the others."""
 
     rank: int
     num_ranks: int
@@ -142,7 +142,11 @@ class Place:
 
 
 def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
-    """``call``: the function and its arguments. Pickled, so that a file that cannot be imported here is reported."""
+    """Run one rank.
+
+    Args:
+        call: the function and its arguments, pickled, so that an import error is reported here.
+    """
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     rank, num_ranks, folder = place.rank, place.num_ranks, place.folder
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
@@ -153,11 +157,11 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         import deepspeed
         import torch
 
-        import tests.distributed.preload  # a fork server started in another folder could not  # noqa: F401
+        import tests.distributed.preload  # in case the fork server was started in another folder  # noqa: F401
         from ds_dynmo.engine.comm.posted import wait_for_posted
 
         torch.set_num_threads(1)
-        # as everywhere on Linux: the workers of a DataLoader would get a fork server of their own, which imports torch
+        # Linux's default. Otherwise the workers of a DataLoader would start a fork server that imports torch.
         multiprocessing.set_start_method("fork", force=True)
         if place.backend != "gloo":
             deepspeed.get_accelerator().set_device(rank)
@@ -165,17 +169,17 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         deepspeed.init_distributed(place.backend)
         function, args = pickle.loads(call)
         result = (True, function(*args))
-        wait_for_posted()  # as a process does that ends by itself
+        wait_for_posted()  # as a process does when it exits normally
     except BaseException:
         result = (False, traceback.format_exc())
     pipe.send(result)
-    for worker in multiprocessing.active_children():  # of a DataLoader: would notice seconds later, and be waited for
+    for worker in multiprocessing.active_children():  # workers of a DataLoader would exit only seconds later
         worker.kill()
     os._exit(0)
 
 
 def _end_with_pytest() -> None:
-    """End this rank if pytest's process dies, which has no time then to end it."""
+    """End this rank if pytest's process is killed and cannot end it."""
     pytest_process = multiprocessing.parent_process()
     assert pytest_process is not None
     pytest_process.join()

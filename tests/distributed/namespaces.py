@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces, each with an interface of its own on one switch, reached by nobody else."""
+"""Hosts on one machine: network namespaces, each with its own interface on a switch that nothing else reaches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NET, _MOUNTS, _NAMES = 0x40000000, 0x00020000, 0x04000000  # of setns and unsha
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts that reach each other, and the switch between them, by the names of their namespaces."""
+    """Hosts and the switch between them, by the names of their namespaces."""
 
     switch: str
     hosts: tuple[str, ...]
@@ -28,13 +28,13 @@ class Network:
         return f"10.77.0.{host + 1}"
 
     def pull_cable(self, host: int) -> None:
-        """Nothing reaches that host any more, or comes from it, and nobody is told."""
+        """Disconnect a host silently: nothing reaches it or comes from it."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
 
 @contextmanager
 def network(num_hosts: int) -> Iterator[Network]:
-    """So many hosts; the test is skipped where the machine lets nobody make any."""
+    """Make hosts. Skip the test if the machine does not permit it."""
     if shutil.which("ip") is None:
         pytest.skip("needs network namespaces: no command ip (Debian: iproute2)")
     own = f"dynmo{os.getpid()}"
@@ -68,7 +68,7 @@ def _ip(*arguments: str) -> None:
 
 
 def enter(network: Network, rank: int) -> None:
-    """This process is on the host of that number from now on, and meets the others at the first one."""
+    """Move this process to the host of that number, from where it meets the others at the first host."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{network.hosts[rank]}") as namespace:
         if libc.setns(namespace.fileno(), _NET):
@@ -77,7 +77,7 @@ def enter(network: Network, rank: int) -> None:
 
 
 def rename(host: str, address: str, folder: Path) -> None:
-    """For this process alone, its host's name is ``host``, which resolves to ``address``."""
+    """Name this process's host ``host``, which resolves to ``address``, for this process only."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_MOUNTS | _NAMES):
         raise OSError(ctypes.get_errno(), "unshare")

@@ -1,6 +1,6 @@
-"""One rank of a job that the `deepspeed` command starts: trains, rebalances and saves, then a new engine resumes.
+"""One rank of a job that the `deepspeed` command starts: it trains, rebalances and saves; then a new engine resumes.
 
-node_script.py FOLDER MOVES_BEFORE MOVES_AFTER
+Usage: node_script.py FOLDER MOVES_BEFORE MOVES_AFTER
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launched by the deepspeed command: of 2 stages one is released and parked, and nobody calls it back."""
+"""Launched by the deepspeed command: of 2 stages one is released and parked, and never recalled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fork server does once, so that no rank has to: imports, and what it changes in DeepSpeed."""
+"""Import and patch once, in the fork server, what every rank needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULES = [
     "torch.utils.serialization.config",
     "ds_dynmo.engine.initialization",
     "ds_dynmo.models",
-    "pytest",  # what each test's file imports, where the functions that ranks run stand
+    "pytest",  # imported by the files of tests, which hold the functions that ranks run
     "tests.distributed.support.case_runs",
     "tests.distributed.support.checkpoints",
     "tests.distributed.support.elastic",
@@ -28,8 +28,8 @@ MODULES = [
     "tests.distributed.support.told_clock",
 ]
 OPTIONAL = [  # not every version of DeepSpeed has all of these
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what ZeRO imports in its constructor: torch's compiler, seconds
-    "deepspeed.module_inject.auto_ep_config",  # what DeepSpeed's engine imports in its own: 0.05 s of each rank
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by ZeRO's constructor, with torch's compiler: seconds
+    "deepspeed.module_inject.auto_ep_config",  # imported by the constructor of DeepSpeed's engine: 0.05 s per rank
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.ep_repack",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "mixtral", "qwen3")),
@@ -37,20 +37,20 @@ OPTIONAL = [  # not every version of DeepSpeed has all of these
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands in for a message about memory."""
+    """Replaces a message about memory."""
 
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the fork server takes over no path of pytest's
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the fork server does not inherit pytest's path
 for name in MODULES:
     try:
         importlib.import_module(name)
-    except ImportError as error:  # which a fork server passes over in silence: each rank would import all of it
+    except ImportError as error:  # the fork server would ignore it silently, and each rank would import everything
         raise RuntimeError(f"the ranks of tests need {name}") from error
 for name in OPTIONAL:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-skip_shm_operator()  # would be compiled: 40 s
-deepspeed.runtime.bf16_optimizer.see_memory_usage = _nothing  # collects garbage: seconds per optimizer
+skip_shm_operator()  # compiling it takes 40 s
+deepspeed.runtime.bf16_optimizer.see_memory_usage = _nothing  # it collects garbage, which takes seconds per optimizer
 gc.collect()
-gc.freeze()  # a rank's collections leave what it shares with the server alone, which would copy it page by page
+gc.freeze()  # otherwise garbage collection in a rank would copy the pages that it shares with the server

@@ -28,14 +28,14 @@ def main(folder: str, policy: str) -> None:
         if engine.global_steps == 2:
             engine.repack(1)
             if policy == "slurm" and not engine.released:
-                engine.repacker._policy_runner.finish()  # the nodes have left: the job goes on without them
+                engine.repacker._policy_runner.finish()  # until the nodes have left the job
         if engine.global_steps == 4 and policy == "park":
             engine.repack(2)
         if engine.released and not engine.wait_for_recall():
             break
     found = {"losses": losses, "steps": engine.global_steps, "released": engine.released}
     if policy == "slurm" and engine.released:
-        time.sleep(2 * DELAY_SECONDS)  # a script that has something to do yet
+        time.sleep(2 * DELAY_SECONDS)  # the script is not done when its node leaves the job
     (Path(folder) / f"{policy}-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

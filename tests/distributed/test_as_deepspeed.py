@@ -1,4 +1,4 @@
-"""Where the engine does what DeepSpeed's does, and where it does not."""
+"""Where the engine equals DeepSpeed's, and where it differs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.support.training import batches, build, raw, train_and_mo
 
 
 def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]] = layers) -> tuple[Any, ...]:
-    """Losses and weights under DeepSpeed's engine or ours; without the key where ``case.clip`` is NaN."""
+    """Return losses and weights under DeepSpeed's engine or ours; the clipping key is left out if it is NaN."""
     import deepspeed
 
     module = module_of(case, make_layers)
@@ -32,7 +32,7 @@ def train_stock(case: Case, which: str, make_layers: Callable[[Case], list[Any]]
     return losses, {name: raw(parameter) for name, parameter in module.named_parameters()}
 
 
-def test_without_a_block_the_engine_is_deepspeeds() -> None:
+def test_without_a_block_the_engine_is_deepspeeds_class() -> None:
     stock, ours = (run(2, train_stock, Case(dynmo=None), which) for which in ("deepspeed", "ds_dynmo"))
     assert stock == ours
 
@@ -49,7 +49,7 @@ DRAWS_AS_DEEPSPEED = {"interval": 0, "randomness": {"per_layer": False}}
         Case(clip=0.0, tied=True, precision="bf16 zero1", replicas=2),
     ],
 )
-def test_an_unclipped_run_is_bitwise_deepspeeds(case: Case) -> None:
+def test_an_unclipped_run_equals_deepspeed_bitwise(case: Case) -> None:
     stock, ours = (run(case.ranks, train_stock, case, which) for which in ("deepspeed", "ds_dynmo"))
     assert stock == ours
 
@@ -63,13 +63,13 @@ def test_an_unclipped_run_is_bitwise_deepspeeds(case: Case) -> None:
     ],
     ids=["draws", "tied on one stage", "several tensors"],
 )
-def test_where_the_readme_says_that_an_unclipped_run_differs_it_does(case: Case, make_layers: Any) -> None:
+def test_an_unclipped_run_differs_where_the_documentation_says(case: Case, make_layers: Any) -> None:
     stock, ours = (run(case.ranks, train_stock, case, which, make_layers) for which in ("deepspeed", "ds_dynmo"))
     assert stock != ours
 
 
-def test_deepspeed_clips_by_its_first_stage_unless_told_not_to() -> None:
-    """So that runs without the key differ, and are those with 1.0."""
+def test_deepspeed_clips_by_its_first_stage_by_default() -> None:
+    """So runs without the key clip at 1.0, and differ from ours."""
     told_nothing = replace(Case(), clip=math.nan)
     (stock, _), (ours, _), (at_one, _) = (
         run(2, train_stock, case, which)[0]
@@ -111,7 +111,7 @@ def code_that_runs(case: Case) -> dict[str, Any]:
     return found
 
 
-def test_a_batch_that_is_not_profiled_runs_deepspeeds_code() -> None:
+def test_an_unprofiled_batch_runs_deepspeeds_code() -> None:
     case = Case(dynmo={"interval": 0, "randomness": {"per_layer": False}})
     for result in run(2, code_that_runs, case):
         assert result == {"changed instructions": {"BackwardPass"}, "bare layers": True, "profiled": [2]}
@@ -121,7 +121,7 @@ def test_a_batch_that_is_not_profiled_runs_deepspeeds_code() -> None:
 
 
 def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Two groups on every rank, one of them empty where a stage has no such parameter, and a scheduler of lambdas."""
+    """Train with two groups on every rank, some of them empty, and a scheduler with one lambda per group."""
     case = Case(stages=4)
     module = module_of(case)
     groups = [{"params": [], "name": "nobody's"}, *parameter_groups(module, "two")]
@@ -135,7 +135,7 @@ def train_with_client_scheduler(moves: Sequence[Sequence[int]]) -> dict[str, Any
     return {"losses": losses, "lr": [group["lr"] for group in optimizer.param_groups]}
 
 
-def test_a_clients_scheduler_of_lambdas_and_an_empty_group() -> None:
+def test_moves_keep_a_scheduler_of_lambdas_and_an_empty_group() -> None:
     still = run(4, train_with_client_scheduler, [])
     moved = run(4, train_with_client_scheduler, [[0, 1, 2, 3, 8], [0, 5, 6, 7, 8], [0, 3, 5, 7, 8]])
     assert still == moved
@@ -152,7 +152,7 @@ def gradient_norms(case: Case) -> list[float]:
     return found
 
 
-def test_clip_norm_is_that_of_the_whole_model() -> None:
+def test_clipping_uses_the_norm_of_the_whole_model() -> None:
     norms = {tuple(result) for result in run(2, gradient_norms, Case(clip=1.0, stages=2))}
     alone = {tuple(result) for result in run(1, gradient_norms, Case(clip=1.0, stages=1))}
     assert norms == alone and len(norms) == 1

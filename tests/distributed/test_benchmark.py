@@ -1,4 +1,4 @@
-"""scripts/benchmark.py on emulated layers: one row per balancer, and what the rows say of loads that are known."""
+"""scripts/benchmark.py on emulated layers: one row per balancer, and its figures under known loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = (
 
 
 def emulated(case: str, *flags: str) -> list[dict[str, Any]]:
-    """A small run of the benchmark."""
+    """Run the benchmark with small sizes."""
     sizes = ["--layers", "8", "--micro-batches", "2", "--forward-ms", "1", "--rounds", "1", "--batches", "1"]
     with engines_end_here():
         return emulated_rows(CASES[case], parse([*sizes, *flags]))
@@ -37,13 +37,13 @@ def emulated(case: str, *flags: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def table(case: str) -> dict[str, dict[str, Any]]:
-    """By balancer, of 2 stages of 4 layers."""
+    """Return the rows by balancer, with 2 stages of 4 layers."""
     rows, others = run(2, emulated, case)
     assert others == []  # rank 0 has the rows
     return {row["balancer"]: row for row in rows}
 
 
-# Loads that last; and, in the fuzz form, loads that change in every iteration.
+# Loads that last; in the fuzz form, also loads that change in every iteration.
 @pytest.mark.parametrize("case", ["freezing", pytest.param("moe", marks=pytest.mark.fuzz)])
 def test_there_is_a_row_for_every_balancer(case: str) -> None:
     assert tuple(table(case)) == ARMS
@@ -58,7 +58,7 @@ def test_there_is_a_row_for_every_balancer(case: str) -> None:
     assert table(case)["dense"]["speedup_over_dense"] == table(case)["oracle"]["share_of_ideal"] == 1
 
 
-def test_layers_moved_where_the_loads_say() -> None:
+def test_layers_move_to_balance_known_loads() -> None:
     frozen = {arm: row["imbalance"] for arm, row in table("freezing").items()}
     assert frozen["oracle"] < frozen["partition_time"] + 1e-9 < frozen["static_uniform"]
     assert frozen["partition_parameters"] == pytest.approx(frozen["oracle"])  # frozen layers train no parameters

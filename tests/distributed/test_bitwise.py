@@ -1,4 +1,4 @@
-"""The first promise: a run that moves its layers is bitwise the run that never did."""
+"""The first promise: a run that moves layers equals one that does not, to the bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_same(case: Case, moves: list[list[int]], steps: int = 7, every: int = 
     assert whole(moved) == whole(still)
 
 
-CORE = [  # every other one each time, all in the fuzz form
+CORE = [  # every other one is always tested; all are in the fuzz form
     pytest.param(
         *(stages, tied, clip, replicas),
         id=f"{stages}stages-{'tied' if tied else 'untied'}-clip{clip}-dp{replicas}",
@@ -53,20 +53,20 @@ WRAPPED = [
 
 
 @pytest.mark.parametrize(("precision", "stages", "tied", "replicas"), WRAPPED)
-def test_wrapped_optimizers(precision: str, stages: int, tied: bool, replicas: int) -> None:
+def test_rebalances_change_nothing_under_wrappers(precision: str, stages: int, tied: bool, replicas: int) -> None:
     case = Case(stages=stages, tied=tied, replicas=replicas, precision=precision, groups="two")
     check_same(case, partitions(case, seed=3 + stages, count=3))
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Adafactor", "client AdamW"])
-def test_any_torch_optimizer(optimizer: str) -> None:
+def test_rebalances_change_nothing_under_torch_optimizers(optimizer: str) -> None:
     case = Case(stages=3, optimizer=optimizer)
     check_same(case, partitions(case, seed=5, count=3))
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "CPUAdam"])
-def test_deepspeeds_own_adam(optimizer: str) -> None:
+def test_rebalances_change_nothing_under_deepspeeds_adam(optimizer: str) -> None:
     case = Case(stages=3, optimizer=optimizer, groups="two")
     check_same(case, partitions(case, seed=8, count=3))
 
@@ -74,8 +74,8 @@ def test_deepspeeds_own_adam(optimizer: str) -> None:
 @pytest.mark.compiled
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "CPUAdam"])
-def test_deepspeeds_own_adam_in_flat_buffers(optimizer: str, precision: str) -> None:
-    """On a CPU its last few elements of a buffer go through other instructions, so they may differ in a last bit."""
+def test_rebalances_keep_deepspeeds_adam_in_flat_buffers_close(optimizer: str, precision: str) -> None:
+    """On a CPU it computes the last few elements of a buffer with other instructions, so last bits may differ."""
     case = Case(stages=3, optimizer=optimizer, precision=precision, groups="two")
     still = run(3, train, case, [], 7, 2)
     moved = run(3, train, case, partitions(case, seed=8, count=3), 7, 2)
@@ -92,9 +92,9 @@ def test_deepspeeds_own_adam_in_flat_buffers(optimizer: str, precision: str) -> 
 
 @pytest.mark.compiled
 def test_fused_adam_counts_steps_through_freezing() -> None:
-    """It counts on one parameter of a group; which one that is must not matter.
+    """It counts steps on one parameter of a group. It must not matter on which.
 
-    Its CPU kernel multiplies up the powers of beta in each process, so that last bits depend on what was stepped there.
+    Its CPU kernel multiplies the powers of beta in each process, so last bits depend on the earlier steps there.
     """
     case = Case(stages=3, optimizer="FusedAdam")
     frozen = {2: 3, 4: 6, 5: 0}
@@ -106,14 +106,14 @@ def test_fused_adam_counts_steps_through_freezing() -> None:
 
 
 @pytest.mark.parametrize("groups", ["two", "sparse"])
-def test_parameter_groups_with_a_scheduler(groups: str) -> None:
+def test_rebalances_change_nothing_with_parameter_groups_and_a_scheduler(groups: str) -> None:
     case = Case(stages=4, groups=groups, scheduler=True)
     check_same(case, partitions(case, seed=6, count=3))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("interval", [1, 2])
-def test_activation_checkpointing(reentrant: bool, interval: int) -> None:
+def test_rebalances_change_nothing_under_activation_checkpointing(reentrant: bool, interval: int) -> None:
     case = Case(stages=3, checkpoint_interval=interval, reentrant=reentrant)
     check_same(case, partitions(case, seed=7, count=3))
 
@@ -129,8 +129,8 @@ def test_tied_uses_on_one_stage_equal_two_stages() -> None:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DS_DYNMO_FUZZ_CASES", "10"))))
-def test_random_cases(seed: int) -> None:
-    """Four random sequences of rebalances of one random case, against the run that stays."""
+def test_random_cases_change_nothing(seed: int) -> None:
+    """Compare four random sequences of rebalances of a random case with a run without moves."""
     chooser = random.Random(seed)
     stages = chooser.choice([2, 3, 4])
     precision = chooser.choice(sorted(PRECISIONS))

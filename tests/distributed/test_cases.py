@@ -1,4 +1,4 @@
-"""Every dynamic case trains in a pipeline, and moving its layers while it is active changes nothing, to the bit."""
+"""Every dynamic case trains in a pipeline, and moving its layers while it is active changes no bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, SIZES, CaseRun, check_moves_change_nothing, moved, signals
 from tests.distributed.support.training import drop_decision, whole
 
-# Cases of which recomputation, switching off and resuming are tried each time; of the others in the fuzz form.
+# Cases whose recomputation, switching off and resuming are always tested; those of the others are in the fuzz form.
 FIRST = (
     "freezing and pruning",
     "egeria",
@@ -31,18 +31,18 @@ first_of_all = pytest.mark.parametrize(
 
 
 @cache
-def undisturbed(name: str) -> list[dict[str, Any]]:
-    """What the case comes to if nothing moves, stops or is recomputed."""
+def plain_run(name: str) -> list[dict[str, Any]]:
+    """Run the case without moves, stops or recomputation."""
     return run(2, case_runs.train, CaseRun(CASES[name]))
 
 
 @cache
-def on_the_move(name: str) -> list[dict[str, Any]]:
-    """What it comes to with layers on the move."""
+def run_with_moves(name: str) -> list[dict[str, Any]]:
+    """Run the case with moves."""
     return run(2, case_runs.train, moved(CaseRun(CASES[name])))
 
 
-# Cases whose parts move each time in others; by themselves they do in the fuzz form.
+# Cases whose parts are always tested in other cases; by themselves they are in the fuzz form.
 SELDOM = (
     "automatic freezing",
     "dense",
@@ -63,19 +63,19 @@ SELDOM = (
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.fuzz) if n in SELDOM else n for n in CASES])
 def test_moves_change_nothing(name: str) -> None:
-    check_moves_change_nothing(CaseRun(CASES[name]), undisturbed(name), on_the_move(name))
+    check_moves_change_nothing(CaseRun(CASES[name]), plain_run(name), run_with_moves(name))
 
 
 @first_of_all
-def test_with_activation_checkpointing(name: str) -> None:
-    """Recomputing changes nothing either."""
-    plain, recomputed = undisturbed(name), run(2, case_runs.train, CaseRun(CASES[name], checkpoint_interval=1))
+def test_activation_checkpointing_changes_nothing(name: str) -> None:
+    """Recomputation changes nothing."""
+    plain, recomputed = plain_run(name), run(2, case_runs.train, CaseRun(CASES[name], checkpoint_interval=1))
     assert plain[0]["losses"] == recomputed[0]["losses"] and plain[0]["evaluated"] == recomputed[0]["evaluated"]
     assert whole(plain) == whole(recomputed) and signals(plain) == signals(recomputed)
 
 
 def as_whole_blocks(state: dict[str, Any]) -> dict[str, Any]:
-    """A model in halves under the names of that of whole blocks."""
+    """Rename the state of a split model to the names of whole blocks."""
     blocks = SIZES["layers"]
     renamed = {}
     for key, value in state.items():
@@ -86,7 +86,7 @@ def as_whole_blocks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_halves_train_as_whole_blocks(halves: CaseRun) -> None:
-    """The run in halves moves; that of whole blocks does not."""
+    """Compare a split model whose layers move with whole blocks that do not."""
     plain = replace(halves, model={**halves.model, "split_blocks": False}, checkpoint_interval=0)
     blocks, split = run_each(halves.ranks, case_runs.train, (plain,), (moved(halves),))
     assert blocks[0]["losses"] == split[0]["losses"] and blocks[0]["evaluated"] == split[0]["evaluated"]
@@ -108,15 +108,15 @@ def test_halves_train_as_whole_blocks_in_bf16(name: str, precision: str) -> None
 
 
 @first_of_all
-def test_switched_off_it_learns_the_same(name: str) -> None:
-    """As a run whose layers are on the move."""
+def test_switched_off_it_trains_the_same(name: str) -> None:
+    """It equals a run with moves."""
     off = CaseRun(CASES[name], enabled=False)
-    check_moves_change_nothing(off, run(2, case_runs.train, off), on_the_move(name))
+    check_moves_change_nothing(off, run(2, case_runs.train, off), run_with_moves(name))
 
 
 @first_of_all
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
-    whole_run, resumed = undisturbed(name), run(2, case_runs.train, CaseRun(CASES[name]), str(tmp_path), 4)
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    whole_run, resumed = plain_run(name), run(2, case_runs.train, CaseRun(CASES[name]), str(tmp_path), 4)
     assert whole_run[0]["losses"] == resumed[0]["losses"] and whole_run[0]["evaluated"] == resumed[0]["evaluated"]
     assert whole(whole_run) == whole(resumed)
 
@@ -142,9 +142,7 @@ CACHED: dict[str, dict[str, Any]] = {
         ("routed", 2, 0, "fp32"),
     ],
 )
-def test_what_frozen_layers_gave_is_kept_and_changes_nothing(
-    name: str, stages: int, interval: int, precision: str
-) -> None:
+def test_cached_outputs_of_frozen_layers_change_nothing(name: str, stages: int, interval: int, precision: str) -> None:
     off = CaseRun(CACHED[name], stages, 1, precision, interval, steps=20, epoch=6)
     freezing = {**CACHED[name]["freezing"], "cache_bytes": 10**6}
     moves = {6: [0, 2, 7], 9: [0, 3, 7], 12: [0, 2, 7], 16: [0, 5, 7]} if stages == 2 else {}
@@ -157,7 +155,7 @@ def test_what_frozen_layers_gave_is_kept_and_changes_nothing(
 
 
 def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
-    """By step, the whole model's gradient magnitudes by layer, and how many layers are frozen after it."""
+    """Return, per step, the model's gradient magnitudes by layer, and how many layers are frozen afterwards."""
     engine, model = case_runs.build(run)
     data, found = case_runs.batches(engine, model), []
     engine.before_step(lambda: found.append(engine.gradient_magnitudes()))
@@ -177,13 +175,13 @@ def gradient_magnitudes(run: CaseRun) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"])
 def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str) -> None:
-    """Averaged over micro-batches and replicas, each once, whatever holds them and wherever layers are."""
+    """They are averaged over micro-batches and replicas, wherever layers and gradients are."""
     plain = CaseRun({"freezing": {"automatic": {"interval": 0.1, "start": 0.0}}}, 2, 2, steps=12)
     wanted, still = (run(4, gradient_magnitudes, case) for case in (plain, replace(plain, precision=precision)))
     elsewhere = run(4, gradient_magnitudes, moved(replace(plain, precision=precision)))
     for result in (*still, *elsewhere):
         assert result["frozen"] == still[0]["frozen"] and max(result["frozen"]) > 0
-        assert result["sums"][0] == pytest.approx(wanted[0]["sums"][0], rel=0.01)  # before anything is frozen
+        assert result["sums"][0] == pytest.approx(wanted[0]["sums"][0], rel=0.01)  # before any layer is frozen
         assert result["sums"] == [pytest.approx(sums, rel=1e-9) for sums in still[0]["sums"]]
     assert all(each["frozen"] == wanted[0]["frozen"] for each in wanted)
 
@@ -194,6 +192,8 @@ def test_automatic_freezing_sees_the_gradients_of_the_whole_batch(precision: str
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("checkpoint_interval", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_everywhere(name: str, precision: str, stages: int, replicas: int, checkpoint_interval: int) -> None:
+def test_moves_change_nothing_under_any_setting(
+    name: str, precision: str, stages: int, replicas: int, checkpoint_interval: int
+) -> None:
     case = CaseRun(CASES[name], stages, replicas, precision, checkpoint_interval)
     check_moves_change_nothing(case)

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint, at whatever partition, is bitwise the run that never stopped."""
+"""A run that resumes from a checkpoint, at any partition, equals an uninterrupted one, to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from tests.distributed.harness import run
-from tests.distributed.support.checkpoints import STEPS, check_same, load_and_go_on, save_and_go_on, skewed, train_on
+from tests.distributed.support.checkpoints import (
+    STEPS,
+    check_same,
+    load_and_continue,
+    save_and_continue,
+    skewed,
+    train_on,
+)
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import Block, Embedding, layers_tied_in_the_middle, project
 from tests.distributed.support.training import build, state, whole
@@ -32,12 +39,12 @@ def _uniform(stages: int) -> list[int]:
         *(pytest.param("fp32", False, stages, marks=pytest.mark.fuzz) for stages in (1, 2, 3, 4)),
     ],
 )
-def test_every_number_of_stages_to_every_other(tmp_path: Path, stages: int, precision: str, tied: bool) -> None:
+def test_a_run_resumes_at_every_number_of_stages(tmp_path: Path, stages: int, precision: str, tied: bool) -> None:
     case = Case(stages=stages, tied=tied, clip=0.05, precision=precision)
     move = skewed(stages) if stages > 1 else None
-    saved = run(case.ranks, save_and_go_on, case, str(tmp_path), move)
+    saved = run(case.ranks, save_and_continue, case, str(tmp_path), move)
     for other in (1, 2, 3, 4):
-        loaded = run(other, load_and_go_on, replace(case, stages=other), str(tmp_path))
+        loaded = run(other, load_and_continue, replace(case, stages=other), str(tmp_path))
         check_same(saved, loaded)
         assert loaded[0]["partition"] == (saved[0]["partition"] if other == stages else [0, *_uniform(other)])
         assert loaded[0]["client"] == {"epoch": 4, "best": [1.5]}
@@ -58,41 +65,43 @@ def test_every_number_of_stages_to_every_other(tmp_path: Path, stages: int, prec
         pytest.param(Case(stages=2, groups="two", replicas=2, precision="fp32 zero1", tied=True), id="fp32 zero1"),
     ],
 )
-def test_into_an_engine_that_trained_elsewhere(tmp_path: Path, case: Case) -> None:
-    saved = run(case.ranks, save_and_go_on, case, str(tmp_path), skewed(case.stages))
-    loaded = run(case.ranks, load_and_go_on, case, str(tmp_path), 2)
+def test_a_run_resumes_in_an_engine_that_trained_at_another_partition(tmp_path: Path, case: Case) -> None:
+    saved = run(case.ranks, save_and_continue, case, str(tmp_path), skewed(case.stages))
+    loaded = run(case.ranks, load_and_continue, case, str(tmp_path), 2)
     check_same(saved, loaded)
     assert [r["random"] for r in loaded] == [r["random"] for r in saved]
     assert loaded[0]["partition"] == skewed(case.stages)
     assert loaded[0]["settled"] == saved[0]["settled"]
 
 
-def test_when_to_profile_and_decide_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_times_of_profiles_and_decisions(tmp_path: Path) -> None:
     case = Case(stages=2)
-    saved = run(2, save_and_go_on, case, str(tmp_path))
-    loaded = run(2, load_and_go_on, case, str(tmp_path), 1)
+    saved = run(2, save_and_continue, case, str(tmp_path))
+    loaded = run(2, load_and_continue, case, str(tmp_path), 1)
     assert loaded[0]["settled"] == saved[0]["settled"] == 2 * STEPS
 
 
-def test_switched_off_it_stays_where_it_is(tmp_path: Path) -> None:
+def test_switched_off_it_stays_at_its_partition(tmp_path: Path) -> None:
     case = Case(stages=2)
-    saved = run(2, save_and_go_on, case, str(tmp_path), skewed(2))
-    loaded = run(2, load_and_go_on, replace(case, dynmo={"enabled": False}), str(tmp_path))
+    saved = run(2, save_and_continue, case, str(tmp_path), skewed(2))
+    loaded = run(2, load_and_continue, replace(case, dynmo={"enabled": False}), str(tmp_path))
     check_same(saved, loaded)
     assert loaded[0]["partition"] == [0, 4, 8] and saved[0]["partition"] == [0, 1, 8]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_another_number_of_replicas(tmp_path: Path, before: int, after: int) -> None:
+def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path, before: int, after: int) -> None:
     case = Case(stages=2, replicas=before, tied=True)
-    run(case.ranks, save_and_go_on, case, str(tmp_path), skewed(2))
+    run(case.ranks, save_and_continue, case, str(tmp_path), skewed(2))
     case = replace(case, replicas=after)
-    ways = [run(case.ranks, load_and_go_on, replace(case, start=start), str(tmp_path)) for start in (None, (0, 6, 8))]
+    ways = [
+        run(case.ranks, load_and_continue, replace(case, start=start), str(tmp_path)) for start in (None, (0, 6, 8))
+    ]
     check_same(*ways)
 
 
 def all_wrapped_ties(case: Case) -> list[Any]:
-    """Every use of the tied layer has a function around it, so DeepSpeed writes no file of it."""
+    """Return layers whose tied uses all have a function around them, so that DeepSpeed writes no file for them."""
 
     def look_up(layer: Embedding, tokens: torch.Tensor) -> torch.Tensor:
         return layer(tokens)
@@ -107,10 +116,10 @@ def tie_without_functions(case: Case) -> list[Any]:
 
 @pytest.mark.parametrize("make_layers", [all_wrapped_ties, tie_without_functions])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_ties_of_every_kind(tmp_path: Path, make_layers: Any, stages: int) -> None:
+def test_ties_of_every_kind_are_saved_and_loaded(tmp_path: Path, make_layers: Any, stages: int) -> None:
     case = Case(stages=2, clip=0.05)
-    saved = run(2, save_and_go_on, case, str(tmp_path), None, make_layers)
-    loaded = run(stages, load_and_go_on, replace(case, stages=stages), str(tmp_path), 0, make_layers)
+    saved = run(2, save_and_continue, case, str(tmp_path), None, make_layers)
+    loaded = run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path), 0, make_layers)
     check_same(saved, loaded)
 
 
@@ -136,7 +145,7 @@ def state_after_loading(case: Case, folder: str, save: bool) -> dict[str, Any]:
         for number, sizes in enumerate(((1, 2), (2, 1), (2, 3)))
     ],
 )
-def test_shards_of_another_number_of_replicas(tmp_path: Path, precision: str, before: int, after: int) -> None:
+def test_shards_load_with_another_number_of_replicas(tmp_path: Path, precision: str, before: int, after: int) -> None:
     case = Case(stages=2, replicas=before, precision=precision, groups="two", tied=True)
     saved = run(case.ranks, state_after_loading, case, str(tmp_path), True)
     case = replace(case, replicas=after, stages=1 if after == 3 else 2)

@@ -1,4 +1,4 @@
-"""Checkpoints of layers that became something else than they were built as."""
+"""Checkpoints of layers that changed after they were built."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.distributed.support.checkpoints import (
     STEPS,
     check_same,
     kept,
-    load_and_go_on,
+    load_and_continue,
     load_frozen,
     outcome,
-    save_and_go_on,
+    save_and_continue,
     save_then_thaw,
     skewed,
     train_on,
@@ -41,7 +41,7 @@ from tests.distributed.support.training import build, drop_decision, freeze, lay
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_frozen_state_comes_back(tmp_path: Path, precision: str, stages: int) -> None:
+def test_frozen_layers_get_their_state_back(tmp_path: Path, precision: str, stages: int) -> None:
     case = Case(stages=2, precision=precision, groups="two", clip=0.05)
     saved = run(2, save_then_thaw, case, str(tmp_path), 3, [0, 2, 8])
     loaded = run(stages, load_frozen, replace(case, stages=stages), str(tmp_path))
@@ -59,9 +59,9 @@ def load_weights_only(case: Case, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32 zero1"])
-def test_weights_alone_under_a_wrapper(tmp_path: Path, precision: str) -> None:
+def test_weights_load_without_state_under_a_wrapper(tmp_path: Path, precision: str) -> None:
     case = Case(stages=2, precision=precision)
-    run(2, save_and_go_on, case, str(tmp_path), skewed(2))
+    run(2, save_and_continue, case, str(tmp_path), skewed(2))
     for result in run(2, load_weights_only, case, str(tmp_path)):
         assert result["masters"]
         for key, (_, master) in result["masters"].items():
@@ -72,7 +72,7 @@ def test_weights_alone_under_a_wrapper(tmp_path: Path, precision: str) -> None:
 
 
 def narrow(layer: Any, optimizer: Any) -> None:
-    """Half the inner width: two smaller parameters, in the same group, without state."""
+    """Halve the inner width: two smaller parameters in the same group, without state."""
     for name, part in (("weight", layer.weight[:, :3]), ("back", layer.back[:3])):
         old, new = getattr(layer, name), nn.Parameter(part.detach().clone())
         setattr(layer, name, new)
@@ -82,7 +82,7 @@ def narrow(layer: Any, optimizer: Any) -> None:
 
 
 class Tapered(nn.Module):
-    """Can be narrowed and weakened, and counts nothing."""
+    """A layer that can be narrowed and weakened, and counts nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def save_narrowed_tie(case: Case, folder: str) -> dict[str, Any]:
 
 
 def weights_onto_moments(case: Case, folder: str) -> dict[str, Any]:
-    """Load the weights of :func:`save_narrowed_tie`, and nothing else, into an engine that has trained."""
+    """Load only the weights of :func:`save_narrowed_tie` into an engine that has trained."""
     engine = build(case, tied_tapered)
     train_on(engine, 50)
     before = state(engine)
@@ -126,7 +126,7 @@ def weights_onto_moments(case: Case, folder: str) -> dict[str, Any]:
     }
 
 
-def test_weights_of_another_shape_leave_the_state_of_the_others(tmp_path: Path) -> None:
+def test_weights_of_another_shape_keep_the_state_of_other_parameters(tmp_path: Path) -> None:
     run(2, save_narrowed_tie, Case(stages=2), str(tmp_path))
     case = Case(stages=2, replicas=2, precision="bf16 zero1", groups="two")
     results = run(case.ranks, weights_onto_moments, case, str(tmp_path))
@@ -150,7 +150,7 @@ def test_weights_of_another_shape_leave_the_state_of_the_others(tmp_path: Path) 
 
 
 def other_precisions(folder: str, ways: Sequence[tuple[str, str]]) -> list[tuple[set[Any], Any, list[float]]]:
-    """Weights alone into an engine of another precision: dtypes, that of a buffer that was given another, losses."""
+    """Load weights into an engine of another precision. Return dtypes, that of a converted buffer, and losses."""
 
     def make_layers(case: Case) -> list[Any]:
         made = changing_layers(case)
@@ -172,7 +172,7 @@ def other_precisions(folder: str, ways: Sequence[tuple[str, str]]) -> list[tuple
     return found
 
 
-def test_weights_of_another_precision(tmp_path: Path) -> None:
+def test_weights_of_another_precision_are_converted(tmp_path: Path) -> None:
     ways = [("bf16 buffers", "fp32"), ("fp32", "bf16 buffers")]
     results = run(2, other_precisions, str(tmp_path), ways)
     assert [[exact for _, exact, _ in result] for result in results] == [[torch.float64] * 2, [None] * 2]
@@ -231,7 +231,7 @@ def load_changed(case: Case, folder: str, rate: float, trained: int) -> dict[str
 
 
 @pytest.mark.parametrize(("stages", "trained"), [(1, 0), (2, 0), (2, 2), (3, 0)])
-def test_layers_load_as_what_they_had_become(tmp_path: Path, stages: int, trained: int) -> None:
+def test_changed_layers_load_as_they_were_saved(tmp_path: Path, stages: int, trained: int) -> None:
     case = Case(stages=2, groups="two")
     saved = run(2, save_changed, case, str(tmp_path))
     loaded = run(stages, load_changed, replace(case, stages=stages), str(tmp_path), 0.5, trained)
@@ -242,7 +242,7 @@ def test_layers_load_as_what_they_had_become(tmp_path: Path, stages: int, traine
     check_same(saved, loaded)
 
 
-def test_replicas_keep_what_is_their_own(tmp_path: Path) -> None:
+def test_replicas_keep_their_own_attributes(tmp_path: Path) -> None:
     case = Case(stages=2, replicas=2, groups="two")
     saved = run(4, save_changed, case, str(tmp_path))
     loaded = run(4, load_changed, case, str(tmp_path), 0.5, 1)
@@ -253,7 +253,7 @@ def test_replicas_keep_what_is_their_own(tmp_path: Path) -> None:
     assert [result["state"] for result in loaded] == [result["state"] for result in saved]
 
 
-def test_what_did_not_change_belongs_to_the_code(tmp_path: Path) -> None:
+def test_attributes_that_did_not_change_come_from_the_code(tmp_path: Path) -> None:
     case = Case(stages=2, groups="two")
     run(2, save_changed, case, str(tmp_path))
     loaded = run(2, load_changed, case, str(tmp_path), 0.25, 0)
@@ -263,13 +263,13 @@ def test_what_did_not_change_belongs_to_the_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_a_tied_layer_of_another_shape(tmp_path: Path, stages: int) -> None:
+def test_a_tied_layer_of_another_shape_is_saved_and_loaded(tmp_path: Path, stages: int) -> None:
     saved = run(2, save_narrowed_tie, Case(stages=2), str(tmp_path))
-    check_same(saved, run(stages, load_and_go_on, Case(stages=stages), str(tmp_path), 1, tied_tapered))
+    check_same(saved, run(stages, load_and_continue, Case(stages=stages), str(tmp_path), 1, tied_tapered))
 
 
 def save_frozen(case: Case, folder: str) -> dict[str, Any]:
-    """Leading layers are frozen from the start, and left out of the checkpoint."""
+    """Save with leading layers frozen from the start and left out of the checkpoint."""
     engine = build(case)
     freeze(engine, 2)
     engine.model_changed("frozen")
@@ -279,9 +279,9 @@ def save_frozen(case: Case, folder: str) -> dict[str, Any]:
     return outcome(engine, train_on(engine, STEPS))
 
 
-def test_frozen_layers_left_out(tmp_path: Path) -> None:
+def test_frozen_layers_left_out_of_a_checkpoint_keep_their_weights(tmp_path: Path) -> None:
     case = Case(stages=2)
     saved = run(2, save_frozen, case, str(tmp_path))
     assert not torch.load(tmp_path / f"global_step{STEPS}" / "layer_00-model_states.pt")
     for stages in (2, 3):
-        check_same(saved, run(stages, load_and_go_on, replace(case, stages=stages), str(tmp_path)))
+        check_same(saved, run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path)))

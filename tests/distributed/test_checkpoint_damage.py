@@ -19,10 +19,10 @@ from tests.distributed.support.checkpoints import (
     STEPS,
     Evil,
     check_same,
-    load_and_go_on,
+    load_and_continue,
     outcome,
     refuse,
-    save_and_go_on,
+    save_and_continue,
     save_as,
     train_on,
     train_undisturbed,
@@ -30,14 +30,14 @@ from tests.distributed.support.checkpoints import (
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import build, state
 
-# -- files that are not what they should be -----------------------------------------------------------
+# -- damaged files ------------------------------------------------------------------------------------
 
 
-def test_damage_is_named_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
     case = Case(stages=2)
     for name, seed in (("good", 0), ("other", 1)):
-        run(2, save_and_go_on, replace(case, blocks=5 + seed), str(tmp_path / name), None)
-    run(2, save_and_go_on, replace(case, clip=0.01), str(tmp_path / "same"), None)
+        run(2, save_and_continue, replace(case, blocks=5 + seed), str(tmp_path / name), None)
+    run(2, save_and_continue, replace(case, clip=0.01), str(tmp_path / "same"), None)
     good, other, same = (str(tmp_path / name / f"global_step{STEPS}") for name in ("good", "other", "same"))
     files = ["layer_03-model_states.pt", "mp_rank_01_model_states.pt", "dynmo/layer_05-data_00-model_00.pt"]
     files += ["dynmo/rank-pipe_01-data_00-model_00.pt", "dynmo/manifest.json"]
@@ -46,7 +46,7 @@ def test_damage_is_named_and_changes_nothing(tmp_path: Path) -> None:
     hurts += [(file, f"{where}/{file}") for file in files[:2] for where in (other, same)]
     hurts += [("dynmo/manifest.json", f"{other}/dynmo/manifest.json")]
     (tmp_path / "copies").mkdir()
-    start = replace(case, start=(0, 3, 8))  # it would go elsewhere
+    start = replace(case, start=(0, 3, 8))  # a successful load would move layers
     results = run(2, refuse, start, good, str(tmp_path / "copies"), hurts)
     for found in results:
         for (message, unchanged), (file, how) in zip(found, hurts):
@@ -67,7 +67,7 @@ def test_a_malicious_pickle_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     case = Case(stages=2)
-    run(2, save_and_go_on, case, str(tmp_path), None)
+    run(2, save_and_continue, case, str(tmp_path), None)
     for other, message in (
         (replace(case, blocks=6), "a model of 8 layers, expected 9"),
         (replace(case, tied=True), "layer 7 has parameters .* there, expected none"),
@@ -75,22 +75,22 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
         (replace(case, groups="two"), "has 1 parameter groups, expected 2"),
     ):
         with pytest.raises(RankError, match=f"CheckpointError.*{message}"):
-            run(2, load_and_go_on, other, str(tmp_path))
+            run(2, load_and_continue, other, str(tmp_path))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
 def test_flat_buffers_of_other_groups_are_refused(tmp_path: Path, precision: str) -> None:
-    """Before anything changes."""
+    """They are refused before anything changes."""
     cases = [Case(stages=2, precision=precision, groups=groups) for groups in ("one", "two")]
     for case, folder in zip(cases, ("one", "two")):
         run(2, save_as, "ours", case, str(tmp_path / folder))
     for case, folder, counts in ((cases[1], "one", (1, 2)), (cases[0], "two", (2, 1))):
         with pytest.raises(RankError, match="flat-pipe_0.*has {} parameter groups, expected {}".format(*counts)):
-            run(2, load_and_go_on, case, str(tmp_path / folder))
+            run(2, load_and_continue, case, str(tmp_path / folder))
 
 
 class Killed(BaseException):
-    """As a kill: nothing is tidied up."""
+    """A simulated kill: no handler cleans up."""
 
 
 STEPS_OF_WRITING = [
@@ -100,7 +100,7 @@ STEPS_OF_WRITING = [
 
 
 class Countdown:
-    """Kills at the n-th step of writing, counted over all of them."""
+    """Kills the process at the n-th step of writing, counted over all files."""
 
     def __init__(self, step: int, die: Callable[[], None]) -> None:
         self.left, self.die = step, die
@@ -130,8 +130,8 @@ def killed() -> None:
     raise Killed
 
 
-def whole(engine: Any, folder: str, saved: dict[str, Any], tag: str, new: Any) -> str:
-    """What is wrong with the checkpoints after a kill while ``tag`` was written over those of ``saved``."""
+def problems_after_kill(engine: Any, folder: str, saved: dict[str, Any], tag: str, new: Any) -> str:
+    """Tell what is wrong with the checkpoints after a kill while ``tag`` was written over those of ``saved``."""
     last = list(saved)[-1]
     latest = folders.read_latest(folder)
     if latest is None or not os.path.isdir(os.path.join(folder, latest)):
@@ -148,7 +148,7 @@ def whole(engine: Any, folder: str, saved: dict[str, Any], tag: str, new: Any) -
 
 
 def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int, str]]:
-    """Kill the writing of the last of ``tags`` at ``every`` so many of its steps; what is wrong afterwards, by step."""
+    """Kill the writing of the last of ``tags`` at every ``every``-th step. Return what is wrong afterwards, by step."""
     engine = build(Case(stages=1, blocks=1))
     wrong, step, survived = [], 0, False
     while not survived:
@@ -166,11 +166,11 @@ def kill_everywhere(folder: str, tags: list[str], every: int) -> list[tuple[int,
                 survived = True
             except Killed:
                 pass
-        if problem := whole(engine, target, saved, tags[-1], new):
+        if problem := problems_after_kill(engine, target, saved, tags[-1], new):
             wrong.append((step, problem))
         train_on(engine, 0, 1)
         newest = (engine.global_steps, state(engine))
-        engine.save_checkpoint(target, tag=tags[-1])  # and the next one tidies up
+        engine.save_checkpoint(target, tag=tags[-1])  # the next one cleans up
         engine.load_checkpoint(target)
         if (engine.global_steps, state(engine)) != newest:
             wrong.append((step, "the next checkpoint was lost"))
@@ -203,16 +203,16 @@ def save_twice_and_die(case: Case, folder: str, rank: int, step: int) -> None:
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 2), (0, 12)])
-def test_a_rank_that_dies_while_writing(tmp_path: Path, rank: int, step: int) -> None:
+def test_a_rank_that_dies_while_writing_leaves_the_previous_checkpoint(tmp_path: Path, rank: int, step: int) -> None:
     case = Case(stages=2)
     with pytest.raises(RankError, match="died"):
         run(2, save_twice_and_die, case, str(tmp_path), rank, step)
-    saved = run(2, save_and_go_on, case, str(tmp_path / "reference"))
-    check_same(saved, run(2, load_and_go_on, case, str(tmp_path)))
+    saved = run(2, save_and_continue, case, str(tmp_path / "reference"))
+    check_same(saved, run(2, load_and_continue, case, str(tmp_path)))
 
 
 def failure_at_the_end(engine: Any, folder: str) -> str:
-    """The message where one rank fails after everything that ranks do together."""
+    """Return the message if one rank fails after the last collective."""
     from ds_dynmo.engine.checkpoint import applying
 
     if engine.global_rank == 1:
@@ -225,7 +225,7 @@ def failure_at_the_end(engine: Any, folder: str) -> str:
 
 
 def save_fails(case: Case, folder: str) -> tuple[str, dict[str, Any]]:
-    """One rank's disk is full; then a client state that could not be loaded again."""
+    """Save while one rank's disk is full; then save a client state that cannot be loaded."""
     engine = build(case)
     train_on(engine, 0)
     engine.save_checkpoint(folder, tag="good")
@@ -254,5 +254,5 @@ def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for message, _ in results:
         assert "rank 1: OSError: No space left" in message and "could run code" in message and "mp_rank_00" in message
         assert "neither what it was nor what was saved: rank 1: IndexError" in message
-    saved = run(2, save_and_go_on, case, str(tmp_path / "reference"))
+    saved = run(2, save_and_continue, case, str(tmp_path / "reference"))
     check_same(saved, [found for _, found in results])

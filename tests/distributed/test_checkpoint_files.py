@@ -1,4 +1,4 @@
-"""What files a checkpoint has, and who reads and writes them."""
+"""The files of a checkpoint, and which ranks read and write them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.distributed.harness import run
 from tests.distributed.support.checkpoints import (
     STEPS,
     check_same,
-    load_and_go_on,
+    files_read,
+    load_and_continue,
     outcome,
-    save_and_go_on,
+    save_and_continue,
     train_on,
-    what_is_read,
 )
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import build, state
 
 
 def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
-    """Train where stages lack groups, and look for traces in what DeepSpeed wrote."""
+    """Train where stages lack groups, and search DeepSpeed's files for placeholders."""
     engine = build(case)
     train_on(engine, 0)
     engine.save_checkpoint(folder, tag="now")
@@ -44,18 +44,18 @@ def files_hold_no_placeholder(case: Case, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
-def test_placeholders_reach_no_file(tmp_path: Path, precision: str) -> None:
+def test_placeholders_are_in_no_file(tmp_path: Path, precision: str) -> None:
     case = Case(stages=4, precision=precision, groups="two", start=(0, 1, 6, 7, 8))  # embedding, blocks, function, head
     assert run(4, files_hold_no_placeholder, case, str(tmp_path))[0] == []
 
 
-# -- the rest -----------------------------------------------------------------------------------------
+# -- reading and writing ------------------------------------------------------------------------------
 
 
-def test_each_rank_reads_what_it_needs(tmp_path: Path) -> None:
+def test_each_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
     case = Case(stages=4)
-    run(4, save_and_go_on, case, str(tmp_path))
-    read = run(2, what_is_read, replace(case, stages=2), str(tmp_path))
+    run(4, save_and_continue, case, str(tmp_path))
+    read = run(2, files_read, replace(case, stages=2), str(tmp_path))
     stages = [[name for name in names if "mp_rank" in name] for names in read]
     assert stages == [
         ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"],
@@ -66,7 +66,7 @@ def test_each_rank_reads_what_it_needs(tmp_path: Path) -> None:
 
 
 def parts(case: Case, folder: str, **flags: Any) -> dict[str, Any]:
-    """Which parts of the engine are the saved ones."""
+    """Tell which parts of the engine were loaded."""
     engine = build(case)
     saved = build(case)
     saved.load_checkpoint(folder)
@@ -85,9 +85,9 @@ def _parts(case: Case, folder: str, flags: dict[str, Any]) -> dict[str, Any]:
     return parts(case, folder, **flags)
 
 
-def test_parts(tmp_path: Path) -> None:
+def test_flags_choose_what_is_loaded(tmp_path: Path) -> None:
     case = Case(stages=2, scheduler=True)
-    run(2, save_and_go_on, case, str(tmp_path))
+    run(2, save_and_continue, case, str(tmp_path))
     expected = {"weights": True, "moments": True, "steps": STEPS, "scheduler": STEPS - 1}
     for flags, changed in (
         ({}, {}),
@@ -117,7 +117,7 @@ def misuse(case: Case, folder: str) -> list[str]:
     return found
 
 
-def test_misuse(tmp_path: Path) -> None:
+def test_wrong_tags_and_folders_are_refused(tmp_path: Path) -> None:
     found = run(2, misuse, Case(stages=2), str(tmp_path))[1]
     assert "'a/b': has to be the name of one folder" in found[0]
     assert "name different checkpoints" in found[1]
@@ -129,7 +129,7 @@ def test_misuse(tmp_path: Path) -> None:
 
 
 def save_in_parallel(case: Case, folder: str) -> dict[str, Any]:
-    """Replicas share the writing of layers."""
+    """Save with layers written by all replicas."""
     engine = build(case)
     engine.module.checkpoint_parallel_write_pipeline = True
     train_on(engine, 0)
@@ -137,18 +137,18 @@ def save_in_parallel(case: Case, folder: str) -> dict[str, Any]:
     return outcome(engine, train_on(engine, STEPS))
 
 
-def test_replicas_that_share_the_writing(tmp_path: Path) -> None:
+def test_replicas_share_the_writing_of_layers(tmp_path: Path) -> None:
     case = Case(stages=2, replicas=2)
     saved = run(4, save_in_parallel, case, str(tmp_path))
-    check_same(saved, run(4, load_and_go_on, case, str(tmp_path)))
+    check_same(saved, run(4, load_and_continue, case, str(tmp_path)))
 
 
 def _load_tag(case: Case, folder: str, tag: str) -> dict[str, Any]:
-    return load_and_go_on(case, folder, tag=tag)
+    return load_and_continue(case, folder, tag=tag)
 
 
 def test_a_checkpoint_can_be_copied_elsewhere(tmp_path: Path) -> None:
     case = Case(stages=2)
-    saved = run(2, save_and_go_on, case, str(tmp_path / "a"))
+    saved = run(2, save_and_continue, case, str(tmp_path / "a"))
     shutil.move(tmp_path / "a" / f"global_step{STEPS}", tmp_path / "renamed")
     check_same(saved, run(2, _load_tag, case, str(tmp_path), "renamed"))

@@ -21,7 +21,7 @@ from tests.distributed.support.training import batches, build, raw
 
 
 def stock_with_an_empty_group(case: Case, folder: str) -> list[list[float]]:
-    """Losses of DeepSpeed's engine after it wrote a checkpoint, and of ours that goes on from it."""
+    """Return losses of DeepSpeed's engine after it saved, and of ours after it loaded that checkpoint."""
 
     def engine_of(initialize: Any, case: Case) -> Any:
         module = module_of(case)
@@ -36,13 +36,13 @@ def stock_with_an_empty_group(case: Case, folder: str) -> list[list[float]]:
     return [train_on(engine, STEPS) for engine in (stock, ours)]
 
 
-def test_stock_with_a_group_that_no_stage_uses(tmp_path: Path) -> None:
+def test_a_stock_checkpoint_with_an_unused_group_is_loaded(tmp_path: Path) -> None:
     for stock, ours in run(2, stock_with_an_empty_group, Case(precision="bf16 zero1", clip=0.0), str(tmp_path)):
         assert stock == ours
 
 
 def save_for_conversion(case: Case, folder: str) -> dict[str, Any]:
-    """Weights and moments in fp32 by DeepSpeed's names, at a partition that layers were moved to."""
+    """Save after a move, and return weights and moments in fp32 by DeepSpeed's names."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     engine = build(case)
@@ -58,7 +58,7 @@ def save_for_conversion(case: Case, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.fuzz), True])
-def test_deepspeeds_universal_conversion(tmp_path: Path, tied: bool) -> None:
+def test_deepspeed_converts_our_checkpoints_to_universal_ones(tmp_path: Path, tied: bool) -> None:
     case = Case(stages=2, replicas=2, precision="bf16 zero1", tied=tied, groups="two")
     results = run(4, save_for_conversion, case, str(tmp_path))
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
@@ -75,13 +75,13 @@ def test_deepspeeds_universal_conversion(tmp_path: Path, tied: bool) -> None:
 @pytest.mark.parametrize(
     ("precision", "writer", "reader"),
     [
-        ("bf16", "stock", "ours"),  # stock DeepSpeed 0.19.8 fails to load its own of this kind: KeyError
+        ("bf16", "stock", "ours"),  # DeepSpeed 0.19.8 cannot load its own checkpoint of this kind: KeyError
         *((precision, "stock", "ours") for precision in ("bf16 zero1", "fp32 zero1")),
         *((precision, "ours", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
         *((precision, "moved and back", "stock") for precision in ("bf16 zero1", "fp32 zero1")),
     ],
 )
-def test_stock_both_ways_under_a_wrapper(tmp_path: Path, writer: str, reader: str, precision: str) -> None:
+def test_wrapped_checkpoints_load_in_stock_and_back(tmp_path: Path, writer: str, reader: str, precision: str) -> None:
     case = Case(stages=2, clip=0.0, groups="two", scheduler=True, precision=precision)
     saved = run(2, save_as, writer, case, str(tmp_path))
     loaded = run(2, load_as, reader, case, str(tmp_path))
@@ -93,7 +93,7 @@ def test_stock_both_ways_under_a_wrapper(tmp_path: Path, writer: str, reader: st
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("writer", "reader"), [("stock", "ours"), ("ours", "stock"), ("moved and back", "stock")])
-def test_stock_both_ways(tmp_path: Path, writer: str, reader: str, tied: bool) -> None:
+def test_checkpoints_load_in_stock_and_back(tmp_path: Path, writer: str, reader: str, tied: bool) -> None:
     case = Case(stages=2, tied=tied, clip=0.0, groups="two", scheduler=True)
     saved = run(2, save_as, writer, case, str(tmp_path))
     loaded = run(2, load_as, reader, case, str(tmp_path))
@@ -102,7 +102,7 @@ def test_stock_both_ways(tmp_path: Path, writer: str, reader: str, tied: bool) -
 
 
 def plain(value: Any) -> Any:
-    """What a file holds, tensors as dtype, shape and bytes."""
+    """Return the content of a file, with tensors as dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, raw(value)
     if isinstance(value, dict):
@@ -114,7 +114,7 @@ def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_stock_reads_what_stock_would_have_written(tmp_path: Path) -> None:
+def test_our_files_hold_what_stock_writes(tmp_path: Path) -> None:
     case = Case(stages=2, clip=0.0)
     for which in ("stock", "ours"):
         run(2, save_as, which, case, str(tmp_path / which))
@@ -127,15 +127,15 @@ def test_stock_reads_what_stock_would_have_written(tmp_path: Path) -> None:
         assert plain(stock) == plain(ours), name
 
 
-def test_stock_loads_where_layers_had_moved(tmp_path: Path) -> None:
-    """Ours goes back to the partition that its module was built with, which is what stock wrote."""
+def test_a_stock_checkpoint_loads_after_layers_have_moved(tmp_path: Path) -> None:
+    """Our engine goes back to the partition that its module was built with, at which DeepSpeed saved."""
     case = Case(stages=2, clip=0.0)
     saved = run(2, save_as, "stock", case, str(tmp_path))
     loaded = run(2, load_as, "ours", replace(case, start=(0, 1, 8)), str(tmp_path))
     assert [found[:2] for found in loaded] == saved
 
 
-def test_stock_of_other_stages_is_refused_but_for_weights(tmp_path: Path) -> None:
+def test_of_a_stock_checkpoint_of_other_stages_only_weights_load(tmp_path: Path) -> None:
     case = Case(stages=2, clip=0.0)
     run(2, save_as, "stock", case, str(tmp_path))
     with pytest.raises(RankError, match=r"CheckpointError.*stage files.*mp_rank_01.*expected.*mp_rank_02"):
@@ -150,7 +150,7 @@ def _save_without_block(case: Case, folder: str) -> bool:
     return engine.load_checkpoint(folder)[0] is not None
 
 
-def test_without_a_block_it_is_deepspeeds(tmp_path: Path) -> None:
+def test_without_a_block_the_checkpoint_is_deepspeeds(tmp_path: Path) -> None:
     case = Case(stages=2, clip=0.0, dynmo=None)
     assert run(2, _save_without_block, case, str(tmp_path)) == [True, True]
     assert not list(tmp_path.rglob("dynmo"))

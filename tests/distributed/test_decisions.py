@@ -1,4 +1,4 @@
-"""Decisions of the running engine: by the schedule, among uneven stages, under jitter."""
+"""Decisions of the running engine: by iteration time, with uneven stages, under jitter."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def train_unsteady(
     return result
 
 
-def test_the_schedule_moves_layers_and_training_is_untouched() -> None:
-    # No partition has a smaller bottleneck than [0, 2, 4, 6], but stages that are busy forward and back in turn wait.
+def test_decisions_by_iteration_time_do_not_change_training() -> None:
+    # No partition has a smaller bottleneck than [0, 2, 4, 6], but one stage is busy forward, the next backward.
     milliseconds = [(4.0, 0.0), (4.0, 2.0), (8.0, 0.0), (2.0, 16.0), (16.0, 0.0), (16.0, 2.0)]
     block = {"interval": 3, "balancer": "makespan"}
     moved = run(3, train_unsteady, block, milliseconds, 5, [1.0] * 3)
@@ -65,7 +65,7 @@ def test_the_schedule_moves_layers_and_training_is_untouched() -> None:
     assert weights(moved) == weights(still)
 
 
-def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
+def test_a_slow_stage_gets_fewer_layers_also_after_resuming(tmp_path: Path) -> None:
     results = run(
         3,
         train_unsteady,
@@ -87,18 +87,18 @@ def test_a_slow_stage_gets_less_and_is_remembered(tmp_path: Path) -> None:
 
 
 def decide_by_hand(block: dict[str, Any], slowdowns: Sequence[float], starts: Sequence[list[int]]) -> dict[str, Any]:
-    """Where layers go from each of ``starts``, in turn, whatever a move takes."""
+    """Return the partition that is decided from each of ``starts``, in turn, ignoring the cost of moves."""
     engine, data = unsteady_engine({"interval": 0, **block}, [(0.002, 0.004)] * 15, slowdowns, 0.0)
     went = []
     for start in starts:
         engine.rebalance(start)
-        for _ in range(3):  # one to warm up, one to profile what came of the move
+        for _ in range(3):  # includes one to warm up and one to profile the outcome of the move
             engine.train_batch(data)
         went.append(engine.rebalance().new_partition)
     return {"went": went, "speeds": engine.balancer.cost_model.history.speeds}
 
 
-def test_neighbours_take_the_decisions_that_diffusion_takes_of_a_slow_stage() -> None:
+def test_decentralised_diffusion_decides_the_same_with_a_slow_stage() -> None:
     starts, went = [[0, 4, 11, 15], [0, 8, 12, 15], [0, 5, 10, 15]], []
     for decentralized in (False, True):
         block = {"balancer": "diffusion", "decentralized": decentralized}
@@ -111,7 +111,7 @@ def test_neighbours_take_the_decisions_that_diffusion_takes_of_a_slow_stage() ->
 
 
 def decide_first(block: dict[str, Any], call: str) -> dict[str, Any]:
-    """``engine.rebalance()`` or ``engine.repack()`` before any batch was trained."""
+    """Call ``engine.rebalance()`` or ``engine.repack()`` before any batch is trained."""
     milliseconds = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]
     engine, data = unsteady_engine(block, [(ms / 1e3, 2 * ms / 1e3) for ms in milliseconds], [1.0] * 2, 0.0)
     engine.set_dataiterator(data)
@@ -151,14 +151,14 @@ def test_a_repack_without_a_profile_moves_layers_once() -> None:
     assert report.old_partition == (0, 3, 6) and report.new_partition == (0, 6) and report.layers_moved == 3
 
 
-def test_a_first_rebalance_that_finds_no_room_leaves_nothing_to_decide() -> None:
+def test_a_first_rebalance_without_memory_leaves_no_pending_decision() -> None:
     for result in run(2, decide_first, {"interval": 0, "memory_limit": 50}, "rebalance"):
         assert "bytes" in result["returned"] and result["partition"] == [0, 3, 6]
         assert result["rebalances"] == result["rebalances later"] == [] and result["profile"] is not None
 
 
 def skip_a_layer(block: dict[str, Any], skipped: int, steps: int) -> dict[str, Any]:
-    """A module that leaves a layer out in the first batches, as stochastic depth may; then ``engine.rebalance()``."""
+    """Train a module that skips a layer in the first batches, as stochastic depth may, and rebalance."""
     engine, data = unsteady_engine(block, [(0.001, 0.002)] * 3 + [(0.005, 0.01)], [1.0] * 2, 0.0)
     module = engine.module
 
@@ -184,7 +184,7 @@ def skip_a_layer(block: dict[str, Any], skipped: int, steps: int) -> dict[str, A
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-def test_a_layer_that_did_not_run_ends_no_training(interval: int) -> None:
+def test_a_layer_that_did_not_run_does_not_end_training(interval: int) -> None:
     missing = "layer 1 has no measured forward seconds"
     results = run(2, skip_a_layer, {"interval": interval, "profile": {"warmup_batches": 0}}, 1, 4)
     assert len(results[0]["warned"]) == 4 and not results[1]["warned"]
@@ -196,7 +196,7 @@ def test_a_layer_that_did_not_run_ends_no_training(interval: int) -> None:
 
 
 def test_jitter_moves_nothing() -> None:
-    # The small layer between the stages may as well be on either side: 10% decide which looks better.
+    # The small layer between the stages may be on either side: jitter of 10% decides which looks better.
     milliseconds = [*[(3.0, 6.0)] * 3, (0.5, 1.0), *[(3.0, 6.0)] * 3]
     results = run(2, train_unsteady, {"interval": 2}, milliseconds, 16, [1.0] * 2, 0.1)
     assert len(results[0]["reports"]) == 8

@@ -1,4 +1,4 @@
-"""The engine around a migration: what it promises besides bitwise equality."""
+"""The engine around a migration: what it guarantees beside bitwise equality."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.distributed.support.training import batches, build, partition_of, sle
 
 
 def test_an_initial_partition_by_each_method() -> None:
-    """DeepSpeed had put as many ends as possible on a stage: embedding and head count, the blocks do not."""
+    """The module was built with DeepSpeed's method "type:Embedding|Head", which gives blocks no weight."""
     expected = {
         "uniform": [0, 3, 6, 8],
         "type:block": [0, 2, 4, 8],
@@ -50,13 +50,13 @@ def train_sleeping(block: dict[str, Any], milliseconds: Sequence[float], steps: 
 
 
 def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
-    """Decided on one profile, so that nothing is averaged and what is reported follows from it exactly."""
+    """It decides on one profile, so that nothing is averaged and the report follows from it exactly."""
     report = tmp_path / "report.jsonl"
     block = {"interval": 3, "stop_step": 3, "report": str(report), "min_improvement": 0.05}
     block["profile"] = {"warmup_batches": 2}
     results = run(2, train_sleeping, block, [2, 2, 2, 2, 2, 2, 12, 12], 6)
     assert results[0]["partition"] == results[1]["partition"]
-    assert results[0]["partition"] in ([0, 7, 8], [0, 6, 8])  # equal but for the loss
+    assert results[0]["partition"] in ([0, 7, 8], [0, 6, 8])  # equal except for the loss
     assert results[0]["reports"] == results[1]["reports"]
     everything = [json.loads(line) for line in report.read_text().splitlines()]
     kinds = [(record["kind"], record["step"]) for record in everything]
@@ -73,14 +73,14 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [{"balancer": "diffusion"}, {"balancer": "diffusion", "decentralized": True}])
-def test_diffusion_in_the_engine(block: dict[str, Any]) -> None:
+def test_diffusion_rebalances_in_the_engine(block: dict[str, Any]) -> None:
     results = run(3, train_sleeping, {"interval": 3, **block}, [1, 1, 1, 1, 1, 1, 6, 6], 4)
     assert all(result["partition"] == results[0]["partition"] for result in results)
     assert results[0]["partition"][-2] == 7
 
 
 def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
-    """Partitions found between neighbours and in memory, and how many numbers each reduction over the world had."""
+    """Return partitions found between ranks and in memory, and how many numbers each reduction over the world had."""
     from ds_dynmo import partitioners
     from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
     from ds_dynmo.engine.comm.communicator import Communicator
@@ -112,11 +112,11 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[Any, Any, list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_decentralized_diffusion_lands_where_the_pure_function_does(seed: int) -> None:
+def test_decentralized_diffusion_equals_the_pure_function(seed: int) -> None:
     for stages in (2, 4):
         for decentralized, pure, reduced in run(stages, diffusion_both_ways, stages, seed):
             assert decentralized == pure
-            assert reduced == [stages] * 5  # the outcome alone
+            assert reduced == [stages] * 5  # only the outcome is reduced over the world
 
 
 def profile_sleeping(milliseconds: Sequence[float]) -> tuple[list[float], Any]:
@@ -133,7 +133,7 @@ def test_a_profile_has_every_layer() -> None:
         for expected, layer in zip(seconds, profile.layers):
             assert layer.forward_seconds >= expected and layer.backward_seconds >= 2 * expected
             assert layer.parameters == layer.trainable_parameters == 4
-            assert layer.static_bytes == 4 * 4 * 2 + (2 * 4 * 4 + 4)  # weight, gradient, Adam's two moments, its step
+            assert layer.static_bytes == 4 * 4 * 2 + (2 * 4 * 4 + 4)  # weight, gradient; Adam's two moments, step
             assert layer.activation_bytes > 0 and layer.input_bytes == 2 * 4 * 4
             assert layer.load_signal == 0.5
         assert profile.batch_seconds > 4 * 3 * sum(seconds[2:])
@@ -151,7 +151,7 @@ def rebalance_first() -> dict[str, Any]:
     return {"early": early, "steps": engine.global_steps, "partition": engine.partition}
 
 
-def test_rebalance_by_hand_profiles_first_if_it_must() -> None:
+def test_a_rebalance_by_hand_profiles_first_if_necessary() -> None:
     for result in run(2, rebalance_first):
         assert result["early"].startswith("rebalance: there is no profile yet")
         assert result["steps"] >= 1 and result["partition"] == [0, 3, 4]
@@ -169,7 +169,7 @@ def rebalance_with_little_memory() -> tuple[str, list[int]]:
     return "", engine.partition
 
 
-def test_memory_limit() -> None:
+def test_a_rebalance_that_does_not_fit_is_refused() -> None:
     for message, partition in run(2, rebalance_with_little_memory):
         assert "stage" in message and "bytes" in message
         assert partition == [0, 4, 8]
@@ -199,7 +199,7 @@ def refuse_partition(partition: Any) -> tuple[Any, Any, str]:
 
 
 @pytest.mark.parametrize("partition", [[0, 8], [0, 0, 8], [0, 9, 8], [1, 4, 8], [0, 4, 7], "abc"])
-def test_a_partition_that_is_none_leaves_everything_as_it_was(partition: Any) -> None:
+def test_an_invalid_partition_changes_nothing(partition: Any) -> None:
     for before, after, message in run(2, refuse_partition, partition):
         assert "partition" in message and before == after
 
@@ -215,7 +215,7 @@ def disagree() -> tuple[str, list[int], list[float]]:
     return message, engine.partition, [*losses, engine.train_batch(data).item()]
 
 
-def test_ranks_that_disagree_are_told_and_nothing_moves() -> None:
+def test_if_ranks_disagree_nothing_moves() -> None:
     for message, partition, losses in run(2, disagree):
         assert "every rank has to ask for the same partition" in message
         assert partition == [0, 4, 8] and len(losses) == 2
@@ -235,13 +235,13 @@ def rebalance_alone() -> str:
     return message
 
 
-def test_a_rebalance_on_some_ranks_ends_in_an_error_that_names_the_others() -> None:
+def test_a_rebalance_on_some_ranks_raises_an_error_that_names_the_others() -> None:
     message = run(3, rebalance_alone)[0]
     assert "rebalance is collective" in message and "ranks [1, 2] did not call it within 2 s" in message
 
 
 def share_a_parameter() -> str:
-    """Two layers of stage 0 share a weight; the error that every rank gets."""
+    """Share a weight between two layers of stage 0, and return the error that every rank gets."""
     linear = nn.Linear(WIDTH, WIDTH)
     stages = [LayerSpec(Embedding, 1), linear, nn.Sequential(linear), LayerSpec(Block, 1), LayerSpec(Head, 2)]
     try:

@@ -1,4 +1,4 @@
-"""An engine class of a user's own, in the manner of qlora-pipe's."""
+"""A user's own engine class, as qlora-pipe defines one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.distributed.support.instructions import MOVES, STEPS, error_of, initi
 from tests.distributed.support.models import Block, Embedding, Head, layers
 from tests.distributed.support.training import batches, build, state, whole
 
-# -- engines of the user's own ------------------------------------------------------------------------
+# -- a user's own engine ------------------------------------------------------------------------------
 
 
 REFERENCE = Case(blocks=6, clip=0.0)
@@ -37,7 +37,7 @@ def same_as(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None
 
 
 class LoadBoth(schedule.BufferOpInstruction):
-    """Load a micro-batch into a buffer and into that of the reference."""
+    """Load a micro-batch into a buffer and into the reference's buffer."""
 
     def __init__(self, buffer_id: int, reference: int) -> None:
         super().__init__(buffer_id, reference=reference)
@@ -48,7 +48,7 @@ class ReferencePass(schedule.BufferOpInstruction):
 
 
 class WithReference(schedule.TrainSchedule):
-    """Every forward pass comes after one of the reference, in a buffer of its own."""
+    """Runs a reference pass, in its own buffer, before every forward pass."""
 
     def num_pipe_buffers(self) -> int:
         return super().num_pipe_buffers() + 1
@@ -70,7 +70,7 @@ class WithReference(schedule.TrainSchedule):
 
 
 def reference_engine() -> type[PipelineEngine]:
-    """A subclass as a user writes it. It changes DeepSpeed's map when it is defined, as qlora-pipe's does."""
+    """Define a subclass as a user does. It changes DeepSpeed's map when it is defined, as qlora-pipe's does."""
 
     class ReferenceEngine(PipelineEngine):
         def __init__(self, *args: Any, weight: float = 0.0, **kwargs: Any) -> None:
@@ -154,7 +154,12 @@ def train_with_reference(
     resume_from: str | None = None,
     make_layers: Callable[[Case], list[Any]] = dropped_layers,
 ) -> dict[str, Any]:
-    """Five batches and an evaluation; ``save_to``: after the second, ``resume_from``: the last three."""
+    """Train five batches and evaluate.
+
+    Args:
+        save_to: a folder to save to after the second batch.
+        resume_from: a folder to load; only the last three batches are trained then.
+    """
     theirs = reference_engine()
     engine = initialize(which, case, make_layers, partial(theirs, weight=0.0 if resume_from else 0.3))
     if resume_from is not None:
@@ -174,7 +179,7 @@ def train_with_reference(
     return found if which == "deepspeed" or case.dynmo is None else {**found, "state": state(engine)}
 
 
-def test_an_engine_in_the_manner_of_qlora_pipes() -> None:
+def test_moves_change_nothing_in_an_engine_like_qlora_pipes() -> None:
     still = run(2, train_with_reference, "ds_dynmo", REFERENCE)
     moved = run(2, train_with_reference, "ds_dynmo", REFERENCE, MOVES)
     same_as(moved, still)
@@ -185,21 +190,21 @@ def test_an_engine_in_the_manner_of_qlora_pipes() -> None:
 
 
 @pytest.mark.parametrize("dynmo", [None, {"interval": 0}])
-def test_without_draws_it_is_the_users_engine_on_deepspeed(dynmo: dict[str, Any] | None) -> None:
+def test_without_random_numbers_it_equals_the_users_engine_on_deepspeed(dynmo: dict[str, Any] | None) -> None:
     case = Case(clip=0.0, dynmo=dynmo)
     stock = run(2, train_with_reference, "deepspeed", case, (), None, None, layers)
     ours = run(2, train_with_reference, "ds_dynmo", case, (), None, None, layers)
     assert outcomes(stock, "losses", "evaluated", "called") == outcomes(ours, "losses", "evaluated", "called")
 
 
-def test_recomputation_repeats_the_draws_of_each_kind_of_pass() -> None:
+def test_recomputation_repeats_the_random_numbers_of_each_kind_of_pass() -> None:
     still = run(2, train_with_reference, "ds_dynmo", REFERENCE)
     case = Case(blocks=6, clip=0.0, checkpoint_interval=1, reentrant=False)
     same_as(run(2, train_with_reference, "ds_dynmo", case, MOVES), still)
 
 
 def test_a_trace_shows_instructions_of_its_own_kinds(tmp_path: Path) -> None:
-    """In a profiled batch too: all of them together change nothing."""
+    """Also in a profiled batch. Profile and trace change nothing."""
     block = {
         "profile": {"batches": 99, "warmup_batches": 0},
         "trace": {"path": str(tmp_path / "trace"), "steps": [2, 2]},
@@ -211,7 +216,7 @@ def test_a_trace_shows_instructions_of_its_own_kinds(tmp_path: Path) -> None:
     assert own == {f"{kind} {number}": 2 for kind in ("LoadBoth", "ReferencePass") for number in range(3)}
 
 
-def test_it_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
+def test_a_users_engine_resumes_at_another_number_of_stages(tmp_path: Path) -> None:
     case = Case(blocks=6, clip=1.0)
     saved = run(2, train_with_reference, "ds_dynmo", case, MOVES, str(tmp_path))
     loaded = run(
@@ -234,13 +239,13 @@ def an_attribute_of_the_same_name() -> str:
     return error_of(lambda: initialize("ds_dynmo", Case(), layers, TheirEngine))
 
 
-def test_an_engine_class_whose_constructor_sets_what_is_ours_is_refused() -> None:
+def test_an_engine_class_whose_constructor_sets_our_attributes_is_refused() -> None:
     for message in run(2, an_attribute_of_the_same_name):
         assert "TheirEngine: its constructor sets _parts, balancer, which ds_dynmo's engine uses" in message
 
 
 def patched_engine_class_of_deepspeed() -> tuple[bool, bool]:
-    """``deepspeed.PipelineEngine`` is the user's own: is the engine built upon it, and put back?"""
+    """Tell whether the engine is built upon a user's ``deepspeed.PipelineEngine``, and whether that is restored."""
     theirs = type("TheirEngine", (PipelineEngine,), {})
     deepspeed.PipelineEngine = theirs
     try:

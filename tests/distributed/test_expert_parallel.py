@@ -1,4 +1,4 @@
-"""Experts that the data-parallel replicas of a stage share: the same model, and its layers move with their shares."""
+"""Experts that are split over the data-parallel replicas of a stage: the model is the same, and its layers move."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ MODELS: dict[str, dict[str, Any]] = {
 TABLES = [
     [[2, 1, 3, 0, 1, 4], [1, 1, 1, 1, 1, 1], [0, 5, 0, 2, 0, 0]],
     [[3, 2, 0, 0, 1, 0], [1, 4, 0, 0, 0, 0], [2, 2, 0, 0, 3, 5]],  # nothing for the second replica's experts
-    [[0, 0, 0, 0, 0, 0], [1, 0, 2, 0, 3, 0], [0, 0, 0, 0, 0, 2]],  # nothing of the first one's
+    [[0, 0, 0, 0, 0, 0], [1, 0, 2, 0, 3, 0], [0, 0, 0, 0, 0, 2]],  # nothing from the first replica
 ]
-# Models that are tried each time; the others in the fuzz form.
+# Models that are always tested; the others are in the fuzz form.
 FIRST = ("sbase with capacity", "bias and freezing")
 first = pytest.mark.parametrize(
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.fuzz) for name in MODELS]
@@ -55,7 +55,7 @@ first = pytest.mark.parametrize(
 
 
 def through(table: Sequence[Sequence[int]]) -> bool:
-    """Rows of every rank through linear experts of all ranks: results and gradients as with all experts here?"""
+    """Send every rank's rows through linear experts of all ranks. Tell whether results equal those of local experts."""
     replica, replicas, total = dist.get_rank(), len(table), len(table[0])
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(total, WIDTH, WIDTH, generator=generator, dtype=torch.float64)
@@ -85,13 +85,13 @@ def test_rows_go_to_their_experts_and_back(table: list[list[int]]) -> None:
 
 
 @cache
-def undisturbed(name: str) -> list[dict[str, Any]]:
-    """What a model comes to if nothing moves, stops or is recomputed."""
+def plain_run(name: str) -> list[dict[str, Any]]:
+    """Run a model without moves, stops or recomputation."""
     return run(4, case_runs.train, CaseRun(MODELS[name], replicas=2))
 
 
 def train(run: CaseRun) -> dict[str, Any]:
-    """Losses, gradient norms, and this rank's weights: those of experts with the number of the first."""
+    """Return losses, gradient norms and this rank's weights; those of experts with the number of the first expert."""
     engine, model = case_runs.build(run)
     data, losses, norms = case_runs.batches(engine, model), [], []
     cases = dynamic_cases(model, engine, total_steps=run.steps)
@@ -116,7 +116,7 @@ def train(run: CaseRun) -> dict[str, Any]:
 
 
 def unsharded(run: CaseRun) -> CaseRun:
-    """The same model, every replica with all experts."""
+    """Return the same model with all experts on every replica."""
     return replace(run, model={**run.model, "moe": {**run.model["moe"], "expert_parallel": False}})
 
 
@@ -127,7 +127,7 @@ def unsharded(run: CaseRun) -> CaseRun:
         *(pytest.param(name, 0.05, marks=() if name in FIRST else pytest.mark.fuzz) for name in MODELS),
     ],
 )
-def test_it_is_the_model_with_all_experts_on_every_replica(name: str, clip: float) -> None:
+def test_split_experts_train_as_all_experts_on_every_replica(name: str, clip: float) -> None:
     shared = CaseRun(MODELS[name], replicas=2, optimizer="SGD", clip=clip)
     ours, theirs = run(4, train, shared), run(4, train, unsharded(shared))
     np.testing.assert_allclose(ours[0]["losses"], theirs[0]["losses"], rtol=1e-6)
@@ -143,12 +143,12 @@ def test_it_is_the_model_with_all_experts_on_every_replica(name: str, clip: floa
             np.testing.assert_allclose(weight, whole_weight[first : first + len(weight)], rtol=1e-5, atol=1e-6)
             shares += 2 * len(weight) == len(whole_weight)
     blocks = {"auxiliary loss": 4, "sbase with capacity": 2, "bias and freezing": 3, "mod": 4}[name]
-    assert shares == blocks * 2 * 2  # replicas, weights of each
+    assert shares == blocks * 2 * 2  # two replicas, two weights each
 
 
 @first
 def test_moves_change_nothing(name: str) -> None:
-    check_moves_change_nothing(CaseRun(MODELS[name], replicas=2), undisturbed(name))
+    check_moves_change_nothing(CaseRun(MODELS[name], replicas=2), plain_run(name))
 
 
 def test_moves_over_three_stages_change_nothing() -> None:
@@ -156,15 +156,15 @@ def test_moves_over_three_stages_change_nothing() -> None:
 
 
 @first
-def test_recomputing_changes_nothing(name: str) -> None:
-    """With layers on the move, too."""
-    again, expected = CaseRun(MODELS[name], replicas=2, checkpoint_interval=1), undisturbed(name)
+def test_recomputation_changes_nothing(name: str) -> None:
+    """Recomputation changes nothing, also with moves."""
+    again, expected = CaseRun(MODELS[name], replicas=2, checkpoint_interval=1), plain_run(name)
     for found in run_each(4, case_runs.train, (again,), (moved(again),)):
         assert expected[0]["losses"] == found[0]["losses"] and whole(expected) == whole(found)
 
 
-def test_switched_off_it_learns_the_same() -> None:
-    """As a run whose layers are on the move."""
+def test_switched_off_it_trains_the_same() -> None:
+    """It equals a run with moves."""
     case = CaseRun(MODELS["auxiliary loss"], replicas=2)
     check_moves_change_nothing(case, run(4, case_runs.train, replace(case, enabled=False)))
 
@@ -180,10 +180,10 @@ def test_a_decision_after_every_batch_changes_nothing() -> None:
 
 
 def watch(run: CaseRun, favourites: bool) -> list[dict[str, Any]]:
-    """One batch: per layer of experts what each micro-batch sent to each expert, and the layer's load signal.
+    """Run a batch. Return, per layer, what each micro-batch sent to each expert, and the load signal.
 
     Args:
-        favourites: all tokens go to the first two experts.
+        favourites: whether all tokens go to the first two experts.
     """
     engine, model = case_runs.build(run)
     seen: dict[int, list[list[int]]] = {}
@@ -209,8 +209,8 @@ def watch(run: CaseRun, favourites: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("favourites", [False, True])
-def test_the_load_signal_is_the_busiest_replicas_share(favourites: bool) -> None:
-    """Of the work if every token went to every expert; it is the same on all replicas, for every micro-batch counts."""
+def test_the_load_signal_is_that_of_the_busiest_replica(favourites: bool) -> None:
+    """It is a share of the work of every token going to every expert. All micro-batches and replicas count."""
     model = {"moe": {"experts": 4, "expert_parallel": True, "routing": "bias"}}
     case = CaseRun(model, replicas=2)
     layers: dict[int, list[dict[str, Any]]] = {}
@@ -233,9 +233,9 @@ def test_the_load_signal_is_the_busiest_replicas_share(favourites: bool) -> None
 
 
 @first
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     resumed = run(4, case_runs.train, CaseRun(MODELS[name], replicas=2), str(tmp_path), 3)
-    through = undisturbed(name)
+    through = plain_run(name)
     assert through[0]["losses"] == resumed[0]["losses"] and through[0]["evaluated"] == resumed[0]["evaluated"]
     assert whole(through) == whole(resumed)
 
@@ -247,7 +247,7 @@ def save(run: CaseRun, folder: str) -> None:
 
 
 def load(run: CaseRun, folder: str) -> tuple[str, bool]:
-    """What loading says, and whether the engine is as it was."""
+    """Return the error that loading raises, and whether the engine is unchanged."""
     engine, model = case_runs.build(run)
     before = [parameter.clone() for parameter in engine.module.parameters()]
     try:
@@ -269,7 +269,7 @@ def test_another_number_of_replicas_is_refused(saved: int, loaded: int, tmp_path
 
 
 def refused(runs: Sequence[CaseRun]) -> list[str]:
-    """What ``initialize`` says."""
+    """Return the error of ``initialize`` for each run."""
     said = []
     for one in runs:
         try:
@@ -280,8 +280,8 @@ def refused(runs: Sequence[CaseRun]) -> list[str]:
     return said
 
 
-def test_what_is_refused_is_refused_on_every_rank() -> None:
-    """Though the first of three stages has no such layer."""
+def test_unsupported_models_are_refused_on_every_rank() -> None:
+    """Also on the first of three stages, which has no such layer."""
     odd = {"moe": {"experts": 3, "expert_parallel": True, "dense_blocks": 2}}
     good = {"moe": {"experts": 4, "expert_parallel": True, "dense_blocks": 2}}
     runs = [CaseRun(odd, stages=3, replicas=2)]

@@ -26,9 +26,9 @@ from tests.distributed.support.elastic import (
     SECRET,
     job,
     joining_launch,
-    know,
     losses,
     merged,
+    set_secret,
     together,
     train_alone,
 )
@@ -102,7 +102,7 @@ def test_launches_that_join_become_stages(store: TCPStore, precision: str, repli
 
 def refused(case: Case, address: str) -> list[Any]:
     """Try to join; training goes on here if the job does not fit."""
-    know()
+    set_secret()
     engine = build(case)
     data = batches(engine)
     try:
@@ -114,7 +114,7 @@ def refused(case: Case, address: str) -> list[Any]:
 
 def quiet_job(case: Case) -> int:
     """A job that stays at a step until all that want to join have looked at it; how many stages it can go on with."""
-    know()
+    set_secret()
     engine = build(case)
     engine.repacker.world.store.wait(["looked"])
     return int(engine.most_stages())
@@ -144,7 +144,7 @@ def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
 
 
 def job_with_a_late_optimizer(case: Case) -> int:
-    know()
+    set_secret()
     engine = without_optimizer(case)
     give_optimizer(engine)
     store = engine.repacker.world.store
@@ -155,7 +155,7 @@ def job_with_a_late_optimizer(case: Case) -> int:
 
 def joining_launch_with_a_late_optimizer(case: Case, address: str) -> bool:
     """It joins once it has the optimizer, which the job was given too; without it there is no such job."""
-    know()
+    set_secret()
     engine = without_optimizer(case)
     job = store_part(store_at(address, 60.0), job_spec.find_job(store_at(address, 60.0), 60.0))
     job.wait(["optimizer"])
@@ -199,7 +199,7 @@ class Bomb:
 
 def job_beside_a_stranger(case: Case) -> int:
     """How many stages the job can go on with, once a stranger wrote what ranks that joined used to write."""
-    know()
+    set_secret()
     engine = build(case)
     store = engine.repacker.world.store
     store.add("joined", 10**15)
@@ -217,7 +217,7 @@ def test_without_accept_joins_nobody_is_looked_for(store: TCPStore) -> None:
 
 
 def secrets_that_differ(case: Case) -> str:
-    know(f"{SECRET}, rank {os.environ['RANK']}")
+    set_secret(f"{SECRET}, rank {os.environ['RANK']}")
     try:
         build(case)
     except ConfigError as error:
@@ -232,7 +232,7 @@ def test_ranks_of_a_launch_with_different_secrets_are_refused_at_once() -> None:
 
 
 def deceived_job(case: Case) -> str:
-    know()
+    set_secret()
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
@@ -246,7 +246,7 @@ def deceived_job(case: Case) -> str:
 
 def impostor(case: Case, address: str) -> None:
     """Takes part in all that follows without the secret, and sends a pickle that nobody may load."""
-    know()
+    set_secret()
     engine = build(case)
     engine.join(address)
 
@@ -282,7 +282,7 @@ def test_a_job_that_ends_lets_them_go(store: TCPStore) -> None:
 
 
 def run_joining_script(*arguments: Any) -> dict[str, Any]:
-    know()
+    set_secret()
     return run_script(*arguments)
 
 
@@ -315,7 +315,7 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
 
 def job_of_known_times(block: dict[str, Any], steps: int) -> list[int]:
     """Stages after each step, the fourth of which begins when a rank has joined."""
-    know()
+    set_secret()
     use_virtual_clock()
     engine, data = sleeping_engine(block, LAYER_SECONDS, 1)
     store = engine.repacker.world.store
@@ -330,7 +330,7 @@ def job_of_known_times(block: dict[str, Any], steps: int) -> list[int]:
 
 
 def joining_launch_of_known_times(block: dict[str, Any], address: str, steps: int) -> None:
-    know()
+    set_secret()
     use_virtual_clock()
     engine, data = sleeping_engine(block, LAYER_SECONDS, 1)
     store_part(store_at(address, SECONDS), job_spec.find_job(store_at(address, SECONDS), SECONDS)).wait(

@@ -14,7 +14,7 @@ from ds_dynmo.engine.balancing.policy import DecisionInput
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.partitioners import uniform
 from tests.distributed.harness import run, run_each
-from tests.distributed.support.checkpoints import STEPS, load_and_go_on, save_and_go_on, train_on
+from tests.distributed.support.checkpoints import STEPS, load_and_continue, save_and_continue, train_on
 from tests.distributed.support.configs import Case
 from tests.distributed.support.elastic import ACCEPTS_JOINS, job, joining_launch, together
 from tests.distributed.support.training import batches, build, whole
@@ -195,8 +195,8 @@ def test_a_job_does_not_take_more_joiners_than_it_has_groups(store: TCPStore) ->
 def test_what_was_saved_at_a_cut_that_is_not_allowed_any_more(tmp_path: Path) -> None:
     """Layers go to the nearest partition that is; nothing else differs."""
     case = Case(dynmo={"interval": 0})
-    saved = run(2, save_and_go_on, case, str(tmp_path), [0, 7, 8])
-    loaded = run(2, load_and_go_on, replace(case, dynmo=BY_HAND), str(tmp_path))
+    saved = run(2, save_and_continue, case, str(tmp_path), [0, 7, 8])
+    loaded = run(2, load_and_continue, replace(case, dynmo=BY_HAND), str(tmp_path))
     assert [saved[0]["partition"], loaded[0]["partition"]] == [[0, 7, 8], [0, 6, 8]]
     assert loaded[0]["losses"] == saved[0]["losses"]
     assert whole(loaded) == whole(saved)

@@ -18,18 +18,18 @@ from tests.distributed.support.checkpoints import (
     STEPS,
     attempt,
     check_same,
-    load_and_go_on,
+    files_read,
+    load_and_continue,
     load_as,
     load_frozen,
     load_stock_weights,
     outcome,
     refuse,
-    save_and_go_on,
+    save_and_continue,
     save_as,
     save_then_thaw,
     train_on,
     train_undisturbed,
-    what_is_read,
 )
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH
@@ -42,12 +42,12 @@ SLICED = Case(stages=2, slices=2, blocks=4, clip=0.05)
 def load(case: Case, folder: str, dynmo: dict[str, Any] | None = None) -> dict[str, Any]:
     """Into an engine that has trained a batch of its own."""
     made = case if dynmo is None else Case(**{**vars(case), "dynmo": dynmo})
-    return load_and_go_on(made, folder, 1, sliced_layers)
+    return load_and_continue(made, folder, 1, sliced_layers)
 
 
 def save_and_resume(case: Case, folder: str, move: Sequence[int]) -> list[dict[str, Any]]:
     """What a run does after a checkpoint, and what runs do that start from it: where it was, and where they are."""
-    saved = save_and_go_on(case, folder, move, sliced_layers)
+    saved = save_and_continue(case, folder, move, sliced_layers)
     return [saved, load(case, folder), load(case, folder, {"enabled": False})]
 
 
@@ -130,8 +130,8 @@ def test_another_tensor_parallel_degree_is_refused(tmp_path: Path) -> None:
 
 
 def test_each_slice_reads_its_own_files_once(tmp_path: Path) -> None:
-    run(4, save_and_go_on, SLICED, str(tmp_path), [0, 2, 6], sliced_layers)
-    read = run(2, what_is_read, replace(SLICED, stages=1), str(tmp_path), sliced_layers)
+    run(4, save_and_continue, SLICED, str(tmp_path), [0, 2, 6], sliced_layers)
+    read = run(2, files_read, replace(SLICED, stages=1), str(tmp_path), sliced_layers)
     for place, names in enumerate(read):
         stages = [name for name in names if name.startswith("mp_rank")]
         assert stages == [f"mp_rank_{stage * 2 + place:02d}_model_states.pt" for stage in (0, 1)]
@@ -141,7 +141,7 @@ def test_each_slice_reads_its_own_files_once(tmp_path: Path) -> None:
 
 
 def test_damage_of_one_slice_changes_none(tmp_path: Path) -> None:
-    run(4, save_and_go_on, SLICED, str(tmp_path), None, sliced_layers)
+    run(4, save_and_continue, SLICED, str(tmp_path), None, sliced_layers)
     good = tmp_path / f"global_step{STEPS}"
     hurts = [
         ("layer_02-model_01-model_states.pt", "missing"),

@@ -11,18 +11,24 @@ import pytest
 
 from ds_dynmo.errors import CheckpointError
 from tests.distributed.harness import run
-from tests.distributed.support.checkpoints import load_and_go_on, load_as, load_stock_weights, save_and_go_on, save_as
+from tests.distributed.support.checkpoints import (
+    load_and_continue,
+    load_as,
+    load_stock_weights,
+    save_and_continue,
+    save_as,
+)
 from tests.distributed.support.configs import Case
 from tests.distributed.support.tied_layers import ENDS, FIRST, WAYS
 from tests.distributed.support.training import batches, build, state, whole
 
 
 def save_and_go_on_tied(case: Case, way: str, folder: str) -> dict[str, Any]:
-    return save_and_go_on(case, folder, None, WAYS[way])
+    return save_and_continue(case, folder, None, WAYS[way])
 
 
 def load_and_go_on_tied(case: Case, way: str, folder: str, trained: int) -> dict[str, Any]:
-    return load_and_go_on(case, folder, trained, WAYS[way])
+    return load_and_continue(case, folder, trained, WAYS[way])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.distributed.support.configs import BLOCK, Case, config
 from tests.distributed.support.training import drop_decision, state, whole
 
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 12, "mlp_ratio": 2, "tied_embedding": False}
-# Evaluates before every step, freezes the first block as soon as there is a slope: before the fourth of six steps.
+# Egeria evaluates before every step and freezes the first block once there is a slope: before the fourth of six steps.
 EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold": 100.0}
 # The "model" block of each dynamic case, as small as it can be.
 CASES: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mod": {"mod": {"capacity": 0.25}},
     "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
     "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
-    # Thresholds at which some tokens leave at every exit, but for the last case.
+    # With these thresholds some tokens leave at every exit. In the last case all leave.
     "exits, calm": {"early_exit": {"method": "calm", "threshold": 0.02, "start": 0.3}},
     "exits, calm tied": {"early_exit": {"method": "calm", "threshold": 0.1}, "tied_embedding": True},
     "exits, state": {"early_exit": {"method": "calm", "confidence": "state", "threshold": 0.98}},
@@ -96,12 +96,12 @@ class CaseRun:
     """One training run of a case.
 
     Attributes:
-        model: the "model" block but for :data:`SIZES`, which a Hugging Face model does not take.
-        moves: by step, where to go before it.
+        model: the "model" block without :data:`SIZES`, which a Hugging Face model does not accept.
+        moves: by step, the partition to go to before it.
         precision: see ``configs.PRECISIONS``.
-        dynmo: the "dynmo" block but for "enabled"; by default nothing moves by itself.
+        dynmo: the "dynmo" block without "enabled"; by default nothing moves by itself.
         optimizer, clip: see ``configs.Case``.
-        epoch: after so many micro-batches the same ones come again; None: never.
+        epoch: number of micro-batches after which they repeat; None: never.
     """
 
     model: Mapping[str, Any]
@@ -143,7 +143,7 @@ def build(run: CaseRun) -> tuple[Any, ModelConfig]:
     )
     for part in module.modules():
         if isinstance(part, ExitHead):
-            part.weight.data.mul_(40.0)  # or an untrained model would be sure of nothing
+            part.weight.data.mul_(40.0)  # an untrained model would not be confident of anything
     case = Case(precision=run.precision, optimizer=run.optimizer, clip=run.clip, dynmo=None)
     settings = {
         **config(case),
@@ -166,11 +166,11 @@ def batches(
 
 
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
-    """Losses, the loss of an evaluation, and the state of this rank's layers afterwards.
+    """Train, and return losses, the loss of an evaluation, and the final state of this rank's layers.
 
     Args:
-        folder: where to save, load into another engine and go on,
-        stop: after so many steps.
+        folder: where to save after ``stop`` steps, before another engine loads and continues.
+        stop: number of steps before the checkpoint.
     """
     engine, model = build(run)
     data, losses = batches(engine, model, epoch=run.epoch), []
@@ -209,7 +209,7 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
     }
 
 
-# A "dynmo" block with a decision after every batch; the first finds all blocks on the second of two stages.
+# A "dynmo" block with a decision after every batch. At the first, all blocks are on the second of two stages.
 EVERY: dict[str, Any] = {
     "interval": 1,
     "min_improvement": 0.0,
@@ -219,13 +219,13 @@ EVERY: dict[str, Any] = {
 
 
 def experts(engine: Any) -> dict[int, MixtureOfExperts]:
-    """This rank's, by layer."""
+    """Return this rank's layers of experts by layer number."""
     parts = {number: getattr(layer, "mlp", None) for number, layer in local_layers(engine.module)}
     return {number: part for number, part in parts.items() if isinstance(part, MixtureOfExperts)}
 
 
 def train_and_decide(run: CaseRun) -> dict[str, Any]:
-    """Trains as the "dynmo" block of ``run`` says."""
+    """Train with the decisions of the "dynmo" block of ``run``."""
     engine, model = build(run)
     data = batches(engine, model)
     cases = dynamic_cases(model, engine, total_steps=run.steps)
@@ -243,7 +243,7 @@ def train_and_decide(run: CaseRun) -> dict[str, Any]:
 
 
 def moved(case: CaseRun) -> CaseRun:
-    """The same run with layers on the move before almost every batch."""
+    """Return the same run with moves before almost every batch."""
     last = num_layers(case)
     there, back = [0, 2, last], [0, last - 2, last]
     if case.stages == 3:
@@ -252,14 +252,19 @@ def moved(case: CaseRun) -> CaseRun:
 
 
 def signals(results: list[dict[str, Any]]) -> dict[int, float]:
-    """By layer."""
+    """Return the load signals by layer."""
     return {layer: signal for result in results for layer, signal in result["signals"].items()}
 
 
 def check_moves_change_nothing(
     case: CaseRun, still: list[dict[str, Any]] | None = None, elsewhere: list[dict[str, Any]] | None = None
 ) -> None:
-    """``still``: what the case comes to without moves, and ``elsewhere`` with them, if that is known."""
+    """Check that a run with moves equals one without.
+
+    Args:
+        still: results without moves, if they are known.
+        elsewhere: results with moves, if they are known.
+    """
     if still is None:
         still, elsewhere = run_each(case.ranks, train, (case,), (moved(case),))
     elif elsewhere is None:
@@ -268,6 +273,6 @@ def check_moves_change_nothing(
     assert whole(still) == whole(elsewhere)
     assert signals(still) == signals(elsewhere)
     if "early_exit" in case.model:
-        assert min(signals(still).values()) < 1.0  # tokens leave, or there is nothing to compare
+        assert min(signals(still).values()) < 1.0  # tokens left, so there is something to compare
     assert still[0]["partition"] != elsewhere[0]["partition"]
     assert all(math.isfinite(loss) for loss in still[0]["losses"])

@@ -1,4 +1,4 @@
-"""Save, load and go on, in our engine and in DeepSpeed's; every function runs on a rank."""
+"""Save, load and continue, in our engine and in DeepSpeed's; every function runs on a rank."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.distributed.support.training import (
     whole,
 )
 
-STEPS = 3  # before a checkpoint, and after it
+STEPS = 3  # batches before a checkpoint, and after it
 
 
 def skewed(stages: int, num_layers: int = 8) -> list[int]:
-    """As many layers as possible on the last stage."""
+    """Return the partition with as many layers as possible on the last stage."""
     return [*range(stages), num_layers]
 
 
@@ -46,7 +46,7 @@ def check_same(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> Non
 
 
 def data_after(engine: Any, steps: int) -> Iterator[Any]:
-    """The micro-batches that follow ``steps`` batches."""
+    """Return the micro-batches that follow ``steps`` batches."""
     return islice(batches(engine), steps * engine.micro_batches, None)
 
 
@@ -71,7 +71,7 @@ def train_on(engine: Any, start: int, steps: int = STEPS) -> list[float]:
 Make = Callable[[Case], Any]
 
 
-def save_and_go_on(
+def save_and_continue(
     case: Case, folder: str, move: Sequence[int] | None = None, make_layers: Make = layers
 ) -> dict[str, Any]:
     engine = build(case, make_layers)
@@ -84,10 +84,10 @@ def save_and_go_on(
     return outcome(engine, train_on(engine, STEPS))
 
 
-def load_and_go_on(
+def load_and_continue(
     case: Case, folder: str, trained: int = 0, make_layers: Make = layers, **flags: Any
 ) -> dict[str, Any]:
-    """Load into an engine that has trained ``trained`` batches of its own."""
+    """Load into an engine that has already trained ``trained`` batches, and continue."""
     engine = build(case, make_layers)
     train_on(engine, 50, trained)
     path, client = engine.load_checkpoint(folder, **flags)
@@ -106,7 +106,7 @@ def stock_engine(case: Case, make_layers: Make = layers) -> Any:
 
 
 def stock_state(engine: Any) -> dict[str, bytes]:
-    """Weights by DeepSpeed's names, and moments in the optimizer's order."""
+    """Return weights by DeepSpeed's names, and moments in the optimizer's order."""
     found = {name: raw(parameter) for name, parameter in engine.module.named_parameters()}
     groups = engine.basic_optimizer.param_groups
     for number, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
@@ -147,7 +147,7 @@ def load_stock_weights(case: Case, folder: str, make_layers: Make = layers) -> l
 
 
 def kept(engine: Any) -> dict[str, Any]:
-    """What the changing layers hold beyond parameters."""
+    """Return what the changing layers hold beside parameters."""
     found = {}
     for index, layer in layers_of(engine).items():
         if isinstance(layer, Changing):
@@ -161,7 +161,7 @@ def kept(engine: Any) -> dict[str, Any]:
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -184,7 +184,7 @@ def damaged(path: Path, how: str) -> None:
 
 
 def attempt(engine: Any, folder: str, **flags: Any) -> tuple[str, bool]:
-    """The message of the error that loading raises, and whether the engine is what it was."""
+    """Return the message of the error that loading raises, and whether the engine is unchanged."""
     before = (state(engine), engine.partition, engine.global_steps, kept(engine))
     message = ""
     try:
@@ -197,7 +197,7 @@ def attempt(engine: Any, folder: str, **flags: Any) -> tuple[str, bool]:
 def refuse(
     case: Case, folder: str, copies: str, hurts: list[tuple[str, str]], make_layers: Make = layers
 ) -> list[tuple[str, bool]]:
-    """For each (file, damage) the message of the error, and whether the engine is what it was; then train on."""
+    """Return, per (file, damage), the message of the error and whether the engine is unchanged; then train on."""
     engine = build(case, make_layers)
     train_on(engine, 0, 2)
     found = []
@@ -217,7 +217,7 @@ def train_undisturbed(case: Case, make_layers: Make = layers) -> str:
     return str(train_on(engine, 2))
 
 
-def what_is_read(case: Case, folder: str, make_layers: Make = layers) -> list[str]:
+def files_read(case: Case, folder: str, make_layers: Make = layers) -> list[str]:
     from ds_dynmo.engine.checkpoint import reading
 
     engine, read = build(case, make_layers), []
@@ -232,7 +232,7 @@ def what_is_read(case: Case, folder: str, make_layers: Make = layers) -> list[st
     return sorted(read)
 
 
-def thaw_and_go_on(engine: Any) -> dict[str, Any]:
+def thaw_and_continue(engine: Any) -> dict[str, Any]:
     losses = train_on(engine, STEPS + 1, 1)
     freeze(engine, 0)
     engine.model_changed("thawed")
@@ -252,10 +252,10 @@ def save_then_thaw(
     train_on(engine, STEPS, 1)
     engine.rebalance(move)
     engine.save_checkpoint(folder)
-    return thaw_and_go_on(engine)
+    return thaw_and_continue(engine)
 
 
 def load_frozen(case: Case, folder: str, make_layers: Make = layers) -> dict[str, Any]:
     engine = build(case, make_layers)
     engine.load_checkpoint(folder)
-    return thaw_and_go_on(engine)
+    return thaw_and_continue(engine)

@@ -1,4 +1,4 @@
-"""One training run as a value, and what DeepSpeed is given for it."""
+"""One training run as a value, and DeepSpeed's configuration for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     },
     "fp32 zero1": {"zero_optimization": {"stage": 1}},
 }
-BLOCK: dict[str, Any] = {}  # on this rank every "dynmo" block has this, unless a case says otherwise
+BLOCK: dict[str, Any] = {}  # defaults for every "dynmo" block on this rank; a case may override them
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def topology(self) -> Any:
-        """None: DeepSpeed's own for so many stages."""
+        """The grid's topology; None: DeepSpeed's default for so many stages."""
         if self.slices is None:
             return None
         return PipeModelDataParallelTopology(num_pp=self.stages, num_mp=self.slices, num_dp=self.replicas)
@@ -100,7 +100,7 @@ def config(case: Case) -> dict[str, Any]:
 
 
 def client_optimizer(case: Case, parameters: list[Any]) -> Any:
-    """An optimizer, or a way to make one where this stage has nothing to train; None: the JSON's."""
+    """Make an optimizer, or a function that makes one where this stage trains nothing; None: that of the JSON."""
     if case.optimizer == "Adafactor" and not parameters:
         return lambda groups: torch.optim.Adafactor(groups, lr=0.05)
     if case.optimizer == "Adafactor":

@@ -1,4 +1,4 @@
-"""Runs that re-pack, and launches that join them; every function runs on a rank."""
+"""Runs that re-pack and launches that join them; every function runs on a rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.distributed.support.training import batches, build, state
 SECRET = "known to the job and to those that join it"
 
 
-def know(secret: str = SECRET) -> None:
-    """This rank's environment has the secret."""
+def set_secret(secret: str = SECRET) -> None:
+    """Set the secret in this rank's environment."""
     os.environ[VARIABLE] = secret
 
 
@@ -43,19 +43,19 @@ def _train(
 
 
 def job(case: Case, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int]], steps: int) -> dict[str, Any]:
-    """Train, re-packing after the steps of ``sizes``, once the ranks of ``awaited`` have said that they joined."""
-    know()
+    """Train, and re-pack after the steps of ``sizes``, each time when the ranks of ``awaited`` have joined."""
+    set_secret()
     engine = build(case)
     return _train(engine, batches(engine), sizes, awaited, steps)
 
 
 def joining_launch(case: Case, address: str, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
-    """Join the job at ``address``, wait to be called, and take part."""
-    know()
+    """Join the job at ``address``, wait to be recalled, and take part."""
+    set_secret()
     engine = build(case)
     engine.join(address)
     assert engine.released
-    assert not engine.repacker.ranks.launch_store.check(["ds_dynmo/job"])  # nobody can join this launch any more
+    assert not engine.repacker.ranks.launch_store.check(["ds_dynmo/job"])  # nobody can join this launch now
     if not engine.wait_for_recall():
         return {"losses": {}, "state": {}, "called": False}
     data = batches(engine)
@@ -64,7 +64,7 @@ def joining_launch(case: Case, address: str, sizes: Mapping[int, int], steps: in
     return _train(engine, data, sizes, {}, steps)
 
 
-Sizes = Mapping[int, int | list[int]]  # after which step, to how many stages, or to which partition
+Sizes = Mapping[int, int | list[int]]  # by step: the number of stages, or the partition, to re-pack to after it
 
 
 def _plain(value: Any) -> bool:
@@ -74,7 +74,7 @@ def _plain(value: Any) -> bool:
 
 
 def attributes(engine: Any) -> dict[str, Any]:
-    """All plain attributes of the engine, its module, grid and optimizer: whatever was built once from the world."""
+    """Return all plain attributes of the engine, its module, grid and optimizer: all that is built from the world."""
     optimizer = engine.stage.optimizer.wrapper._wrapper if engine.stage.optimizer.wrapper is not None else None
     holders = {"engine": engine, "module": engine.module, "grid": engine.grid, "optimizer": optimizer}
     return {
@@ -87,9 +87,9 @@ def attributes(engine: Any) -> dict[str, Any]:
 
 
 def train_and_repack(case: Case, sizes: Sizes, steps: int, halve_rates_at: int | None = None) -> dict[str, Any]:
-    """Train ``steps`` batches, re-packing on the way; a rank that is released waits to be taken back.
+    """Train ``steps`` batches, and re-pack between them. A released rank waits to be recalled.
 
-    After ``halve_rates_at`` batches the ranks at work halve all learning rates by hand.
+    After ``halve_rates_at`` batches the ranks at work halve all learning rates.
     """
     engine = build(case)
     data = batches(engine)
@@ -122,7 +122,7 @@ def train_and_repack(case: Case, sizes: Sizes, steps: int, halve_rates_at: int |
 
 
 def train_alone(case: Case, steps: int) -> dict[str, Any]:
-    """As :func:`train`, without re-packing, from the start."""
+    """Train as :func:`train_and_repack` does, without re-packing."""
     return train_and_repack(case, {}, steps)
 
 
@@ -143,7 +143,7 @@ ACCEPTS_JOINS: dict[str, Any] = {"interval": 0, "timeout_seconds": 60.0, "repack
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """All at the same time; the first error counts, the others may follow from it."""
+    """Make all calls at the same time. Raise the first error, because others may follow from it."""
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
         for done in as_completed(futures):
@@ -155,7 +155,7 @@ PARK = {"interval": 0, "repack": {"release": "park"}}
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole model's state; shards put together."""
+    """Merge the ranks' states to that of the whole model."""
     whole: dict[str, Any] = {}
     shards: dict[str, list[tuple[int, bytes]]] = {}
     for result in results:
@@ -168,7 +168,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def losses(results: list[dict[str, Any]]) -> dict[int, float]:
-    """By step; every rank that trained a step has to say the same."""
+    """Return losses by step, which must be equal on all ranks that trained the step."""
     found: dict[int, float] = {}
     for result in results:
         for step, loss in result["losses"].items():
@@ -176,5 +176,5 @@ def losses(results: list[dict[str, Any]]) -> dict[int, float]:
     return found
 
 
-DIFFER = {"engine.local_rank", "module.local_rank"}  # devices stay
+DIFFER = {"engine.local_rank", "module.local_rank"}  # a rank keeps its device
 DIFFER |= {"engine.loss", "module.curr_layer"}

@@ -1,4 +1,4 @@
-"""Engines of a user's own class or instructions; every function runs on a rank."""
+"""Engines with a user's own class or instructions; every function runs on a rank."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def project(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """A residual layer of a width of its own, so that layers differ in size."""
+    """A residual layer whose inner width depends on its number, so that layers differ in size."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Stands in for work on an accelerator: sleeps forward, and twice as long backward if it has to."""
+    """Sleeps instead of computing, and twice as long in a backward pass, if one is needed."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class SleepingLayer(nn.Module):
 
 
 class Widen(nn.Module):
-    """Gives a tuple of tensors of its own width."""
+    """Returns a tuple of tensors of its own width."""
 
     def __init__(self, width: int, wider: int, seed: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class FrozenBlock(Block):
 
 
 class Changing(nn.Module):
-    """Counts its batches, keeps a mask in a buffer and one in an attribute, and can be pruned and frozen."""
+    """Counts its batches, holds a mask in a buffer and one in an attribute, and can be pruned and frozen."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

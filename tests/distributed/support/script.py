@@ -1,4 +1,4 @@
-"""The training script, run by a rank as a launcher would."""
+"""The training script, run on a rank as by a launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.options import prepare
 
 
 def flags(folder: Path, name: str, steps: int | None = None) -> list[str]:
-    """Of a run of case ``name``; its JSON is written to ``folder``."""
+    """Write the JSON of case ``name`` to ``folder``, and return the script's flags for it."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -27,18 +27,18 @@ def flags(folder: Path, name: str, steps: int | None = None) -> list[str]:
 
 
 class Killed(Exception):
-    """Stands in for what ends a job in the middle."""
+    """Ends a job in the middle of a batch."""
 
 
 def run_script(
     arguments: list[str], killed_in: int | None = None, joined_in: int | None = None, packed_in: int | None = None
 ) -> dict[str, Any]:
-    """What scripts/train.py trains once its ranks have met.
+    """Run scripts/train.py on ranks that have met, and return its results.
 
     Args:
         killed_in: the step, counted from 1, in the middle of which everything ends.
         joined_in: the step before which another rank has joined.
-        packed_in: the step at whose end the engine goes on with one stage.
+        packed_in: the step after which the engine continues with one stage.
     """
     run = prepare(arguments)
     engine = build_engine(run)

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers, a slice of each on a rank."""
+"""Tensor-parallel layers: each rank holds a slice."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Embedding, Head, project, seeded
 
-SLICES: dict[str, Any] = {}  # this rank's group and index; a layer that moves finds its slice's here
+SLICES: dict[str, Any] = {}  # this rank's group and index, where a layer that arrives finds them
 
 
 class _Copy(torch.autograd.Function):
-    """The identity; gradients are summed over the slices."""
+    """Computes the identity, and sums gradients over the slices."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: Any) -> torch.Tensor:
@@ -31,7 +31,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """The sum over the slices; gradients pass."""
+    """Sums over the slices, and passes gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: Any) -> torch.Tensor:
@@ -45,7 +45,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class SlicedBlock(nn.Module):
-    """A residual layer whose inner width is split over the slices, unevenly; norm and outer bias are not."""
+    """A residual layer whose inner width is split unevenly over the slices. Norm and outer bias are not split."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class SlicedBlock(nn.Module):
 
 
 def sliced_layers(case: Case) -> list[Any]:
-    """An embedding and a head around sliced blocks. Collective: it makes the slices' groups."""
+    """Return an embedding, sliced blocks and a head. Collective: it makes the slices' groups."""
     for ranks in case.topology.get_axis_comm_lists("model"):
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:

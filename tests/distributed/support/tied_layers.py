@@ -14,7 +14,7 @@ from tests.distributed.support.configs import Case
 from tests.distributed.support.models import SEQUENCE, VOCABULARY, WIDTH, Block, Embedding, Head, scale, seeded
 
 ENDS = ["sparkjiao", "other attribute", "gdgpt", "gdgpt, other name", "gdgpt, one class", "function around", "megatron"]
-FIRST = ("gdgpt, one class", "function around")  # with every wrapper; the others in the fuzz form alone
+FIRST = ("gdgpt, one class", "function around")  # tested with every wrapper; the others only in the fuzz form
 
 
 def table(seed: int, rows: int = VOCABULARY) -> nn.Embedding:
@@ -22,7 +22,7 @@ def table(seed: int, rows: int = VOCABULARY) -> nn.Embedding:
 
 
 class EmbeddingLayer(nn.Module):
-    """As in SparkJiao's pipeline of LLaMA: the tied weight has a second name."""
+    """As in SparkJiao's LLaMA pipeline, the tied weight has a second name."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class EmbeddingLayer(nn.Module):
 
 
 class LanguageModelHead(nn.Module):
-    """Has the weight by another second name."""
+    """Has the weight under a different second name."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LanguageModelHead(nn.Module):
 
 
 class Enter(nn.Module):
-    """As in gdGPT: the tied weight is found by a property."""
+    """As in gdGPT, a property returns the tied weight."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Enter(nn.Module):
 
 
 class Exit(nn.Module):
-    """Has the weight by the same name, and a norm of its own."""
+    """Has the weight under the same name, and its own norm."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Exit(nn.Module):
 
 
 class NamedExit(nn.Module):
-    """Has the weight by another name, and a norm of its own before it."""
+    """Has the weight under another name, after its own norm."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class NamedExit(nn.Module):
 
 
 class Terminal(nn.Module):
-    """As in gdGPT's Bloom: one class for both ends, a norm of its own in each."""
+    """As in gdGPT's Bloom, one class serves for both ends, each with its own norm."""
 
     def __init__(self, seed: int, is_first: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Terminal(nn.Module):
 
 
 class Positioned(nn.Module):
-    """As in Megatron: the head's use is the embedding's class with a function around it, and needs its weight alone."""
+    """As in Megatron, the head is the embedding's class with a function around it, and uses only its weight."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def halved(layer: NamedExit, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Up(nn.Module):
-    """For the middle of a model, where layers move: a product with the weight."""
+    """A product with the weight, for the middle of a model, where layers move."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Up(nn.Module):
 
 
 class Back(nn.Module):
-    """A product with the same weight, transposed, and parameters of its own before and after it."""
+    """A product with the transposed weight, between parameters of its own."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ WAYS: dict[str, Callable[[Case], list[Any]]] = {
 
 
 def in_the_middle(case: Case) -> list[Any]:
-    """Two keys, whose uses are between other layers: they move, meet and part."""
+    """Return layers with two tie keys, whose uses move, come to one stage and part again."""
     return [
         LayerSpec(Embedding, 1),
         TiedLayerSpec("a", Up, 3, tied_weight_attr="weight"),

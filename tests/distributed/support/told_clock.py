@@ -1,4 +1,4 @@
-"""Layers that say how long they take, and a clock that believes them."""
+"""Layers that tell how long they take, and a clock that they advance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.support.configs import Case, config
 
 
 class ToldClock(CpuClock):
-    """Goes on by what layers say that they take, and by nothing else: what else the machine does is not measured."""
+    """A clock that only layers advance, so that nothing else on the machine is measured."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -32,7 +32,7 @@ clock = ToldClock()
 
 
 class UnsteadyLayer(nn.Module):
-    """Says that it took its cost, times what its rank is slowed down by, in each batch off by up to a share of it."""
+    """Takes its cost times the slowdown of its rank, with jitter of up to a share of it in each batch."""
 
     def __init__(self, number: int, seconds: tuple[float, float], slowdowns: Sequence[float], jitter: float) -> None:
         super().__init__()

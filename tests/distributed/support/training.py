@@ -1,4 +1,4 @@
-"""Build an engine, feed it, train it, and read what came of it; every function runs on a rank."""
+"""Build an engine, train it, and read its state; every function runs on a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer
 
 
 class Warnings(logging.Handler):
-    """Keeps what this rank is warned of, by us or in another log."""
+    """Keeps the warnings of this rank, in our log or another."""
 
     def __init__(self, log: logging.Logger | None = None) -> None:
         super().__init__(logging.WARNING)
@@ -36,7 +36,7 @@ class Warnings(logging.Handler):
 
 
 def without_optimizer(case: Case, initialize: Callable[..., Any] = ds_dynmo.initialize) -> Any:
-    """An engine that knows of no optimizer yet."""
+    """Build an engine that has no optimizer yet."""
     torch.manual_seed(0)
     module = PipelineModule(
         layers=layers(case), num_stages=case.stages, loss_fn=loss, partition_method="uniform", topology=case.topology
@@ -45,7 +45,7 @@ def without_optimizer(case: Case, initialize: Callable[..., Any] = ds_dynmo.init
 
 
 def give_optimizer(engine: Any, parameters: list[Any] | None = None, lr: float = 0.03) -> None:
-    """As diffusion-pipe does: parameter groups of this stage's own, and a function that makes the optimizer."""
+    """Give an engine its optimizer as diffusion-pipe does: this stage's parameter groups, and a function."""
     parameters = list(engine.module.parameters()) if parameters is None else parameters
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
@@ -55,7 +55,7 @@ def give_optimizer(engine: Any, parameters: list[Any] | None = None, lr: float =
 
 
 def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One model's state from the stages of each replica, which have to agree, and of all that each has for itself."""
+    """Merge the states of all stages. Replicas must agree, except on what each holds for itself."""
     replicas: dict[int, dict[str, Any]] = {}
     shards: dict[str, list[tuple[int, bytes]]] = {}
     for result in results:
@@ -76,7 +76,7 @@ def build(
     more: dict[str, Any] | None = None,
     partition_method: str = "uniform",
 ) -> Any:
-    """An engine for ``case``, started at ``case.start`` (default: as DeepSpeed's ``partition_method`` says).
+    """Build an engine for ``case`` that begins at ``case.start`` (default: DeepSpeed's ``partition_method``).
 
     Args:
         more: blocks of DeepSpeed's configuration.
@@ -102,13 +102,13 @@ def micro_batch(number: int, replica: int, seed: int = 0) -> tuple[torch.Tensor,
 
 
 def batches(engine: Any, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Micro-batches that depend on their number and the replica, as it is now, only."""
+    """Yield micro-batches that depend only on their number and the present replica."""
     replica = engine.grid.get_data_parallel_id()
     return (micro_batch(number, replica, seed) for number in itertools.count())
 
 
 def layers_of(engine: Any) -> dict[int, nn.Module]:
-    """The modules of this stage's layers by number; one that several uses share comes once."""
+    """Return the modules of this stage's layers by number; a module that several layers share appears once."""
     found: dict[int, nn.Module] = {}
     for number, layer in local_layers(engine.module):
         if all(layer is not other for other in found.values()):
@@ -117,19 +117,19 @@ def layers_of(engine: Any) -> dict[int, nn.Module]:
 
 
 def drop_decision(engine: Any) -> None:
-    """Forget that a decision was asked for: the moves are the test's own."""
+    """Drop a pending decision: only the test moves layers."""
     engine.balancer.trigger.decided(moved=False)
 
 
 def gather(value: Any) -> list[Any]:
-    """What every rank gives, in rank order."""
+    """Gather the value of every rank, in rank order."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
 
 
 def partitions(case: Case, seed: int, count: int) -> list[list[int]]:
-    """A random sequence of partitions."""
+    """Return a random sequence of partitions."""
     chooser = random.Random(seed)
     inner = range(1, case.num_layers)
     return [[0, *sorted(chooser.sample(inner, case.stages - 1)), case.num_layers] for _ in range(count)]
@@ -141,7 +141,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def state(engine: Any) -> dict[str, Any]:
-    """Weights and optimizer state of this rank's layers, by layer and name; shards as (first element, bytes)."""
+    """Return weights and optimizer state of this rank's layers by name; shards as (first element, bytes)."""
     found: dict[str, Any] = {"shards": {}}
     place = f"slice {engine.grid.get_slice_parallel_rank()}: " if engine.grid.slice_parallel_size > 1 else ""
     optimizer = engine.basic_optimizer
@@ -170,7 +170,7 @@ def state(engine: Any) -> dict[str, Any]:
 
 
 def train(case: Case, moves: Sequence[Sequence[int]], steps: int, every: int) -> dict[str, Any]:
-    """Train ``steps`` batches, going to the next of ``moves`` after every ``every`` of them."""
+    """Train ``steps`` batches, and go to the next of ``moves`` after every ``every`` of them."""
     engine = build(case)
     data = batches(engine)
     losses, evaluations = [], []
@@ -191,10 +191,10 @@ def train_and_move(
     steps: int,
     after: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """Train ``steps`` batches, going to the next of ``moves`` after each, while there are any; the losses.
+    """Train ``steps`` batches, go to the next of ``moves`` after each, and return the losses.
 
     Args:
-        after: called after each batch, and the move, with the number of the batch.
+        after: called with the number of the batch after each batch and its move.
     """
     losses, waiting = [], list(moves)
     for step in range(steps):
@@ -206,7 +206,7 @@ def train_and_move(
 
 
 def outcome_of(engine: Any, losses: list[float]) -> dict[str, Any]:
-    """What :func:`check_moves_changed_nothing` compares."""
+    """Return what :func:`check_moves_changed_nothing` compares."""
     return {
         "losses": losses,
         "state": state(engine),
@@ -217,14 +217,14 @@ def outcome_of(engine: Any, losses: list[float]) -> dict[str, Any]:
 
 
 def check_moves_changed_nothing(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:
-    """Two runs by rank, the second with moves: the same to the bit."""
+    """Check that two runs, the second with moves, are equal to the bit."""
     assert moved[0]["moved"] > 0 and still[0]["moved"] == 0
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
     assert whole(moved) == whole(still)
 
 
 def partition_of(case: Case) -> tuple[list[int], list[int]]:
-    """As built, by DeepSpeed, and after a batch."""
+    """Return the partition of the engine as built, and after a batch."""
     engine = build(case, partition_method="type:Embedding|Head")
     built = [report.old_partition for report in engine.reports]
     engine.train_batch(batches(engine))
@@ -249,7 +249,7 @@ def sleeping_engine(block: dict[str, Any], seconds: Sequence[float], stages: int
 
 
 def use_virtual_clock() -> None:
-    """On this rank layers sleep and are measured on a clock that nothing but their sleep advances."""
+    """On this rank, measure layers with a clock that only their sleep advances."""
     elapsed = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -260,7 +260,7 @@ def use_virtual_clock() -> None:
 
 
 def freeze(engine: Any, prefix: int) -> None:
-    """Freeze the leading layers, unfreeze the others."""
+    """Freeze the leading layers, and thaw the others."""
     for index, module in layers_of(engine).items():
         for parameter in module.parameters():
             parameter.requires_grad_(index >= prefix)
