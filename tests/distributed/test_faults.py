@@ -1,4 +1,4 @@
-"""A failure at any step of a rebalance, on any rank: before bytes move nobody is harmed, after that all stop."""
+"""A failure at any step of a rebalance, on any rank: harmless before bytes move, fatal on all ranks after that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.distributed.harness import RankError, run
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import batches, build, layers_of, partitions, state, whole
 
-MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # by the rank that receives
+MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # indexed by the rank that receives
 STEPS = 8
 BLOCK: dict[str, Any] = {"interval": 0, "timeout_seconds": 10, "profile": {"batches": 1, "warmup_batches": 0}}
 CASES = {
@@ -31,7 +31,7 @@ CASES = {
 
 
 def grid(points: Any) -> list[Any]:
-    """Every point on every rank; the short form takes one rank and lets the wrapper take turns."""
+    """Return every point on every rank; the short form has one rank per point, and precisions in turn."""
     return [
         pytest.param(
             point, rank, precision, id=f"{point}-rank{rank}-{precision}", marks=() if short else pytest.mark.fuzz
@@ -44,7 +44,7 @@ def grid(points: Any) -> list[Any]:
 
 
 class Injected(RuntimeError):
-    """The failure."""
+    """The injected failure."""
 
 
 def broken(*_: Any, **__: Any) -> Any:
@@ -57,7 +57,7 @@ def _no_load_signal(engine: Any) -> None:
 
 
 def _first_of_prepare(engine: Any) -> tuple[Any, str]:
-    """What prepares a move of optimizer state: the object, and the name of its method."""
+    """Return the object that prepares a move of optimizer state, and the name of its method."""
     state = engine.stage.state
     return (state.inventory, "take") if engine.stage.optimizer.wrapper else (state, "prepare")
 
@@ -109,7 +109,7 @@ def unharmed(case: Case, rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("point", "rank", "precision"), grid(HARMLESS))
-def test_before_bytes_move_training_goes_on(point: str, rank: int, precision: str) -> None:
+def test_before_bytes_move_a_failure_is_harmless(point: str, rank: int, precision: str) -> None:
     results = run(3, harmless, CASES[precision], point, rank)
     assert all("No layer has moved" in result["message"] for result in results)
     expected = run(3, unharmed, CASES[precision], rank)
@@ -146,14 +146,14 @@ def fatal(case: Case, point: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize(("point", "rank", "precision"), grid(FATAL))
-def test_after_that_every_rank_stops_and_says_where(point: str, rank: int, precision: str) -> None:
+def test_once_bytes_move_a_failure_stops_every_rank_with_its_place(point: str, rank: int, precision: str) -> None:
     messages = run(3, fatal, CASES[precision], point, rank, seconds=60)
     assert "the cable is gone" in messages[rank]
     for number, message in enumerate(messages):
         assert f"rank {number} failed " in message and "resume the job from its last checkpoint" in message
 
 
-def _go_on(engine: Any, case: Case, folder: str) -> dict[str, Any]:
+def _continue(engine: Any, case: Case, folder: str) -> dict[str, Any]:
     data = islice(batches(engine), engine.global_steps * engine.micro_batches, None)
     losses = {}
     for step, move in list(enumerate(partitions(case, 1, STEPS)))[engine.global_steps :]:
@@ -166,7 +166,7 @@ def _go_on(engine: Any, case: Case, folder: str) -> dict[str, Any]:
 
 
 def _die_at(calls: int) -> None:
-    """SIGKILL to this process when it enters its ``calls``-th function from now on."""
+    """Send SIGKILL to this process when it enters its ``calls``-th function from now on."""
     left = calls
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -179,22 +179,22 @@ def _die_at(calls: int) -> None:
 
 
 def train_and_save(case: Case, folder: str, victim: int, calls: int) -> dict[str, Any]:
-    """Rebalance after every batch, save after every second; rank ``victim`` kills itself at its ``calls``-th call."""
+    """Rebalance after every batch, save after every second. Rank ``victim`` kills itself at its ``calls``-th call."""
     engine = build(case)
     if engine.global_rank == victim:
         _die_at(calls)
-    return _go_on(engine, case, folder)
+    return _continue(engine, case, folder)
 
 
 def resume(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case)
     engine.load_checkpoint(folder)
-    return _go_on(engine, case, folder)
+    return _continue(engine, case, folder)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 3 else pytest.mark.fuzz) for s in range(20)])
 def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
-    """SIGKILL at any moment of a run that rebalances after every batch: before, in, and between saves."""
+    """SIGKILL comes at any moment of a run that rebalances after every batch: before, in, and between saves."""
     chooser = random.Random(seed)
     case = Case(stages=2, precision=chooser.choice(["fp32", "bf16 zero1"]), groups="two", dropout=True, start=(0, 3, 8))
     whole_run = run(2, train_and_save, case, str(tmp_path / "whole"), -1, 0)

@@ -1,4 +1,4 @@
-"""Models of other libraries move as their users cut them into layers."""
+"""Models of other libraries, cut into layers by their users, move."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 6
 
 
 def alexnet() -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]], list[list[int]]]:
-    """As DeepSpeedExamples cuts torchvision's: a list of modules with a function among them; one ReLU serves all."""
+    """Return torchvision's AlexNet as DeepSpeedExamples cuts it: modules and a function, which share one ReLU."""
     relu = nn.ReLU()
     features = [nn.Conv2d(1, 4, 3, padding=1), relu, nn.MaxPool2d(2), nn.Conv2d(4, 6, 3, padding=1), relu]
     classifier = [nn.Dropout(0.3), nn.Linear(24, 16), relu, nn.Linear(16, 5)]
@@ -34,7 +34,7 @@ def alexnet() -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]], list[
 
 
 class Decoder(nn.Module):
-    """A decoder layer of the library's with what the model around it would hand over; all share one rotary part."""
+    """One of the library's decoder layers, with the inputs that its model would pass. All share one rotary part."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
 
 
 def lora() -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]], list[list[int]]]:
-    """A Llama of transformers with adapters of peft's: the base is frozen."""
+    """Return a Llama of transformers with adapters of peft, whose base is frozen."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,7 +70,7 @@ def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def train(which: str, moves: bool) -> dict[str, Any]:
-    """Train with a move after every batch, or none."""
+    """Train with a move after every batch, or without moves."""
     torch.manual_seed(0)
     layers, data, partitions = {"alexnet": alexnet, "lora": lora}[which]()
     module = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, partition_method="uniform")

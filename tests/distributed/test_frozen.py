@@ -1,4 +1,4 @@
-"""A frozen prefix: nothing of it is computed backward, sent, reduced or stepped, and training goes on bitwise."""
+"""A frozen prefix runs no backward pass, sends, reduces and steps nothing, and training stays the same to the bit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.distributed.support.training import (
 
 
 def check_as_on_one_stage(case: Case, alone: Case) -> None:
-    """Layers freeze and thaw, on three stages with moves and without, and on one."""
-    frozen = {2: 3, 4: 6, 5: 0}  # before which batch, how many leading layers
+    """Freeze and thaw layers on three stages, with and without moves, and compare with one stage."""
+    frozen = {2: 3, 4: 6, 5: 0}  # by batch: the number of leading layers that are frozen before it
     moves = {1: [0, 1, 5, 8], 3: [0, 5, 7, 8], 4: [0, 2, 3, 8]}
     reference = run(alone.ranks, train_frozen, alone, frozen, {})
     still, moved = run_each(case.ranks, train_frozen, (case, frozen, {}), (case, frozen, moves))
@@ -52,7 +52,7 @@ def check_as_on_one_stage(case: Case, alone: Case) -> None:
     ],
 )
 def test_freezing_equals_one_process(interval: int, reentrant: bool, replicas: int) -> None:
-    """Against a plain one-stage run, whose autograd prunes the frozen prefix by itself."""
+    """It equals a plain one-stage run, whose autograd skips the frozen prefix by itself."""
     case = Case(stages=3, checkpoint_interval=interval, reentrant=reentrant, replicas=replicas)
     check_as_on_one_stage(case, Case(stages=1, replicas=replicas))
 
@@ -137,8 +137,8 @@ def unfreeze_later(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, 
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32 zero1"])
-def test_frozen_from_the_start(precision: str) -> None:
-    """What initialize finds frozen trains once it is unfrozen, though DeepSpeed's wrappers never saw it."""
+def test_layers_frozen_from_the_start_train_once_they_thaw(precision: str) -> None:
+    """Layers that are frozen at initialize train once they thaw, though DeepSpeed's wrappers never saw them."""
     still, moved = (run(2, unfreeze_later, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]]))
     assert [r["losses"] for r in still] == [r["losses"] for r in moved]
     assert whole(still) == whole(moved)
@@ -180,7 +180,7 @@ def count_backward_work(prefix: int) -> dict[str, int]:
     return counts
 
 
-def test_a_frozen_stage_does_no_backward_and_is_sent_nothing() -> None:
+def test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient() -> None:
     counts = run(3, count_backward_work, 4)
     assert [c["backward"] for c in counts] == [0, 1, 1]
     assert [c["gradients sent"] for c in counts] == [0, 0, 1]
@@ -199,7 +199,7 @@ def train_all_frozen() -> dict[str, Any]:
     return {"steps": engine.global_steps, "state": state(engine), "state when frozen": before}
 
 
-def test_everything_frozen_still_runs() -> None:
+def test_a_fully_frozen_model_still_runs() -> None:
     for result in run(2, train_all_frozen):
         assert result["steps"] == 3 and result["state"] == result["state when frozen"]
 
@@ -211,7 +211,7 @@ def freeze_silently() -> None:
     engine.train_batch(batches(engine))
 
 
-def test_freezing_without_a_word_is_an_error_that_says_what_to_call() -> None:
+def test_freezing_without_model_changed_is_an_error_that_names_it() -> None:
     with pytest.raises(RankError, match="model_changed"):
         run(2, freeze_silently)
 
@@ -231,7 +231,7 @@ TIE = (0, 7)  # both uses of the embedding
 
 
 def freeze_tie(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Freeze all uses of a tied layer, and let them train again."""
+    """Freeze all uses of a tied layer, and thaw them."""
     engine = build(Case(tied=True, precision=precision))
     data, losses, waiting = batches(engine), [], list(moves)
 
@@ -256,7 +256,7 @@ def freeze_tie(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
-def test_a_tie_is_frozen_and_thawed(precision: str) -> None:
+def test_all_uses_of_a_tied_layer_freeze_and_thaw(precision: str) -> None:
     together, apart = [0, 7, 8], [0, 3, 8]
     still, moved = (run(2, freeze_tie, precision, moves) for moves in ([], [apart, together, apart, apart]))
     assert [r["losses"] for r in still] == [r["losses"] for r in moved]

@@ -1,4 +1,4 @@
-"""Optimizers whose count of steps is on the accelerator: it follows layers, and no pickle takes it to other ranks."""
+"""Optimizers whose step counts are on the accelerator: they follow layers, and are never pickled there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def build(case: Case, **optimizer: Any) -> Any:
-    """With torch's AdamW and these options of it."""
+    """Build an engine with torch's AdamW and these options."""
     module = module_of(case)
     settings = config(case)
     settings["optimizer"]["params"].update(optimizer)
@@ -46,8 +46,8 @@ def train_fused(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
-def test_a_fused_optimizer_trains_on_bitwise(precision: str) -> None:
-    # Not fp32 with ZeRO-1: torch's fused kernel on a CPU rounds the last elements of a buffer otherwise than the rest.
+def test_moves_change_nothing_under_a_fused_optimizer(precision: str) -> None:
+    # Not fp32 with ZeRO-1: on a CPU torch's fused kernel rounds the last elements of a buffer differently.
     case = Case(precision=precision, groups="sparse", clip=0.0 if "zero1" in precision else 1.0)
     still, moved = (run(2, train_fused, case, moves) for moves in ([None] * len(MOVES), MOVES))
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
@@ -55,7 +55,7 @@ def test_a_fused_optimizer_trains_on_bitwise(precision: str) -> None:
 
 
 def send_accelerated() -> dict[str, Any]:
-    """What ranks learn of state on an accelerator, and of state that has no data."""
+    """Gather state that is on an accelerator, and state without data."""
     engine = build(Case(precision="bf16"))
     engine.train_batch(batches(engine))
     comm, rank = engine.stage.comm, engine.global_rank
@@ -76,7 +76,7 @@ def send_accelerated() -> dict[str, Any]:
     }
 
 
-def test_what_is_on_an_accelerator_is_not_pickled_there() -> None:
+def test_state_on_an_accelerator_is_pickled_on_the_cpu() -> None:
     for result in run(2, send_accelerated):
         assert result["steps"] == [(torch.Tensor, 1.0)] * 2
         assert result["gathered"] == [0.0, 1.0] and result["broadcast"] == 0.0

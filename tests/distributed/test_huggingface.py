@@ -1,4 +1,4 @@
-"""Hugging Face models in a pipeline: moves change nothing, and they learn what they learn outside of it."""
+"""Hugging Face models in a pipeline: moves change nothing, and training equals that of the library's model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ FREEZING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FREEZING)
-def test_moves_change_nothing_while_it_freezes(name: str) -> None:
+def test_moves_change_nothing_while_layers_freeze(name: str) -> None:
     frozen = CaseRun({**FREEZING[name], "sequence_length": 12})
     still = run(2, case_runs.train, frozen)
     check_moves_change_nothing(frozen, still)
@@ -86,19 +86,19 @@ def test_random_moves_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])
-def test_with_activation_checkpointing(name: str) -> None:
+def test_activation_checkpointing_changes_nothing(name: str) -> None:
     plain, recomputed = (run(2, case_runs.train, moved(case(name, interval=n))) for n in (0, 1))
     assert plain[0]["losses"] == recomputed[0]["losses"] and whole(plain) == whole(recomputed)
 
 
 class Length:
-    """What ``batches`` asks a model for."""
+    """The attribute of a model that ``batches`` reads."""
 
     sequence_length = 12
 
 
 def fine_tune(folder: str, checkpoint: str, partitions: list[list[int]]) -> list[float]:
-    """Train what is in ``folder``, one step at each partition; the losses. Leaves a checkpoint."""
+    """Train the model in ``folder``, one step at each partition, save a checkpoint, and return the losses."""
     specs = huggingface.layers(folder)
     module = PipelineModule(layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform")
     settings = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
@@ -112,15 +112,15 @@ def fine_tune(folder: str, checkpoint: str, partitions: list[list[int]]) -> list
 
 
 class _Engine:
-    """What ``batches`` asks an engine for: the only replica."""
+    """The attributes of an engine that ``batches`` reads, with one replica."""
 
     micro_batches = 3
     grid = type("Grid", (), {"get_data_parallel_id": staticmethod(lambda: 0)})
 
 
 @pytest.mark.parametrize("name", ["mixtral", "mixtral tied"])
-def test_it_learns_what_it_learns_outside(name: str, tmp_path: Path) -> None:
-    """From a folder, over two stages with moves in between, to a checkpoint and back to a folder."""
+def test_training_equals_that_of_the_librarys_model(name: str, tmp_path: Path) -> None:
+    """It is read from a folder, trained on two stages with moves, saved, and exported to a folder."""
     torch.manual_seed(3)
     settings = {**MODELS[name]}
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -156,7 +156,9 @@ def test_it_learns_what_it_learns_outside(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("checkpoint_interval", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_everywhere(name: str, precision: str, stages: int, replicas: int, checkpoint_interval: int) -> None:
+def test_moves_change_nothing_under_any_setting(
+    name: str, precision: str, stages: int, replicas: int, checkpoint_interval: int
+) -> None:
     check_moves_change_nothing(
         case(name, stages=stages, replicas=replicas, precision=precision, interval=checkpoint_interval)
     )

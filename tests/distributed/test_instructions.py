@@ -1,4 +1,4 @@
-"""Instructions of the user's own are called as often as DeepSpeed calls them; moves change nothing there either."""
+"""A user's own instructions are called as often as DeepSpeed calls them, and moves change nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.distributed.support.instructions import MOVES, STEPS, Counts, error_o
 from tests.distributed.support.models import Block, Embedding, Head, layers
 from tests.distributed.support.training import batches, build, drop_decision, freeze, state, train_and_move, whole
 
-UNCLIPPED = Case(clip=0.0)  # DeepSpeed clips by another norm
+UNCLIPPED = Case(clip=0.0)  # because DeepSpeed clips by another norm
 
 
 def counted(counts: Counts, kind: type, instruction: Callable[..., None]) -> Callable[..., None]:
@@ -36,7 +36,7 @@ def counted(counts: Counts, kind: type, instruction: Callable[..., None]) -> Cal
 
 
 def reduce_nothing(counts: Counts) -> Callable[[Any], None]:
-    """As diffusion-pipe's with gradient release: there is one replica, and gradients are not to be touched."""
+    """Replace the reduction as diffusion-pipe does with gradient release: one replica, gradients stay as they are."""
 
     def reduce(self: Any) -> None:
         assert self.mpu.get_data_parallel_world_size() == 1
@@ -46,7 +46,7 @@ def reduce_nothing(counts: Counts) -> Callable[[Any], None]:
 
 
 def own_map(counts: Counts, present: Any) -> dict[type, Any]:
-    """Every instruction counts; gradients are reduced by a function of the user's own."""
+    """Return a map whose instructions count their calls, with a user's own reduction of gradients."""
     own = {kind: counted(counts, kind, instruction) for kind, instruction in present.items()}
     return {**own, schedule.ReduceGrads: reduce_nothing(counts)}
 
@@ -69,9 +69,12 @@ def train_patched(
     save_to: str | None = None,
     resume_from: str | None = None,
 ) -> dict[str, Any]:
-    """Count instructions; ``early``: they are patched before the engine is made, otherwise after two batches.
+    """Train, and count instructions.
 
-    ``save_to``: after the second batch; ``resume_from``: the last three.
+    Args:
+        early: patch them before the engine is built, otherwise after two batches.
+        save_to: a folder to save to after the second batch.
+        resume_from: a folder to load; only the last three batches are trained then.
     """
     counts: Counts = Counter()
     engine_class = None
@@ -112,7 +115,7 @@ def test_patched_instructions_are_called_as_often_as_by_deepspeed(how: str, earl
     assert whole(still) == whole(moved)
 
 
-def test_a_patched_run_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
+def test_a_patched_run_resumes_at_another_number_of_stages(tmp_path: Path) -> None:
     saved = run(2, train_patched, "ds_dynmo", UNCLIPPED, "entries", False, MOVES, str(tmp_path))
     moves = ([0, 1, 2, 8], [0, 5, 7, 8])
     three = Case(stages=3, clip=0.0)
@@ -134,13 +137,13 @@ OWN_BACKWARD = {
 
 
 def trained(results: list[dict[str, Any]], prefix: int) -> dict[str, Any]:
-    """Weights, and optimizer state of layers that are not frozen: of frozen ones a move makes zeros under bf16."""
+    """Return weights, and optimizer state of layers that train: that of frozen ones becomes zeros in a bf16 move."""
     state = whole(results)
     return {key: value for key, value in state.items() if "/" not in key or int(key.split(".")[0]) >= prefix}
 
 
 class Twofold(nn.Module):
-    """A stage that ends here sends two tensors, which depend on each other's layers."""
+    """Returns two tensors, which depend on each other's layers."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -165,7 +168,7 @@ def twofold_layers(case: Case) -> list[Any]:
 
 
 def backward_from_each(engine: Any, buffer_id: int) -> None:
-    """A backward pass of the user's own: not DeepSpeed's function, but to the same effect."""
+    """Run a user's own backward pass, with the effect of DeepSpeed's."""
     if engine.is_last_stage():
         super(PipelineEngine, engine).backward(engine.loss)
         return
@@ -186,7 +189,7 @@ def backward_from_each(engine: Any, buffer_id: int) -> None:
 def train_with_own_backward(
     case: Case, moves: Sequence[Sequence[int]], twofold: bool = False, prefix: int = 0
 ) -> dict[str, Any]:
-    """``prefix`` layers are frozen."""
+    """Train with a user's own backward pass and ``prefix`` frozen layers."""
     counts: Counts = Counter()
     changed = (schedule.BackwardPass, schedule.ReduceTiedGrads, schedule.OptimizerStep)
     engine = build(case, twofold_layers if twofold else layers)
@@ -202,8 +205,8 @@ def train_with_own_backward(
 
 
 @pytest.mark.parametrize("what", OWN_BACKWARD)
-def test_a_backward_pass_of_ones_own(what: str) -> None:
-    """On a stage without anything to train, too, it is called: with something of no elements."""
+def test_moves_change_nothing_with_an_own_backward_pass(what: str) -> None:
+    """It is called also on a stage that trains nothing, with an empty tensor."""
     case, twofold, prefix = OWN_BACKWARD[what]
     layers = case.blocks + 4 if twofold else case.num_layers
     moves = ([0, 2, 4, layers], [0, 1, layers - 1, layers], [0, 1, 2, layers], [0, 5, layers - 1, layers])
@@ -215,7 +218,7 @@ def test_a_backward_pass_of_ones_own(what: str) -> None:
 
 
 def own_sends_with_a_frozen_prefix() -> tuple[str, float, str]:
-    """What freezing says, and that training goes on where layers thaw again; what a patch in mid-training says."""
+    """Return the error of freezing, the loss after thawing, and the error of a patch during training."""
     engine = build(Case())
     data, kind = batches(engine), schedule.SendGrad
     original = PipelineEngine._INSTRUCTION_MAP[kind]
@@ -234,7 +237,7 @@ def own_sends_with_a_frozen_prefix() -> tuple[str, float, str]:
     return messages[0], trained, messages[1]
 
 
-def test_sends_of_ones_own_are_refused_where_a_stage_is_sent_nothing() -> None:
+def test_own_sends_are_refused_with_a_frozen_prefix() -> None:
     for at_once, trained, later in run(2, own_sends_with_a_frozen_prefix):
         assert "_INSTRUCTION_MAP[SendGrad] = tests.distributed.test_instructions.counted" in at_once
         assert "the first 2 layers have nothing to train" in at_once
@@ -248,7 +251,7 @@ def a_schedule_of_its_own(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
-def test_a_batch_that_does_not_come_to_the_engines_own_is_refused(kind: str) -> None:
+def test_a_batch_that_bypasses_the_engine_is_refused(kind: str) -> None:
     assert all("_exec_schedule was replaced" in message for message in run(2, a_schedule_of_its_own, kind))
 
 
@@ -265,7 +268,7 @@ def test_a_map_that_is_set_while_a_batch_runs_is_refused() -> None:
 
 
 def instructions_seen(path: str, own: bool) -> dict[str, Any]:
-    """A profiled and traced batch, where instructions are the user's or not."""
+    """Profile and trace batches, with the user's own instructions or DeepSpeed's."""
     counts: Counts = Counter()
     block = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}, "trace": {"path": path, "steps": [1, 2]}}
     engine = build(Case(dynmo=block))
@@ -278,7 +281,7 @@ def instructions_seen(path: str, own: bool) -> dict[str, Any]:
     return {"losses": losses, "counts": counts, "profiled": profiled}
 
 
-def test_profile_and_trace_go_around_instructions_of_ones_own(tmp_path: Path) -> None:
+def test_profile_and_trace_include_own_instructions(tmp_path: Path) -> None:
     stock = run(2, instructions_seen, str(tmp_path / "stock.json"), False)
     own = run(2, instructions_seen, str(tmp_path / "own.json"), True)
     assert outcomes(stock, "losses", "profiled") == outcomes(own, "losses", "profiled")

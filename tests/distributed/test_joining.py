@@ -50,7 +50,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    """Where the job's ranks meet; its port is any that is free."""
+    """Make the store where the job's ranks meet, on any free port."""
     yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
@@ -64,7 +64,7 @@ def store() -> Iterator[TCPStore]:
     ],
 )
 def test_launches_that_join_become_stages(store: TCPStore, precision: str, replicas: int) -> None:
-    """1 -> 2 -> 4 stages by two launches, whichever joins first, then 2: bitwise as one stage alone."""
+    """1 -> 2 -> 4 stages by two launches, in any order, then 2 equal one stage alone, to the bit."""
     case = Case(
         stages=1,
         replicas=replicas,
@@ -97,11 +97,11 @@ def test_launches_that_join_become_stages(store: TCPStore, precision: str, repli
     assert (first.recalled_ranks, second.recalled_ranks) == tuple(map(tuple, awaited.values()))
     assert third.released_ranks == tuple(range(replicas, 3 * replicas))
     assert of_job[0]["most"] == 2  # they were not parked
-    assert of_job[0]["gone"] == []  # their own launches give back what they run on
+    assert of_job[0]["gone"] == []  # their own launches release what they run on
 
 
 def refused(case: Case, address: str) -> list[Any]:
-    """Try to join; training goes on here if the job does not fit."""
+    """Try to join, and train on if the job refuses."""
     set_secret()
     engine = build(case)
     data = batches(engine)
@@ -113,15 +113,15 @@ def refused(case: Case, address: str) -> list[Any]:
 
 
 def quiet_job(case: Case) -> int:
-    """A job that stays at a step until all that want to join have looked at it; how many stages it can go on with."""
+    """Wait until all launches have tried to join, and return the number of stages that the job can have."""
     set_secret()
     engine = build(case)
     engine.repacker.world.store.wait(["looked"])
     return int(engine.most_stages())
 
 
-def test_who_does_something_else_cannot_join(store: TCPStore) -> None:
-    """It is told in what it differs, and trains on by itself."""
+def test_a_launch_of_another_run_cannot_join(store: TCPStore) -> None:
+    """It gets an error that tells what differs, and trains on by itself."""
     case, address = Case(stages=1, dynmo=ACCEPTS_JOINS), f"localhost:{store.port}"
     others = {
         "the layers": replace(case, blocks=4),
@@ -154,7 +154,7 @@ def job_with_a_late_optimizer(case: Case) -> int:
 
 
 def joining_launch_with_a_late_optimizer(case: Case, address: str) -> bool:
-    """It joins once it has the optimizer, which the job was given too; without it there is no such job."""
+    """Join once the launch has the job's optimizer; before that, the job refuses."""
     set_secret()
     engine = without_optimizer(case)
     job = store_part(store_at(address, 60.0), job_spec.find_job(store_at(address, 60.0), 60.0))
@@ -168,7 +168,7 @@ def joining_launch_with_a_late_optimizer(case: Case, address: str) -> bool:
     return bool(engine.released)
 
 
-def test_the_job_has_the_optimizer_that_it_was_given_last(store: TCPStore) -> None:
+def test_a_launch_joins_with_the_jobs_latest_optimizer(store: TCPStore) -> None:
     case = Case(stages=1, dynmo=ACCEPTS_JOINS)
     most, joined = together(
         lambda: run(1, job_with_a_late_optimizer, case, port=store.port, seconds=SECONDS),
@@ -177,7 +177,7 @@ def test_the_job_has_the_optimizer_that_it_was_given_last(store: TCPStore) -> No
     assert (most, joined) == ([2], [True])
 
 
-def test_there_is_no_job(store: TCPStore) -> None:
+def test_joining_without_a_job_is_refused(store: TCPStore) -> None:
     case = Case(stages=1, dynmo={**ACCEPTS_JOINS, "timeout_seconds": 0.5})
     silent = socket.create_server(("localhost", 0))
     for address, expected in [
@@ -191,14 +191,14 @@ def test_there_is_no_job(store: TCPStore) -> None:
 
 
 class Bomb:
-    """Its pickle ends the process that loads it."""
+    """An object whose pickle ends the process that loads it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (1,)
 
 
 def job_beside_a_stranger(case: Case) -> int:
-    """How many stages the job can go on with, once a stranger wrote what ranks that joined used to write."""
+    """Return the number of stages that the job can have, after a stranger wrote keys of an earlier protocol."""
     set_secret()
     engine = build(case)
     store = engine.repacker.world.store
@@ -207,8 +207,8 @@ def job_beside_a_stranger(case: Case) -> int:
     return int(engine.most_stages())
 
 
-def test_without_accept_joins_nobody_is_looked_for(store: TCPStore) -> None:
-    """A count that a stranger writes, as large as it likes, and what it offers there, is not even read."""
+def test_strangers_entries_in_the_store_are_not_read(store: TCPStore) -> None:
+    """Neither a count that a stranger writes, however large, nor its pickles are read."""
     for accepts in (False, True):
         case = Case(stages=1, dynmo={**ACCEPTS_JOINS, "repack": {"accept_joins": accepts}})
         assert run(1, job_beside_a_stranger, case, seconds=SECONDS) == [1]
@@ -225,8 +225,8 @@ def secrets_that_differ(case: Case) -> str:
     return "nothing was raised"
 
 
-def test_ranks_of_a_launch_with_different_secrets_are_refused_at_once() -> None:
-    """A re-packing would find it out where there is no way back."""
+def test_ranks_of_a_launch_with_different_secrets_are_refused_at_the_start() -> None:
+    """A re-packing would find it too late to go back."""
     for rank, message in enumerate(run(2, secrets_that_differ, Case(dynmo=ACCEPTS_JOINS))):
         assert message.startswith(f"ranks [{1 - rank}] have another secret in DS_DYNMO_JOIN_SECRET than rank {rank}")
 
@@ -245,7 +245,7 @@ def deceived_job(case: Case) -> str:
 
 
 def impostor(case: Case, address: str) -> None:
-    """Takes part in all that follows without the secret, and sends a pickle that nobody may load."""
+    """Join, then take part in the new world without the secret, and send a pickle that nobody may load."""
     set_secret()
     engine = build(case)
     engine.join(address)
@@ -253,7 +253,7 @@ def impostor(case: Case, address: str) -> None:
     def pretend(_: Any, gather: Callable[[bytes], list[bytes]], *facts: Any) -> None:
         gather(secrets.token_bytes(32))
         gather(secrets.token_bytes(32))
-        with suppress(RuntimeError):  # the others leave
+        with suppress(RuntimeError):  # the other ranks leave
             engine.stage.comm.gather_objects(Bomb())
 
     secret.check_members = pretend
@@ -261,8 +261,8 @@ def impostor(case: Case, address: str) -> None:
         engine.wait_for_recall()
 
 
-def test_who_takes_the_place_of_one_that_was_let_in_is_found_out_in_the_new_world(store: TCPStore) -> None:
-    """Before anything is unpickled of what comes over its connections."""
+def test_an_impostor_is_found_in_the_new_world(store: TCPStore) -> None:
+    """It is found before anything from its connections is unpickled."""
     case, address = Case(stages=1, dynmo=ACCEPTS_JOINS), f"localhost:{store.port}"
     messages, _ = together(
         lambda: run(1, deceived_job, case, port=store.port, seconds=SECONDS),
@@ -271,7 +271,7 @@ def test_who_takes_the_place_of_one_that_was_let_in_is_found_out_in_the_new_worl
     assert "ranks [1] of the new world do not know the secret in DS_DYNMO_JOIN_SECRET" in messages[0]
 
 
-def test_a_job_that_ends_lets_them_go(store: TCPStore) -> None:
+def test_a_job_that_ends_dismisses_launches_that_joined(store: TCPStore) -> None:
     case = Case(stages=1, dynmo=ACCEPTS_JOINS)
     own = replace(case, stages=2)
     _, waiting = together(
@@ -286,8 +286,8 @@ def run_joining_script(*arguments: Any) -> dict[str, Any]:
     return run_script(*arguments)
 
 
-def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
-    """The run takes the rank at its next decision, by itself; its numbers stay to the bit."""
+def test_the_training_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
+    """The run takes the rank as a stage at its next decision, and its losses stay the same to the bit."""
     arguments = flags(tmp_path, "dense", 8)
     alone = run(1, run_script, arguments)
     path = tmp_path / "config.json"
@@ -308,13 +308,13 @@ def test_the_script_joins_a_run(store: TCPStore, tmp_path: Path) -> None:
     ranks = of_run[0]["ranks"]
     assert ranks == sorted(ranks) and ranks[-4:] == [2] * 4
     assert of_run[0]["losses"] == alone[0]["losses"]
-    assert joined[0]["losses"] == alone[0]["losses"][ranks.count(1) - 1 :]  # it was called at the end of a step
+    assert joined[0]["losses"] == alone[0]["losses"][ranks.count(1) - 1 :]  # it was recalled at the end of a step
     assert of_run[0]["validation"] == alone[0]["validation"]
     assert whole([*of_run, *joined]) == whole(alone)
 
 
 def job_of_known_times(block: dict[str, Any], steps: int) -> list[int]:
-    """Stages after each step, the fourth of which begins when a rank has joined."""
+    """Return the number of stages after each step. The fourth step begins when a rank has joined."""
     set_secret()
     use_virtual_clock()
     engine, data = sleeping_engine(block, LAYER_SECONDS, 1)
@@ -342,8 +342,8 @@ def joining_launch_of_known_times(block: dict[str, Any], address: str, steps: in
         engine.train_batch(data)
 
 
-def test_a_run_that_repacks_by_itself_takes_ranks_that_join_and_keeps_them(store: TCPStore) -> None:
-    """What is fast enough is measured with them from then on: one stage was fast enough before."""
+def test_an_automatic_repacking_takes_ranks_that_join_and_keeps_them(store: TCPStore) -> None:
+    """From then on the target speed includes them; before, one stage was fast enough."""
     block = {
         **ACCEPTS_JOINS,
         "interval": 2,

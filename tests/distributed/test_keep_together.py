@@ -1,4 +1,4 @@
-"""Layers that have to be on one stage: no cut between them, wherever a partition comes from."""
+"""Layers that must be on one stage are never cut apart, wherever a partition comes from."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ WEIGHTS = [VOCABULARY * WIDTH, *[WIDTH * WIDTH] * BLOCKS, 2 * WIDTH, HEAD_WIDTH 
 
 
 class GPT2ModelPipe(PipelineModule):
-    """Named as in transpeeder: by this name DeepSpeed 0.19.8 takes the last tensor of a message for a mask."""
+    """Named as in transpeeder: with this name DeepSpeed 0.19.8 treats the last tensor of a message as a mask."""
 
 
 class MaskedEmbedding(Embedding):
-    """Hidden states, and which position attends to which."""
+    """Returns hidden states, and which position attends to which."""
 
     def forward(self, tokens: torch.Tensor) -> Any:
         length = tokens.shape[1]
@@ -48,7 +48,7 @@ class MaskedEmbedding(Embedding):
 
 
 class MaskedBlock(nn.Module):
-    """Mixes each position with those that it attends to, and hands the mask on."""
+    """Mixes each position with those that it attends to, and passes the mask on."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class MaskedBlock(nn.Module):
 
 
 class LastNorm(nn.LayerNorm):
-    """Hands on one tensor, and no mask."""
+    """Passes on one tensor without the mask."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -100,7 +100,7 @@ def masked_engine(case: Case) -> Any:
 
 
 def train_masked(case: Case, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
-    """Train ``steps`` batches, going to the next of ``moves`` after each."""
+    """Train ``steps`` batches, and go to the next of ``moves`` after each."""
     engine = masked_engine(case)
     losses = train_and_move(engine, batches(engine), moves, steps)
     return {
@@ -113,7 +113,7 @@ def train_masked(case: Case, moves: Sequence[Sequence[int]], steps: int) -> dict
 # -- a miniature of transpeeder -----------------------------------------------------------------------
 
 
-def test_without_the_key_the_cut_that_a_balancer_would_make_ends_the_run() -> None:
+def test_without_the_key_a_balancers_cut_ends_the_run() -> None:
     assert balanced(WEIGHTS, 2) == [0, 7, 8]
     with pytest.raises(RankError, match="'tuple' and 'Parameter'"):  # the head gets the tensor cut along its batch
         run(2, train_masked, Case(), [[0, 7, 8]], 2)
@@ -130,7 +130,7 @@ def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None
     [{}, {"balancer": "diffusion"}, {"balancer": "diffusion", "decentralized": True}],
     ids=["partition", "diffusion", "decentralized"],
 )
-def test_automatic_moves_cut_where_they_may(balancer: dict[str, Any]) -> None:
+def test_automatic_moves_make_only_allowed_cuts(balancer: dict[str, Any]) -> None:
     still, moved = run_each(
         2,
         train_masked,
@@ -150,31 +150,31 @@ def test_moves_by_hand_change_nothing(precision: str) -> None:
     check_same(still, moved)
 
 
-def _go_on(engine: Any, data: Iterator[Any], steps: int) -> dict[str, Any]:
+def _continue(engine: Any, data: Iterator[Any], steps: int) -> dict[str, Any]:
     losses = [engine.train_batch(data).item() for _ in range(steps)]
     replica = engine.grid.get_data_parallel_id()
     return {"losses": losses, "state": state(engine), "partition": engine.partition, "replica": replica}
 
 
 def save_masked(case: Case, folder: str, move: Sequence[int], steps: int) -> dict[str, Any]:
-    """Train, move, save, and train as much again."""
+    """Train, move, save, and train as many batches again."""
     engine = masked_engine(case)
     data = batches(engine)
     for _ in range(steps):
         engine.train_batch(data)
     engine.rebalance(move)
     engine.save_checkpoint(folder)
-    return _go_on(engine, data, steps)
+    return _continue(engine, data, steps)
 
 
 def load_masked(case: Case, folder: str, steps: int) -> dict[str, Any]:
     engine = masked_engine(case)
     engine.load_checkpoint(folder)
-    return _go_on(engine, islice(batches(engine), steps * engine.micro_batches, None), steps)
+    return _continue(engine, islice(batches(engine), steps * engine.micro_batches, None), steps)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_saved_and_loaded_at_another_number_of_stages(tmp_path: Path, stages: int) -> None:
+def test_a_run_resumes_at_another_number_of_stages(tmp_path: Path, stages: int) -> None:
     case = Case(stages=3, dynmo=BY_HAND)
     saved = run(3, save_masked, case, str(tmp_path), [0, 5, 6, 8], 2)
     loaded = run(stages, load_masked, replace(case, stages=stages), str(tmp_path), 2)
@@ -182,7 +182,7 @@ def test_saved_and_loaded_at_another_number_of_stages(tmp_path: Path, stages: in
     assert whole(loaded) == whole(saved)
 
 
-def _landed(decide: Callable[..., Any], *args: Any, **options: Any) -> list[int] | None:
+def _try(decide: Callable[..., Any], *args: Any, **options: Any) -> list[int] | None:
     try:
         landed = decide(*args, **options)
         return list(landed.boundaries if isinstance(landed, Placement) else landed)
@@ -190,8 +190,8 @@ def _landed(decide: Callable[..., Any], *args: Any, **options: Any) -> list[int]
         return None
 
 
-def neighbours_and_all_at_once(stages: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Where diffusion lands between ranks, and in memory; None: where nothing fits."""
+def diffusion_both_ways(stages: int, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return the partitions that diffusion finds between ranks and in memory; None where nothing fits."""
     chooser = random.Random(seed)
     module = PipelineModule(layers=masked_layers(), num_stages=stages, loss_fn=loss, partition_method="uniform")
     comm, stage = Communicator(module.mpu(), torch.device("cpu"), 30.0), module.stage_id
@@ -204,15 +204,15 @@ def neighbours_and_all_at_once(stages: int, seed: int) -> tuple[list[Any], list[
         memory = MemoryModel(static, activation, inputs, (70,) * stages, 4, chooser.choice([0, 2, 3]))
         own = costs[start[stage] : start[stage + 1]]
         among_neighbours.append(
-            _landed(decide_among_neighbours, own, Placement.chain(start), memory, stage, comm, groups=groups),
+            _try(decide_among_neighbours, own, Placement.chain(start), memory, stage, comm, groups=groups),
         )
         given: dict[str, Any] = {"memory": memory, "pipeline": None, "speeds": None, "groups": groups}
-        at_once.append(_landed(propose, "diffusion", costs, stages, start=start, **given))
+        at_once.append(_try(propose, "diffusion", costs, stages, start=start, **given))
     return among_neighbours, at_once
 
 
-def test_neighbours_land_where_diffusion_does() -> None:
-    ranks = run(3, neighbours_and_all_at_once, 3, 1)
+def test_decentralized_diffusion_equals_the_pure_function() -> None:
+    ranks = run(3, diffusion_both_ways, 3, 1)
     among_neighbours, at_once = ranks[0]
     assert among_neighbours == at_once and sum(landed is not None for landed in at_once) > 5
     assert all(rank == ranks[0] for rank in ranks)

@@ -1,4 +1,4 @@
-"""Where rules of layers that stay together count: at the start, in moves, re-packing, joining and loading."""
+"""Rules of layers that stay together hold at the start, in moves, re-packing, joining and loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_HAND = {"interval": 0, **PAIR}
 
 
 def begins_at(case: Case) -> dict[str, Any]:
-    """Where an engine begins, and where it is after a batch."""
+    """Return the partition at which an engine begins, and that after a batch."""
     engine = build(case)
     first = engine.partition
     engine.train_batch(batches(engine))
@@ -42,7 +42,7 @@ def begins_at(case: Case) -> dict[str, Any]:
         ({"keep_together": [[0, 1]]}, [0, 4, 8]),
         ({"keep_together": ["type:^block", [3, 4]]}, [0, 6, 8]),  # layers 1 to 5 are blocks
         ({"keep_together": [[3, 4]], "initial_partition": "uniform"}, [0, 3, 6, 8]),
-        # Below, the best that is allowed is not the allowed one that is nearest to the best.
+        # Below, the best allowed partition is not the allowed one nearest to the best.
         ({"keep_together": [[1, 2, 3, 4]], "initial_partition": "uniform"}, [0, 1, 5, 8]),
         ({"keep_together": [[4, 5]], "initial_partition": "type:block|head:4"}, [0, 6, 8]),
         ({"keep_together": [[3, 4, 5]], "initial_partition": "parameters"}, [0, 3, 6, 8]),
@@ -63,7 +63,7 @@ def refused_at_the_start(case: Case) -> tuple[str, str]:
     return "built", ""
 
 
-def test_rules_that_do_not_suit_are_refused_before_anything_begins() -> None:
+def test_rules_that_do_not_fit_are_refused_before_training() -> None:
     blocks: list[tuple[dict[str, Any], str, str]] = [
         ({"keep_together": [[6, 7, 8]]}, "ConfigError", "keep_together[0] = [6, 7, 8]: there is no layer 8"),
         ({"keep_together": ["type:Attention"]}, "ConfigError", "no layer's name matches 'Attention'"),
@@ -87,7 +87,7 @@ def test_rules_that_do_not_suit_are_refused_before_anything_begins() -> None:
 
 
 def refused_moves(case: Case, partition: Sequence[int]) -> dict[str, Any]:
-    """Go where it may not, by a rebalance and by a re-packing; train on."""
+    """Ask for a forbidden partition by a rebalance and by a re-packing, and train on."""
     engine = build(case)
     data, errors = batches(engine), []
     losses = [engine.train_batch(data).item()]
@@ -105,7 +105,7 @@ def refused_moves(case: Case, partition: Sequence[int]) -> dict[str, Any]:
 # -- moves, re-packing, joining -----------------------------------------------------------------------
 
 
-def test_a_cut_asked_for_by_hand_is_refused_and_training_goes_on() -> None:
+def test_a_forbidden_partition_is_refused_and_training_continues() -> None:
     case = Case(dynmo=BY_HAND)
     refused, plain = run_each(2, refused_moves, (case, [0, 7, 8]), (Case(dynmo=BY_HAND), [0, 4, 8]))
     for rank in refused:
@@ -115,7 +115,7 @@ def test_a_cut_asked_for_by_hand_is_refused_and_training_goes_on() -> None:
 
 
 def repack_by_hand(case: Case, sizes: Sequence[Any]) -> dict[str, Any]:
-    """After each batch go on with the next of ``sizes``, numbers of stages or partitions; and train one more."""
+    """After each batch re-pack to the next of ``sizes``, numbers of stages or partitions. Train one more batch."""
     engine = build(case)
     data = batches(engine)
     found: dict[str, Any] = {"losses": [], "partitions": [], "errors": [], "most": []}
@@ -136,7 +136,7 @@ def repack_by_hand(case: Case, sizes: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def test_re_packing_and_growing_cut_where_they_may() -> None:
+def test_re_packing_makes_only_allowed_cuts() -> None:
     rules = {"keep_together": [[0, 1, 2], [3, 4], [5, 6, 7]]}
     case = Case(stages=3, dynmo={"interval": 0, "repack": {"release": "park"}, **rules}, start=(0, 3, 5, 8))
     sizes = [2, [0, 4, 8], 3, 1, 4, 3]
@@ -154,7 +154,7 @@ def test_re_packing_and_growing_cut_where_they_may() -> None:
 
 
 def start_of_the_run(case: Case) -> tuple[float, float]:
-    """What an iteration counts as having taken at the start, and what it is predicted to take as layers are."""
+    """Return the seconds that an iteration counts as at first, and those predicted for the present partition."""
     engine = build(case)
     data = batches(engine)
     while engine.profile is None:
@@ -164,8 +164,8 @@ def start_of_the_run(case: Case) -> tuple[float, float]:
     )
 
 
-def test_re_packing_expects_no_speed_that_no_allowed_partition_has() -> None:
-    """One partition is allowed, [0, 1, 8], and a balanced one would be faster."""
+def test_the_target_speed_is_that_of_an_allowed_partition() -> None:
+    """Only [0, 1, 8] is allowed; a balanced partition would be faster."""
     case = Case(dynmo={"interval": 0, "keep_together": [[1, 2, 3, 4, 5, 6, 7]]})
     first_seconds, as_it_is = run(2, start_of_the_run, case)[0]
     assert first_seconds == as_it_is
@@ -176,8 +176,8 @@ def store() -> Iterator[TCPStore]:
     yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def test_a_job_does_not_take_more_joiners_than_it_has_groups(store: TCPStore) -> None:
-    """Two join a job of one stage that has two groups."""
+def test_a_job_admits_no_more_stages_than_it_has_groups(store: TCPStore) -> None:
+    """Two ranks join a job of one stage whose model has two groups."""
     case = Case(stages=1, dynmo={**ACCEPTS_JOINS, "keep_together": [[0, 1, 2, 3], [4, 5, 6, 7]]})
     address = f"localhost:{store.port}"
     at_work, joined = together(
@@ -192,8 +192,8 @@ def test_a_job_does_not_take_more_joiners_than_it_has_groups(store: TCPStore) ->
 # -- loading ------------------------------------------------------------------------------------------
 
 
-def test_what_was_saved_at_a_cut_that_is_not_allowed_any_more(tmp_path: Path) -> None:
-    """Layers go to the nearest partition that is; nothing else differs."""
+def test_a_checkpoint_with_a_forbidden_cut_is_loaded(tmp_path: Path) -> None:
+    """Layers go to the nearest allowed partition, and nothing else differs."""
     case = Case(dynmo={"interval": 0})
     saved = run(2, save_and_continue, case, str(tmp_path), [0, 7, 8])
     loaded = run(2, load_and_continue, replace(case, dynmo=BY_HAND), str(tmp_path))
@@ -203,7 +203,7 @@ def test_what_was_saved_at_a_cut_that_is_not_allowed_any_more(tmp_path: Path) ->
 
 
 def stock_checkpoint(case: Case, folder: str, write: bool) -> dict[str, Any]:
-    """Written without a "dynmo" block, or loaded with one; what three more batches come to."""
+    """Write a checkpoint without a "dynmo" block, or load it with one. Return the results of three more batches."""
     if write:
         engine = build(replace(case, dynmo=None, start=None))
         data = batches(engine)
@@ -217,8 +217,8 @@ def stock_checkpoint(case: Case, folder: str, write: bool) -> dict[str, Any]:
     return {**found, "losses": train_on(engine, STEPS)}
 
 
-def test_what_stock_deepspeed_saved_at_such_a_cut(tmp_path: Path) -> None:
-    """It is read where it was written, [0, 4, 8]; then layers go on."""
+def test_a_stock_checkpoint_with_a_forbidden_cut_is_loaded(tmp_path: Path) -> None:
+    """It is read at the partition where it was saved, [0, 4, 8]; then layers move on."""
     rules = {"interval": 0, "keep_together": [[3, 4]]}
     case = Case(dynmo=rules, clip=0.0)
     saved = run(2, stock_checkpoint, case, str(tmp_path), True)

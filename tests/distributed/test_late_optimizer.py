@@ -1,4 +1,4 @@
-"""An optimizer that the engine is given after ``initialize`` follows the layers; one that trains less is refused."""
+"""An optimizer given to the engine after ``initialize`` follows the layers; one that does not train all is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOVES = [[0, 1, 6], [0, 4, 6], [0, 2, 6], [0, 5, 6], [0, 3, 6]]
 
 
 def train(case: Case, moves: list[list[int]], again: bool = False) -> dict[str, Any]:
-    """Train with a late optimizer, moving after every batch; ``again``: another optimizer takes over in the middle."""
+    """Train with a late optimizer and moves. ``again``: another optimizer replaces it in the middle."""
     engine = without_optimizer(case)
     give_optimizer(engine)
 
@@ -38,14 +38,14 @@ def train(case: Case, moves: list[list[int]], again: bool = False) -> dict[str, 
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 immediate"])
-def test_it_follows_the_layers(precision: str, again: bool) -> None:
+def test_a_late_optimizer_follows_the_layers(precision: str, again: bool) -> None:
     case = Case(stages=2, blocks=3, precision=precision)
     still, moved = run_each(2, train, (case, [], again), (case, MOVES, again))
     check_moves_changed_nothing(still, moved)
 
 
 def train_stock(case: Case) -> list[float]:
-    """The same in DeepSpeed's own engine."""
+    """Train the same in DeepSpeed's own engine."""
     import deepspeed
 
     engine = without_optimizer(case, deepspeed.initialize)
@@ -54,14 +54,14 @@ def train_stock(case: Case) -> list[float]:
     return [engine.train_batch(data).item() for _ in range(STEPS)]
 
 
-def test_unmoved_it_is_stock() -> None:
+def test_without_moves_it_equals_stock() -> None:
     case = Case(stages=2, blocks=3, clip=0.0)
     (stock, ours) = run(2, train_stock, case), run(2, train, case, [])
     assert [r["losses"] for r in ours] == stock
 
 
-def moved_before_it_came(case: Case) -> str:
-    """The parameters were collected before layers moved: some belong to no layer any more."""
+def move_before_the_optimizer(case: Case) -> str:
+    """Collect parameters before layers move, so that some belong to no layer later."""
     engine = without_optimizer(case)
     parameters = list(engine.module.parameters())
     engine.rebalance([0, 1, 6])
@@ -73,12 +73,12 @@ def moved_before_it_came(case: Case) -> str:
 
 
 def test_parameters_collected_before_a_move_are_refused() -> None:
-    for message in run(2, moved_before_it_came, Case(stages=2, blocks=3)):
+    for message in run(2, move_before_the_optimizer, Case(stages=2, blocks=3)):
         assert message.startswith("the optimizer holds parameters that are in no layer of their stage")
 
 
 def refused(case: Case, how: str) -> dict[str, Any]:
-    """An optimizer that does not train what is trainable on the last stage, in one way or another."""
+    """Give an optimizer that does not train exactly the trainable parameters of the last stage."""
     engine = without_optimizer(case)
     give_optimizer(engine)
     data = batches(engine)
@@ -109,7 +109,7 @@ def refused(case: Case, how: str) -> dict[str, Any]:
         ("replaced", "engine.optimizer is another SGD than the AdamW that the engine was configured with"),
     ],
 )
-def test_a_move_is_refused_where_the_optimizer_trains_something_else(how: str, expected: str) -> None:
+def test_a_move_is_refused_if_the_optimizer_trains_something_else(how: str, expected: str) -> None:
     for found in run(2, refused, Case(stages=2, blocks=3), how):
         assert expected in found["message"] and found["message"].startswith("ranks [1] could not get")
         assert found["harmless"] and found["partition"] == [0, 3, 6]
@@ -117,7 +117,7 @@ def test_a_move_is_refused_where_the_optimizer_trains_something_else(how: str, e
 
 
 def save_and_load(stages: int, folder: str) -> list[float]:
-    """Save at two stages in mid-run and go on; or load that at so many stages."""
+    """Save at two stages and continue, or load that at ``stages`` stages and continue."""
     case = Case(stages=stages, blocks=3, dynmo={"interval": 0})
     engine = without_optimizer(case)
     give_optimizer(engine)
@@ -134,7 +134,7 @@ def save_and_load(stages: int, folder: str) -> list[float]:
     return [engine.train_batch(data).item() for _ in range(3)]
 
 
-def test_its_state_is_saved_and_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
+def test_its_state_is_loaded_at_another_number_of_stages(tmp_path: Path) -> None:
     went_on = run(2, save_and_load, 2, str(tmp_path))
     loaded = run(3, save_and_load, 3, str(tmp_path))
     assert loaded[0] == went_on[0]

@@ -1,4 +1,4 @@
-"""Two nodes: two launches of the `deepspeed` command, which is what a cluster without ssh does."""
+"""Two nodes: two launches of the `deepspeed` command, as on a cluster without ssh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("node_script.py")
 
 
 def launch(folder: Path, *arguments: list[list[int]]) -> list[Any]:
-    """One rank on each of two nodes, which meet on the loopback interface."""
+    """Launch one rank on each of two nodes, which meet on the loopback interface."""
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     with socket.socket() as free:
@@ -53,8 +53,8 @@ def test_two_nodes_train_rebalance_save_and_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", [pytest.param("exit", marks=pytest.mark.fuzz), "park"])
-def test_released_ranks_end_and_the_launcher_ends_well(policy: str, tmp_path: Path) -> None:
-    """A rank that is not taken back ends when the job does, though nobody tells it but rank 0's end."""
+def test_released_ranks_end_and_the_launcher_succeeds(policy: str, tmp_path: Path) -> None:
+    """A rank that is not recalled ends with the job: rank 0's end is all that tells it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""No command of ours, finished, failed or killed, leaves processes, shared memory, locks or folders behind."""
+"""None of our commands, finished, failed or killed, leaves processes, shared memory, locks or folders behind."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 from tests.distributed.watched_command import ROOT, WatchedCommand
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
-TORCHS_CACHE = "/torchinductor_"  # an empty folder, where scripts/setup_env.sh did not give torch another
+TORCHS_CACHE = "/torchinductor_"  # an empty folder, unless scripts/setup_env.sh gave torch another
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 
 
-def test_finished(tmp_path: Path) -> None:
-    """Beside a lock that was left in torch's extensions."""
+def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
+    """A lock was left in torch's extensions before."""
     with WatchedCommand(tmp_path, [*QUICKSTART, "--steps", "2"]) as command:
         assert not command.left(), command.output()
         assert command.launcher.returncode == 0 and "step 2/2" in command.output(), command.output()
         assert "setup_env: installing" not in command.output(), "what is installed gets installed again"
 
 
-def test_failed(tmp_path: Path) -> None:
+def test_a_failed_run_leaves_nothing(tmp_path: Path) -> None:
     with WatchedCommand(tmp_path, [*QUICKSTART, "--data", str(tmp_path / "nowhere")]) as command:
         assert not command.left(), command.output()
         assert command.launcher.returncode > 0 and "nowhere" in command.output(), command.output()
@@ -39,8 +39,8 @@ def test_failed(tmp_path: Path) -> None:
         *(pytest.param(killed, marks=pytest.mark.fuzz) for killed in ("launcher of the ranks", "group")),
     ],
 )
-def test_killed(killed: str, tmp_path: Path) -> None:
-    """In the middle of training."""
+def test_a_killed_run_leaves_nothing(killed: str, tmp_path: Path) -> None:
+    """It is killed in the middle of training."""
     report = tmp_path / "report.jsonl"
     with WatchedCommand(tmp_path, [*QUICKSTART, "--report", str(report)]) as command:
         command.until(lambda: report.exists() and '"kind": "step"' in report.read_text())
@@ -55,8 +55,8 @@ def test_killed(killed: str, tmp_path: Path) -> None:
         assert not command.left(), command.output()
 
 
-def test_killed_before_there_are_ranks(tmp_path: Path) -> None:
-    """The ranks, started by what the launcher had started, find that it is gone."""
+def test_a_run_killed_before_its_ranks_start_leaves_nothing(tmp_path: Path) -> None:
+    """Ranks that its child processes still start find that the launcher has died."""
     with WatchedCommand(tmp_path, QUICKSTART) as command:
         node_launchers: list[psutil.Process] = command.until(lambda: command.processes(NODE_LAUNCHER))
         assert len(node_launchers) == 1 and not command.processes("--local_rank=")
@@ -66,8 +66,8 @@ def test_killed_before_there_are_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("killed", ["launcher", "group"])
-def test_a_killed_benchmark_that_launches_jobs(killed: str, tmp_path: Path) -> None:
-    """Jobs in groups of their own, and a checkpoint in a scratch folder."""
+def test_a_killed_benchmark_that_launches_jobs_leaves_nothing(killed: str, tmp_path: Path) -> None:
+    """Its jobs are in process groups of their own, and its checkpoint is in a scratch folder."""
     benchmark = [sys.executable, str(ROOT / "scripts" / "repack.py"), "restart"]
     with WatchedCommand(tmp_path, benchmark) as command:
         command.until(lambda: command.processes("--local_rank=2"))
@@ -79,7 +79,7 @@ def test_a_killed_benchmark_that_launches_jobs(killed: str, tmp_path: Path) -> N
 
 
 @pytest.mark.fuzz
-def test_killed_while_a_rank_is_parked(tmp_path: Path) -> None:
+def test_a_run_killed_while_a_rank_is_parked_leaves_nothing(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,8 +91,8 @@ def test_killed_while_a_rank_is_parked(tmp_path: Path) -> None:
 
 
 @pytest.mark.fuzz
-def test_killed_tests(tmp_path: Path) -> None:
-    """But pytest's own folders."""
+def test_killed_tests_leave_nothing(tmp_path: Path) -> None:
+    """Only pytest's own folders stay."""
     tests = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/distributed/test_bitwise.py"]
     with WatchedCommand(tmp_path, tests) as command:
         command.until(lambda: len(command.processes("multiprocessing.forkserver")) > 2)

@@ -1,4 +1,4 @@
-"""Several hosts: links that die without a word, and names that no other host can use."""
+"""Several hosts: links that fail silently, and names that no other host can use."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.distributed.namespaces import Network, network, rename
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import batches, build
 
-OURS, THEIRS = 2.0, 4.0  # seconds: of our collectives, and of the default group
+OURS, THEIRS = 2.0, 4.0  # timeouts in seconds: of our collectives, and of the default group
 SHORT = [("before a rebalance", 0), ("while layers move", 2), ("as the new world begins", 0), ("while parked", 0)]
-ENDS = {  # of a rank at work, and of one that was released
+ENDS = {  # the error of a rank at work, or of one that was released
     "before a rebalance": "MigrationError: rebalance is collective, but .*Timed out waiting",
     "while layers move": r"MigrationError: ranks \[.*\] .as numbered at the launch. do not answer any more: .*failed",
     "as the new world begins": "MigrationError: the re-packing failed after .* Resume|RuntimeError: called: False",
     "while parked": "RuntimeError: .*(Timed out waiting|Connection)|RuntimeError: called: False",
     "before a batch": "RuntimeError: .*(Timed out waiting|Connection)",
 }
-PARKED = 1  # the rank that a re-packing to two stages releases: the others can do without it
+PARKED = 1  # the rank that a re-packing to two stages releases: the others can train without it
 ENDS_WITHOUT_PARKED = {
     "as the new world begins": "nothing was raised|RuntimeError: called: False",
     "while parked": r"MigrationError: ranks \[1\] .* are given up|RuntimeError: called: False",
@@ -54,7 +54,7 @@ def _before_a_batch(engine: Any, data: Any, pull: Callable[[], None]) -> None:
 
 
 def _first(pull: Callable[[], None], owner: Any, name: str) -> None:
-    """The cable is pulled when ``name`` is called."""
+    """Pull the cable when ``name`` is called."""
     function = getattr(owner, name)
 
     def pulled(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def _as_the_new_world_begins(engine: Any, data: Any, pull: Callable[[], None]) -
 
 
 def _while_parked(engine: Any, data: Any, pull: Callable[[], None]) -> None:
-    """The ranks at work notice when they call; a rank that is not called is as one whose job has ended."""
+    """The ranks at work notice when they recall it. A parked rank that nobody reaches acts as if the job had ended."""
     engine.repack(2)
     pull()
     if engine.released:
@@ -95,8 +95,8 @@ MOMENTS: dict[str, Callable[[Any, Any, Callable[[], None]], None]] = {
 }
 
 
-def cut(case: Case, network: Network, victim: int, moment: str) -> str:
-    """What this rank's run ends with, in which the cable of ``victim`` is pulled at this moment."""
+def train_and_cut(case: Case, network: Network, victim: int, moment: str) -> str:
+    """Train, pull the cable of ``victim`` at this moment, and return the error of this rank."""
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
@@ -122,11 +122,11 @@ def cut(case: Case, network: Network, victim: int, moment: str) -> str:
     ],
 )
 def test_every_rank_ends_with_an_error_when_a_cable_is_pulled(moment: str, victim: int) -> None:
-    """A rank cannot ask the store any more, which torch would wait for: that hides no error and keeps no rank."""
+    """A rank without a cable cannot reach the store. That neither hides the error nor blocks the rank."""
     case = Case(stages=3, start=(0, 3, 5, 8), dynmo={"interval": 0, "timeout_seconds": OURS, "repack": PARK})
     timeout = timedelta(seconds=THEIRS)
     with network(3) as hosts:
-        ends = run(3, cut, case, hosts, victim, moment, seconds=60, hosts=hosts, group_timeout=timeout)
+        ends = run(3, train_and_cut, case, hosts, victim, moment, seconds=60, hosts=hosts, group_timeout=timeout)
     expected = ENDS | (ENDS_WITHOUT_PARKED if victim == PARKED else {})
     assert all(re.match(expected[moment], end) for end in ends), ends
 
@@ -135,9 +135,9 @@ BY_NAME = Case(stages=2, dynmo={"interval": 0, "timeout_seconds": 30.0})
 
 
 def start(case: Case, name: str, address: str, folder: str) -> str:
-    """Build an engine on a host of this name, by which gloo is to find its address; what it ends with.
+    """Build an engine on a host of this name, by which gloo finds its address, and return the error.
 
-    The groups before it have been made, as where they are NCCL's: gloo comes in with the engine.
+    The groups before it exist already, as with NCCL: gloo begins with the engine.
     """
     initialize = ds_dynmo.initialize
 
@@ -155,7 +155,7 @@ def start(case: Case, name: str, address: str, folder: str) -> str:
 
 
 def test_a_name_that_resolves_to_loopback_is_refused_where_ranks_span_hosts(tmp_path: Path) -> None:
-    """Debian's 127.0.1.1: each host would tell the others to come to themselves."""
+    """Debian's 127.0.1.1 would make each host tell the others to connect to themselves."""
     with network(2) as hosts:
         found = run(2, start, BY_NAME, "node", "127.0.1.1", str(tmp_path), hosts=hosts)
     for message in found:
@@ -167,13 +167,13 @@ def start_by_address(case: Case, network: Network, folder: str) -> str:
     return start(case, "node", network.address(dist.get_rank()), folder)
 
 
-def test_names_that_resolve_as_they_should_are_taken(tmp_path: Path) -> None:
+def test_names_that_resolve_to_an_address_of_the_host_are_accepted(tmp_path: Path) -> None:
     with network(2) as hosts:
         found = run(2, start_by_address, BY_NAME, hosts, str(tmp_path), hosts=hosts)
     assert found == ["trained: True"] * 2
 
 
-def test_the_environment_of_a_launch_is_enough_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_launch_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     two_hosts = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     for size in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):

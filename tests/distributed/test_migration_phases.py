@@ -1,4 +1,4 @@
-"""A migration in its phases: what may change between them, what is alive when, and what a failure leaves behind."""
+"""The phases of a migration: what may change between them, when tensors are alive, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVES = ([0, 1, 4, 8], [0, 4, 7, 8], [0, 3, 5, 8])
 
 
 class Changing(Block):
-    """A block with one of everything that may change while it travels."""
+    """A block with one of everything that may change while it moves."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -49,7 +49,7 @@ def plan_to(engine: Any, partition: Sequence[int]) -> MigrationPlan:
 
 
 def move_in_phases(engine: Any, partition: Sequence[int], *, overlapped: bool) -> int:
-    """Go to ``partition`` phase by phase; how often the transfers were asked whether they are done."""
+    """Move to ``partition`` phase by phase. Return how often ``poll`` returned False."""
     migrator = migrator_of(engine)
     asked = 0
     if migrator.prepare(plan_to(engine, partition), overlapped=overlapped):
@@ -96,7 +96,7 @@ def test_a_move_in_phases_changes_nothing(case: Case, overlapped: bool) -> None:
 
 
 def poll_a_late_stage() -> tuple[bool, float, float]:
-    """Stage 1 starts a second late: what stage 0 is told at once, how long that takes, and when all is done."""
+    """Start stage 1 a second late. Return stage 0's first poll, its seconds, and the seconds until arrival."""
     engine = build(Case(start=(0, 4, 8)))
     engine.train_batch(batches(engine))
     migrator = migrator_of(engine)
@@ -114,7 +114,7 @@ def poll_a_late_stage() -> tuple[bool, float, float]:
     return done, polled - began, arrived - began
 
 
-def test_whoever_polls_does_not_wait_for_the_others() -> None:
+def test_poll_does_not_wait_for_other_stages() -> None:
     done, poll_seconds, arrival_seconds = run(2, poll_a_late_stage)[0]
     assert not done and poll_seconds < 0.5 < arrival_seconds
 
@@ -123,7 +123,7 @@ def test_whoever_polls_does_not_wait_for_the_others() -> None:
 
 
 def change(engine: Any, layer: int) -> None:
-    """What a batch, or a dynamic layer, may change beside weights."""
+    """Change what a batch or a dynamic layer may change beside weights."""
     module = layers_of(engine)[layer]
     module.seen += 7.0
     module.register_buffer("grown", torch.arange(5.0))
@@ -136,7 +136,7 @@ def change(engine: Any, layer: int) -> None:
 
 
 def changed_while_prepared(precision: str) -> dict[str, Any]:
-    """Layer 2 goes from stage 0 to stage 1, and changes on its way; what it is there."""
+    """Move layer 2 from stage 0 to stage 1, change it on the way, and return what arrives."""
     engine = build(Case(precision=precision, start=(0, 4, 8), groups="two"), changing_layers)
     engine.train_batch(batches(engine))
     engine.train_batch(batches(engine))
@@ -151,7 +151,7 @@ def changed_while_prepared(precision: str) -> dict[str, Any]:
             engine.basic_optimizer.state[module.up.weight]["step"] += 40
             module.norm.bias.grad = torch.full_like(module.norm.bias, 9.0)
             with torch.no_grad():
-                module.norm.weight.fill_(5.0)  # a weight that changed after all is sent again
+                module.norm.weight.fill_(5.0)  # a constant tensor that changed is sent again
         weight = raw(module.up.weight)
     migrator.commit()
     engine.stage.publish_move()
@@ -173,7 +173,7 @@ def changed_while_prepared(precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_what_changed_meanwhile_arrives_as_it_is_by_then(precision: str) -> None:
+def test_changes_between_prepare_and_commit_arrive(precision: str) -> None:
     sender, receiver = run(2, changed_while_prepared, precision)
     assert receiver["weight"] == sender["weight"]
     assert receiver["seen"] == [7.0] * 3 and receiver["grown"] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -184,7 +184,7 @@ def test_what_changed_meanwhile_arrives_as_it_is_by_then(precision: str) -> None
 
 
 def counted_meanwhile(precision: str) -> list[float]:
-    """A stage that was frozen has no count of steps; it takes that of the others as it is at the commit."""
+    """Return the step counts. A stage that was frozen has none, and takes that of the others at the commit."""
     case = Case(precision=precision, start=(0, 4, 8))
     engine = build(case)
     engine.train_batch(batches(engine))
@@ -200,16 +200,16 @@ def counted_meanwhile(precision: str) -> list[float]:
     return [float(held["step"]) for held in engine.basic_optimizer.state.values()]
 
 
-def test_a_group_takes_its_count_of_steps_as_it_is_at_the_commit() -> None:
+def test_step_counts_are_those_at_the_commit() -> None:
     for steps in run(2, counted_meanwhile, "bf16"):
         assert steps == [11.0]
 
 
-# -- what is alive when -----------------------------------------------------------------------------------------
+# -- when tensors are alive --------------------------------------------------------------------------------------
 
 
 def alive(precision: str, overlapped: bool) -> list[tuple[int, int]]:
-    """After each phase, how many weights of the layers that left stage 1 have memory, and how many arrived."""
+    """Return, after each phase, how many weights of leaving layers have memory, and how many layers the stage has."""
     engine = build(Case(stages=3, blocks=6, precision=precision, start=(0, 3, 6, 9)))
     engine.train_batch(batches(engine))
     layers = layers_of(engine)
@@ -240,7 +240,7 @@ def alive(precision: str, overlapped: bool) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("overlapped", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_was_sent_is_alive_until_the_commit_and_freed_there(precision: str, overlapped: bool) -> None:
+def test_sent_tensors_live_until_the_commit(precision: str, overlapped: bool) -> None:
     prepared, started, arrived, committed = run(3, alive, precision, overlapped)[1]
     assert prepared == started == arrived == (18, 3)
     assert committed == (0, 2)
@@ -251,7 +251,7 @@ def test_what_was_sent_is_alive_until_the_commit_and_freed_there(precision: str,
 
 @contextmanager
 def broken_on(engine: Any, rank: int, how: str) -> Iterator[None]:
-    """On one rank, a layer cannot be packed, or there is no memory for what arrives."""
+    """Make packing a layer or allocating memory fail on one rank."""
     name = {"pack": "content", "allocate": "recv_buffer_of"}[how]
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -266,7 +266,7 @@ def broken_on(engine: Any, rank: int, how: str) -> Iterator[None]:
 
 
 def end_harmlessly(case: Case, how: str) -> dict[str, Any]:
-    """Prepare a move that fails, or that nobody carries out, and train on."""
+    """Prepare a move that fails or is abandoned, and train on."""
     engine = build(case)
     data, losses, message = batches(engine), [], ""
     losses.append(engine.train_batch(data).item())
@@ -301,7 +301,7 @@ def end_harmlessly(case: Case, how: str) -> dict[str, Any]:
 
 
 def allocated() -> int:
-    """Bytes in the memory of floating-point tensors; of others, gloo's threads let go when they come to it."""
+    """Return the bytes of floating-point tensors. gloo's threads free other tensors at any time."""
     gc.collect()
     storages = {}
     for value in gc.get_objects():
@@ -320,19 +320,19 @@ def allocated() -> int:
         ("allocate", "bf16"),
     ],
 )
-def test_what_is_not_started_leaves_no_trace(how: str, precision: str) -> None:
+def test_a_move_that_is_not_started_leaves_no_trace(how: str, precision: str) -> None:
     case = Case(stages=3, precision=precision, groups="two", start=(0, 3, 5, 8))
     results, still = run_each(3, end_harmlessly, (case, how), (case, "still"))
     for result in results:
         assert result["same"]
-        assert result["left_bytes"] <= 0  # gloo may let go meanwhile of what the batch before sent
+        assert result["left_bytes"] <= 0  # gloo may meanwhile free tensors that the batch before sent
         assert how == "abandon" or "[1] could not get their layers ready: no room. No layer" in result["message"]
     assert [result["losses"] for result in results] == [result["losses"] for result in still]
     assert whole(results) == whole(still)
 
 
 def move_before_the_step(precision: str) -> tuple[str, list[float]]:
-    """Ask for a move between a batch's backward passes and its step; what is said, and the losses."""
+    """Ask for a move between a batch's backward passes and its step. Return the error and the losses."""
     engine = build(Case(precision=precision))
     data = batches(engine)
     messages: list[str] = []
@@ -349,7 +349,7 @@ def move_before_the_step(precision: str) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
-def test_gradients_in_flat_buffers_are_not_left_behind(precision: str) -> None:
+def test_a_move_that_would_lose_gradients_is_refused(precision: str) -> None:
     for message, losses in run(2, move_before_the_step, precision):
         assert "[0, 1] could not get their layers ready" in message and "after the optimizer's step" in message
         assert len(losses) == 3

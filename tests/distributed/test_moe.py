@@ -1,4 +1,4 @@
-"""Mixture of experts in a pipeline: counts of whole batches on all replicas, and a decision after every batch."""
+"""Mixture of experts in a pipeline: token counts over batches and replicas, and decisions after every batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHOICES = 3 * 2 * SIZES["sequence_length"] * 2  # micro-batches, sequences of ea
 
 
 def count(run: CaseRun) -> list[dict[str, Any]]:
-    """After every step, per layer of this rank: choices, and the steps that the bias took."""
+    """Return, after every step and per layer of this rank, the choices and the steps of the bias."""
     engine, model = case_runs.build(run)
     data, seen = case_runs.batches(engine, model), []
     cases = dynamic_cases(model, engine, total_steps=run.steps)
@@ -41,7 +41,7 @@ def count(run: CaseRun) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("checkpoint_interval", [0, 1])
-def test_the_bias_follows_the_counts_of_whole_batches_on_all_replicas(checkpoint_interval: int) -> None:
+def test_the_bias_follows_the_counts_of_the_batch_on_all_replicas(checkpoint_interval: int) -> None:
     case = CaseRun(BIAS, replicas=2, steps=4, checkpoint_interval=checkpoint_interval, moves={1: [0, 2, 7]})
     ranks = run(4, count, case)
     expected = {layer: [0] * 4 for layer in (2, 3, 4)}  # the first block is dense
@@ -61,7 +61,7 @@ def test_the_bias_follows_the_counts_of_whole_batches_on_all_replicas(checkpoint
             ]
             assert steps == steps_there == expected[layer]
             differ |= any((a < CHOICES / 4) != (b < CHOICES / 4) for a, b in zip(one, other))
-    assert differ  # or the sum over replicas would not matter
+    assert differ  # otherwise the sum over replicas would not matter
 
 
 def sum_over_replicas(run: CaseRun) -> tuple[int, list[int]]:
@@ -70,7 +70,7 @@ def sum_over_replicas(run: CaseRun) -> tuple[int, list[int]]:
     return engine.stage_id, summed.tolist()
 
 
-def test_a_sum_over_replicas_leaves_stages_apart() -> None:
+def test_a_sum_over_replicas_is_per_stage() -> None:
     summed = run(4, sum_over_replicas, CaseRun(BIAS, replicas=2))
     of_stage: dict[int, list[int]] = {}
     for rank, (stage, _) in enumerate(summed):
@@ -95,7 +95,7 @@ def test_a_decision_after_every_batch_changes_nothing(name: str) -> None:
     assert often[0]["steps"] == [1, 2, 3, 4, 5, 6]
     assert often[0]["signals"] == often[1]["signals"]
     blocks = often[0]["signals"][1:-2]
-    if "capacity" in name:  # every other block has experts, which turn some of their share of 2 of 4 away
+    if "capacity" in name:  # every other block has experts, which drop some of their share of 2 of 4
         assert blocks[::2] == [1.0, 1.0] and all(0.3 < signal < 0.5 for signal in blocks[1::2])
     else:
         assert blocks[-1] == 0.5  # 2 of 4 experts

@@ -1,4 +1,4 @@
-"""What DeepSpeed's monitors are sent, read back from the files that they write."""
+"""What the engine sends to DeepSpeed's monitors, read from the files that they write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Series = dict[str, list[tuple[int, float]]]
 
 
 def expected(records: list[tuple[int, Any]]) -> Series:
-    """By series, what docs/observability.md promises: x is the number of samples."""
+    """Return, by series, what docs/observability.md promises, with the number of samples as x."""
     series: Series = {}
     for samples, record in records:
         if isinstance(record, RebalanceReport):
@@ -44,7 +44,7 @@ def expected(records: list[tuple[int, Any]]) -> Series:
 
 
 def check_run(series: Series) -> None:
-    """Two moves, of which only the second had a profile to predict from, and two outcomes; six samples a batch."""
+    """Check a run of two moves, of which only the second had a profile, and two outcomes; six samples per batch."""
     assert [samples for samples, _ in series["layers_moved"]] == [0, 12]
     assert [value for _, value in series["layers_moved"]] == [1, 1]
     assert [samples for samples, _ in series["predicted_imbalance"]] == [12]
@@ -52,7 +52,7 @@ def check_run(series: Series) -> None:
 
 
 def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int, Any]]:
-    """What the engine recorded, in order, each with the number of samples it had seen."""
+    """Return the engine's records in order, each with its number of samples."""
     case = Case(dynmo={"interval": 0, **block})
     module = module_of(case)
     engine = ds_dynmo.initialize(
@@ -68,7 +68,7 @@ def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int
     return [(samples[record.step], record) for record in [*engine.reports, *engine.measurements]]
 
 
-def test_csv(tmp_path: Path) -> None:
+def test_csv_files_have_all_series(tmp_path: Path) -> None:
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     records = run(2, monitored, monitors, {})[0]
     series: Series = {}
@@ -81,7 +81,7 @@ def test_csv(tmp_path: Path) -> None:
     check_run(series)
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_files_have_all_series(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitors = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     records = run(2, monitored, monitors, {})[0]
@@ -100,7 +100,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     check_run(series)
 
 
-def test_no_series_where_the_block_says_so(tmp_path: Path) -> None:
+def test_no_series_if_the_block_disables_monitors(tmp_path: Path) -> None:
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     run(2, monitored, monitors, {"monitor": False})
     assert list((tmp_path / "job").glob("Train_*.csv")) and not list((tmp_path / "job").glob("DynMo_*.csv"))
