@@ -6,6 +6,7 @@ Pure: numbers in, numbers out, with the standard library and numpy alone.
 from ds_dynmo.schedules.actions import Action, Kind
 from ds_dynmo.schedules.bound import lower_bound, lower_bounds
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
+from ds_dynmo.schedules.link_order import Message, link_orders
 from ds_dynmo.schedules.memory import peak_bytes
 from ds_dynmo.schedules.one_f_one_b import gradient_first_1f1b, one_f_one_b
 from ds_dynmo.schedules.portfolio import FoundSchedule, best_schedule, one_f_one_b_limit, schedule_for_equal_costs
@@ -17,12 +18,14 @@ __all__ = [
     "Action",
     "FoundSchedule",
     "Kind",
+    "Message",
     "PassBytes",
     "PassCosts",
     "Schedule",
     "ScheduleTimeline",
     "best_schedule",
     "gradient_first_1f1b",
+    "link_orders",
     "lower_bound",
     "lower_bounds",
     "one_f_one_b",

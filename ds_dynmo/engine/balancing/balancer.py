@@ -39,7 +39,7 @@ from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmles
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
-from ds_dynmo.schedules import Schedule
+from ds_dynmo.schedules import PassCosts, Schedule
 
 
 class Balancer:
@@ -308,14 +308,14 @@ class Balancer:
             )
             self._reporter.rebalanced(report, self._stage.engine.global_samples)
         if decision is not None:
-            self._train_by(decision.schedule)
+            self._train_by(decision.schedule, decision.pass_costs)
         return report
 
-    def _train_by(self, found: Schedule | None) -> None:
-        """Train by ``found`` from the next batch on; None: by DeepSpeed's 1F1B. Collective."""
+    def _train_by(self, found: Schedule | None, costs: PassCosts | None) -> None:
+        """Train by ``found``, made for ``costs``, from the next batch on; None: by DeepSpeed's 1F1B. Collective."""
         if self._chooses_schedule:
-            self._comm.agree_on_schedule(found.hash if found is not None else "")
-            self._stage.schedule.decide(found)
+            agreed = self._comm.agree_on_schedule(found.hash if found is not None else "", costs)
+            self._stage.schedule.decide(found, agreed)
 
     # -- what the repacker and checkpoints ask --------------------------------------------------------
 
@@ -362,6 +362,9 @@ class Balancer:
                 micro_batches = self._stage.engine.micro_batches
                 self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
                 given = self.decision_input(self.profile, self.memory.bytes(), smoothed=False)
-                found = given.pipeline.shortest_schedule(given.partition)
-                self._train_by(found.schedule if found is not None else None)
+                found, passes = given.pipeline.shortest_schedule(given.partition), given.pipeline.passes
+                if found is None or passes is None:
+                    self._train_by(None, None)
+                else:
+                    self._train_by(found.schedule, passes.costs(given.partition))
             self.trigger.decided(moved=True)

@@ -16,7 +16,7 @@ from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, MoveCosts, Overflow, PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile
-from ds_dynmo.schedules import Schedule
+from ds_dynmo.schedules import PassCosts, Schedule
 
 _STANDARD_ERRORS = 3.0  # of the measurement, which a saving has to exceed
 _TIE = 1e-9  # relative difference below which two bottlenecks are equal
@@ -33,6 +33,7 @@ class Decision:
         iteration_seconds_before, bubble_ratio_before: under the schedule in force.
         iteration_seconds_after, bubble_ratio_after: under ``schedule``.
         schedule: to go on with; None: DeepSpeed's 1F1B.
+        pass_costs: that ``schedule`` is for; None: there is none.
         lower_bound_seconds: below which no order can be at ``placement``; None: no order was searched.
     """
 
@@ -48,6 +49,7 @@ class Decision:
     bubble_ratio_before: float = 0.0
     bubble_ratio_after: float = 0.0
     schedule: Schedule | None = None
+    pass_costs: PassCosts | None = None
     lower_bound_seconds: float | None = None
 
     @property
@@ -243,6 +245,7 @@ def _predict(given: DecisionInput, placement: Placement, schedule: Schedule | No
         bubble_ratio_before=iteration_before.bubble_ratio,
         bubble_ratio_after=iteration_after.bubble_ratio,
         schedule=schedule,
+        pass_costs=given.pipeline.passes.costs(placement.boundaries) if schedule and given.pipeline.passes else None,
     )
 
 

@@ -18,6 +18,8 @@ from copy import copy
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 
@@ -137,3 +139,11 @@ class BoundedStore:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         return self._line.ask(question, self._timeout_seconds)
+
+
+def default_timeout() -> timedelta:
+    """Get how long operations of the default group wait. Private in torch; read in 2.13.0."""
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device(get_accelerator().device_name() if dist.get_backend() == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

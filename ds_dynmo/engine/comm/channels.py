@@ -12,7 +12,7 @@ the schedule says that its receiver has taken it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -47,6 +47,15 @@ class _Receiving:
     taking: deque[tuple[torch.Tensor, Any]] = field(default_factory=deque)
 
 
+def kept(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
+    """Return what is sent for ``tensor``: it has the content still when ``tensor`` is given another.
+
+    A tensor without gradient, a mask say, is copied: its layer may keep it, and change it for the next micro-batch.
+    """
+    content = tensor.detach()
+    return content.clone() if lane is Lane.ACTIVATION and not tensor.requires_grad else content
+
+
 class Channels:
     """All lanes of one stage.
 
@@ -64,16 +73,18 @@ class Channels:
         self._sent: dict[tuple[int, Lane], deque[list[tuple[Any, torch.Tensor]]]] = {}
         self._taken: dict[tuple[int, Lane], int] = {}
         self._learned: Taken = {}
+        self._alike: Collection[Lane] = ()
 
     @contextmanager
-    def batch(self, learned: Taken) -> Iterator[None]:
+    def batch(self, learned: Taken, alike: Collection[Lane]) -> Iterator[None]:
         """One batch: what was sent in it has arrived when it ends.
 
         Args:
             learned: per neighbour and lane, an entry for each message that arrives: how many of this stage's own
                 messages that neighbour has taken by then, per lane.
+            alike: lanes whose messages may be posted ahead, if they look like the one before.
         """
-        self._learned = learned
+        self._learned, self._alike = learned, alike
         self._receiving = {
             key: _Receiving(len(messages), layout=self._layouts.get(key, [])) for key, messages in learned.items()
         }
@@ -105,12 +116,8 @@ class Channels:
             self._lane = None
 
     @contextmanager
-    def receiving(self, lane: Lane, src_stage: int, *, post_ahead: bool) -> Iterator[Sequence[Any]]:
-        """Inside, what is received from ``src_stage`` is the next message of ``lane``. Gives its layout, as it grows.
-
-        Args:
-            post_ahead: the messages after this one may be posted, if they look like it.
-        """
+    def receiving(self, lane: Lane, src_stage: int) -> Iterator[Sequence[Any]]:
+        """Inside, what comes from ``src_stage`` is the next message of ``lane``. Gives its layout, as it grows."""
         key = (src_stage, lane)
         one = self._receiving[key]
         self._lane, one.now = lane, []
@@ -120,7 +127,7 @@ class Channels:
         finally:
             self._lane = None
         one.begun += 1
-        if post_ahead and one.now == one.layout:
+        if lane in self._alike and one.now == one.layout:
             self._post(key, one)
         one.layout = one.now
         self._let_go(src_stage, self._learned[key][one.begun - 1])
@@ -152,11 +159,9 @@ class Channels:
         if lane is None:
             dist.send(tensor, self._rank_of(dest_stage))
             return
-        kept = tensor.detach()  # has the content still if DeepSpeed lets ``tensor`` have another
-        if lane is Lane.ACTIVATION and not tensor.requires_grad:
-            kept = kept.clone()  # a mask, say, that its layer keeps, and changes for the next micro-batch
-        work = dist.isend(kept, self._rank_of(dest_stage), tag=lane.value)
-        self._sent[dest_stage, lane][-1].append((work, kept))
+        sent = kept(tensor, lane)
+        work = dist.isend(sent, self._rank_of(dest_stage), tag=lane.value)
+        self._sent[dest_stage, lane][-1].append((work, sent))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
         """Receive ``tensor``; what was posted for it becomes its content, without a copy."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.bounded import BoundedStore, within
 from ds_dynmo.engine.comm.clock import clock_offset
+from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted
 from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
@@ -26,6 +27,7 @@ from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.schedules import PassCosts
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Communicator:
         self._control = within(2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout))
         self.p2p = PointToPoint(self._grid, self._control, self._device, self._timeout_seconds)
         self._tied_groups.clear()
+        self._neighbour_links: NeighbourLinks | None = None
         self._store = BoundedStore(_default_store(), self._timeout_seconds)
         self._entered = 0
         self._what = what
@@ -294,21 +297,26 @@ class Communicator:
         assert new is not None
         self._same(new, every, old, new)
 
-    def agree_on_schedule(self, digest: str) -> None:
+    def agree_on_schedule(self, digest: str, costs: PassCosts | None = None) -> PassCosts | None:
         """Agree that all ranks, replicas and slices too, run the same schedule.
 
         Collectives inside passes (of experts, of tensor-parallel slices) come in one order only if they do.
 
+        Returns:
+            Rank 0's costs, on every rank: messages are ordered by them, and others' may differ by a rounding error.
+
         Raises:
             MigrationError: on every rank, if schedules differ. Batches go on as before.
         """
-        every = self.gather_objects(digest)
-        other = [rank for rank, theirs in enumerate(every) if theirs != digest]
+        every = self.gather_objects((digest, costs))
+        other = [rank for rank, (theirs, _) in enumerate(every) if theirs != digest]
         if other:
             raise MigrationError(
                 f"rank {dist.get_rank()} found another pipeline schedule than ranks {other}: that in force stays",
                 harmless=True,
             )
+        agreed: PassCosts | None = every[0][1]
+        return agreed
 
     def _same(self, mine: Any, every: Sequence[Any], old: Placement, new: Placement) -> None:
         other = [rank for rank, theirs in enumerate(every) if theirs != mine]
@@ -363,6 +371,12 @@ class Communicator:
         if key not in self._tied_groups:
             self._tied_groups[key] = within(2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key)))
         return self._tied_groups[key]
+
+    def neighbour_links(self) -> NeighbourLinks:
+        """Return what posts messages between neighbouring stages in order, made once in a world."""
+        if self._neighbour_links is None:
+            self._neighbour_links = NeighbourLinks(self._grid, self._device, self._timeout_seconds)
+        return self._neighbour_links
 
 
 def _entered_key(rank: int) -> str:

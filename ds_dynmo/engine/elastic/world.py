@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, default_timeout, within
 from ds_dynmo.errors import ConfigError, MigrationError
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
@@ -46,7 +46,7 @@ class World:
         self.store = store
         config = dist.get_backend_config()
         self.backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
-        self._timeout = _timeout()
+        self._timeout = default_timeout()
         self._device = _bound_device()
         self._generation = 0
 
@@ -250,11 +250,3 @@ def _bound_device() -> torch.device | None:
     """Get what DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none."""
     accelerator = get_accelerator()
     return torch.device(accelerator.current_device_name()) if accelerator.device_name() == "cuda" else None
-
-
-def _timeout() -> timedelta:
-    """Get how long collectives of the default group wait. Private in torch; read in 2.13.0."""
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device(get_accelerator().device_name() if dist.get_backend() == "nccl" else "cpu")
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout

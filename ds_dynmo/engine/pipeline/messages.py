@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ds_dynmo.engine.comm.channels import Lane, Taken
-from ds_dynmo.schedules import Action, Kind, Schedule
+from ds_dynmo.engine.comm.ordered_channels import LinkPlan, PlannedMessage
+from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, link_orders
 
 
 def receives(action: Action, schedule: Schedule) -> tuple[int, Lane] | None:
@@ -53,3 +54,23 @@ def taken_sends(schedule: Schedule, stage: int) -> Taken:
             if sent is not None and sent[0] == stage:
                 learned.setdefault((neighbour, sent[1]), []).append(dict(taken))
     return learned
+
+
+def link_plan(schedule: Schedule, stage: int, costs: PassCosts | None) -> LinkPlan:
+    """In which order ``stage`` sends to and receives from each neighbour.
+
+    Args:
+        costs: that the schedule was made for; None: nothing has been measured.
+    """
+    plan: dict[int, list[tuple[PlannedMessage, ...]]] = {}
+    owners = schedule.owners
+    for pair, groups in link_orders(schedule, costs or PassCosts.equal(owners)).items():
+        if stage in pair:
+            plan[sum(pair) - stage] = [
+                tuple(PlannedMessage(_LANES[made_by.kind], owners[made_by.chunk] == stage) for made_by, _ in group)
+                for group in groups
+            ]
+    return plan
+
+
+_LANES = {Kind.FORWARD: Lane.ACTIVATION, Kind.INPUT_GRADIENT: Lane.GRADIENT, Kind.BACKWARD: Lane.GRADIENT}

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
-from ds_dynmo.engine.comm.channels import Channels, Lane, Taken
+from ds_dynmo.engine.comm.channels import Channels, Lane
+from ds_dynmo.engine.comm.ordered_channels import OrderedChannels
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.backward import backward_from_own
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions, entry
 from ds_dynmo.engine.deepspeed_adapter.point_to_point import messages_through, shapes_are_known
-from ds_dynmo.engine.pipeline.messages import taken_sends
+from ds_dynmo.engine.pipeline.messages import link_plan, taken_sends
 from ds_dynmo.engine.pipeline.steps import InputGradientPass, ScheduleSteps, WeightGradientPass
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.schedules import Kind, Schedule
+from ds_dynmo.schedules import Kind, PassCosts, Schedule
 
 _logger = logging.getLogger("DynMo")
 _MESSAGES = {  # kind of instruction: lane, and the attribute of the engine that names the other stage
@@ -37,13 +39,14 @@ class ScheduledBatches:
 
     def __init__(self, stage: StageContext) -> None:
         self._stage = stage
-        self._channels = Channels(stage.engine.grid.stage_to_global)
+        self._channels, self._plan_for = _transport(stage)
         self.gradients = WeightGradients()
         self._splits: list[bool] = []  # per micro-batch: its backward pass runs in two parts
         self._forward_passes = 0
         self._losses: dict[int, Any] = {}  # of the last stage, by buffer
         self._named_fused = False
-        self._learned: tuple[Schedule | None, int, Taken] = (None, -1, {})  # latest schedule, stage, taken_sends
+        self._planned: tuple[Schedule | None, PassCosts | None, int] = (None, None, -1)  # latest schedule, costs, stage
+        self._plan: Any = None
 
     @contextmanager
     def batch(self, steps: ScheduleSteps, present: Instructions) -> Iterator[None]:
@@ -61,7 +64,7 @@ class ScheduledBatches:
         self._forward_passes = 0
         self._losses = {}
         with (
-            self._channels.batch(self._taken_sends(steps.schedule)),
+            self._channels.batch(self._message_plan(steps), _lanes_alike(engine, present)),
             messages_through(self._channels),
             self.gradients.splitting(self._modules() if any(self._splits) else [], tied=self._tied()),
         ):
@@ -90,12 +93,14 @@ class ScheduledBatches:
         weights = [weight for weight in layer.parameters() if weight.requires_grad and weight.dim() > 1]
         return bool(weights) and not any(weight in self.gradients.hidden for weight in weights)
 
-    def _taken_sends(self, schedule: Schedule) -> Taken:
-        """Look up what messages of a batch tell of those before: worked out once for a schedule and stage."""
-        stage = self._stage.engine.stage_id  # a re-packing may make it another
-        if self._learned[0] is not schedule or self._learned[1] != stage:
-            self._learned = schedule, stage, taken_sends(schedule, stage)
-        return self._learned[2]
+    def _message_plan(self, steps: ScheduleSteps) -> Any:
+        """Look up what the channels have to know of a schedule: worked out once for it and this stage."""
+        schedule, costs, stage = self._planned
+        present = self._stage.engine.stage_id  # a re-packing may make it another
+        if schedule is not steps.schedule or costs != steps.costs or stage != present:
+            self._planned = steps.schedule, steps.costs, present
+            self._plan = self._plan_for(steps, present)
+        return self._plan
 
     def _modules(self) -> list[Any]:
         return [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
@@ -164,10 +169,29 @@ class ScheduledBatches:
     ) -> None:
         if lane is Lane.GRADIENT:
             buffers.forget_gradient_buffer(engine)
-        ahead = own is None and shapes_are_known(engine)
-        with self._channels.receiving(lane, getattr(engine, neighbour), post_ahead=ahead) as tensors:
+        with self._channels.receiving(lane, getattr(engine, neighbour)) as tensors:
             receive(engine, buffer_id=buffer_id)
         _check_carried(tensors, own)
+
+
+def runs_in_order(device: torch.device) -> bool:
+    """Does the backend for ``device`` run what two ranks send each other strictly one after the other?"""
+    return device.type != "cpu"
+
+
+def _transport(stage: StageContext) -> tuple[Channels | OrderedChannels, Callable[[ScheduleSteps, int], Any]]:
+    """Choose what carries messages, and what works out what that has to know of a schedule."""
+    engine = stage.engine
+    if runs_in_order(engine.device):
+        channels = OrderedChannels(engine.grid.stage_to_global, lambda: stage.comm.neighbour_links().post)
+        return channels, lambda steps, number: link_plan(steps.schedule, number, steps.costs)
+    return Channels(engine.grid.stage_to_global), lambda steps, number: taken_sends(steps.schedule, number)
+
+
+def _lanes_alike(engine: Any, present: Instructions) -> set[Lane]:
+    """Of which lanes do messages look alike? Those of which no instruction is the user's, on either side."""
+    own = {lane for kind, (lane, _) in _MESSAGES.items() if not is_deepspeeds(present[kind])}
+    return set(Lane) - own if shapes_are_known(engine) else set()
 
 
 def _check_carried(tensors: Sequence[Any], own: str | None) -> None:

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import schedule as deepspeeds
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.pipeline.messages import receives, sends
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.schedules import Action, Kind, Schedule, schedule_for_equal_costs
+from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, schedule_for_equal_costs
 
 REPLACED = (
     "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
@@ -41,12 +41,13 @@ class ScheduleSteps(deepspeeds.PipeSchedule):  # type: ignore[misc]
     Buffers are handed out as micro-batches come and go, the lowest that is free; the last one is for weight gradients.
 
     Attributes:
+        costs: that the schedule was made for; None: nothing has been measured.
         begun: does the engine run it by its own ``_exec_schedule``?
     """
 
-    def __init__(self, schedule: Schedule, stage: int) -> None:
+    def __init__(self, schedule: Schedule, stage: int, costs: PassCosts | None = None) -> None:
         super().__init__(schedule.micro_batches, schedule.num_stages, stage)
-        self.schedule = schedule
+        self.schedule, self.costs = schedule, costs
         self._order = schedule.orders[stage]
         self._buffers = _buffers(self._order)
         self.begun = False
@@ -142,6 +143,7 @@ class ScheduleInForce:
         self._for_equal_costs: Schedule | None = None
         self._decided = False
         self.found: Schedule | None = None
+        self._found_for: PassCosts | None = None
         self.running: ScheduleSteps | None = None
         self.is_profiled: Callable[[], bool] = lambda: False
 
@@ -150,13 +152,13 @@ class ScheduleInForce:
         """Can a schedule of ours be in force?"""
         return self._config.kind != "1f1b"
 
-    def decide(self, found: Schedule | None) -> None:
-        """Train by ``found`` from the next batch on; None: by DeepSpeed's."""
-        self.found, self._decided = found, True
+    def decide(self, found: Schedule | None, costs: PassCosts | None = None) -> None:
+        """Train by ``found``, which was made for ``costs``, from the next batch on; None: by DeepSpeed's."""
+        self.found, self._found_for, self._decided = found, costs, True
 
     def forget(self) -> None:
         """Train by the order for equal costs until the next decision: ranks that were away do not know the latest."""
-        self.found, self._decided = None, False
+        self.found, self._found_for, self._decided = None, None, False
 
     def steps(self, given: Any) -> Any:
         """Choose the steps of the next batch.
@@ -169,9 +171,10 @@ class ScheduleInForce:
         schedule = self.in_force(given.stages, given.micro_batches)
         if schedule is None:
             return given
+        costs = self._found_for if schedule is self.found else None
         if self.is_profiled():
             schedule = with_some_split(schedule)
-        return ScheduleSteps(schedule, given.stage_id)
+        return ScheduleSteps(schedule, given.stage_id, costs)
 
     def begin(self, steps: Any) -> None:
         """Note which steps the engine is about to run: ours, DeepSpeed's, or the user's."""

@@ -1,0 +1,49 @@
+"""Process groups of the messages between neighbouring stages, where a backend runs them in the order of posting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_dynmo.engine.comm.bounded import default_timeout, within
+
+
+class NeighbourLinks:
+    """Posts operations with a neighbouring stage, one after the other. Construction is collective.
+
+    NCCL runs what a rank posts on a process group on one stream, in order, whoever it is sent to: batches always, and
+    single operations where the default group is bound to a device, as DeepSpeed binds it. But messages with one
+    neighbour must not wait for those with the other. So there are two groups, one for every other boundary of the
+    pipeline: on each a rank has one neighbour. All replicas and slices share them.
+
+    Args:
+        grid: DeepSpeed's ``PipelineParallelGrid``.
+        device: the engine's device.
+        timeout_seconds: how long making a group waits for the other ranks.
+    """
+
+    def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
+        self._grid = grid
+        timeout = default_timeout()  # as DeepSpeed's messages: a receive waits for as long as a pass takes
+        self._groups = [within(2 * timeout_seconds, lambda: dist.new_group(timeout=timeout)) for _ in range(2)]
+        if device.type != "cpu":
+            # NCCL connects a group at its first operation, in which all ranks have to take part
+            for group in self._groups:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def post(self, stage: int, operations: Sequence[tuple[bool, torch.Tensor]]) -> list[Any]:
+        """Begin to send to ``stage`` and to receive from it, all at the same time, after all that was begun before.
+
+        Args:
+            operations: is it a send, and the tensor.
+        """
+        group, rank = self._groups[min(stage, self._grid.get_stage_id()) % 2], self._grid.stage_to_global(stage)
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, rank, group=group)
+                for is_sent, tensor in operations
+            ]
+        )
