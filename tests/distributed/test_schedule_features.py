@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as deepspeeds
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.engine.pipeline.steps import ScheduleInForce
 from tests.distributed import (
@@ -33,7 +34,7 @@ from tests.distributed.support import case_runs, elastic
 from tests.distributed.support.case_runs import CaseRun, moved
 from tests.distributed.support.configs import BLOCK, Case
 from tests.distributed.support.instructions import error_of
-from tests.distributed.support.models import Block, Embedding, Head, scale
+from tests.distributed.support.models import WIDTH, Block, Embedding, Head, scale, seeded
 from tests.distributed.support.training import batches, build, outcome_of, raw, train
 
 MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
@@ -148,6 +149,36 @@ def used_twice(case: Case) -> list[Any]:
     return [*first, block, block, scale, LayerSpec(Head, 2)]
 
 
+class Unusual(Block):
+    """What a layer may do with its modules, all of it at once; what trains changes between batches."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.stacked = nn.Parameter(seeded((3, WIDTH, WIDTH), index))
+        self.up.register_full_backward_hook(lambda _, inner, outer: (inner[0] * 1.5,))
+        self.up.register_forward_pre_hook(lambda _, given: (given[0].tanh(),))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.weight.data.copy_(seeded((WIDTH, WIDTH), index + 1))
+        self.inner.bias.data.zero_()
+        self.inner.compile(backend="eager")
+        self.passes = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.down.requires_grad_(self.passes // 5 % 2 == 0)
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(super().forward(leaf).square().sum(), leaf)
+        for row in (self.passes % 3, 1):
+            hidden = F.linear(hidden, self.stacked[row])
+        self.passes += 1
+        changed = torch.tanh(checkpoint(self.inner, hidden, use_reentrant=False))  # type: ignore[arg-type]
+        return super().forward(hidden * slope.tanh() + changed)
+
+
+def unusual_layers(case: Case) -> list[Any]:
+    return [LayerSpec(Embedding, 1), *[LayerSpec(Unusual, index) for index in range(4)], LayerSpec(Head, 2)]
+
+
 def twofold(case: Case) -> list[Any]:
     return test_instructions.twofold_layers(case)
 
@@ -212,6 +243,7 @@ FEATURES = {
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), used_twice, [[0, 4, 5, 7]])
     ),
+    "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
     "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),)),
     "mixtral": Feature(2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),)),
     "mixtral recomputed": Feature(

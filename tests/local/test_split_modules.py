@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -430,6 +431,15 @@ def test_a_backward_pass_to_inputs_alone_gives_weights_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_gradient_of_a_deferred_weight_within_forward_is_refused() -> None:
+    def own_slope(input: torch.Tensor, one: nn.Module) -> torch.Tensor:
+        output: torch.Tensor = one(input)
+        return output * torch.autograd.grad(output.sum(), one.weight, retain_graph=True)[0].sum()  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        check_same(Apart(own_slope, linear()), inputs(2, 5, WIDTH))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'create_graph=True, in a backward pass that is in two parts.*"1f1b"'):
@@ -446,6 +456,7 @@ def test_a_copy_made_while_a_batch_runs_is_an_ordinary_module(
         other = duplicate(model)
         with gradients.forward_pass(split=True):
             output, also = (module(torch.ones(2, WIDTH)) for module in (model, other))
+            assert inspect.signature(model.forward) == inspect.signature(other.forward)
         assert same_bits(output, also) and not gradients.hidden & set(other.parameters())
     assert check_same(model, inputs(2, 5, WIDTH), other=other) == WHOLE
 

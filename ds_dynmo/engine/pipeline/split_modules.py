@@ -74,10 +74,14 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class _Forward:
-    """``forward`` of a linear layer while a batch runs."""
+    """``forward`` of a linear layer while a batch runs.
+
+    Attributes:
+        __wrapped__: the usual one, whose signature a caller may ask for.
+    """
 
     def __init__(self, module: nn.Module, product: Any) -> None:
-        self._module, self._product, self._plain = module, product, module.forward
+        self._module, self._product, self.__wrapped__ = module, product, module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module
@@ -85,27 +89,27 @@ class _Forward:
             result = split(self._product, args[0], operand(module.weight), operand(module.bias))
             if result is not None:
                 return result
-        return self._plain(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         """A copy of the module has the usual one."""
-        return _same, (self._plain,)
+        return _same, (self.__wrapped__,)
 
 
 class _Watched:
     """``forward`` of another module while a batch runs."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._plain = module, module.forward
+        self._module, self.__wrapped__ = module, module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_split():
-            return self._plain(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
         with _Watch(self._module):
-            return self._plain(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _same, (self._plain,)
+        return _same, (self.__wrapped__,)
 
 
 def _same(value: Any) -> Any:
