@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Each dynamic case on real text, three ways in turns: DynMo on, switched off, and the dense model of the same size.
+"""Train each dynamic case on real text, three ways in turns: DynMo on, off, and the dense model of the same size.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/cases.py freezing --steps 200
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/cases.py moe mod --steps 100 --json cases.json
 
-"On" starts at the best static partition that a profile of the model before it changes knows of: uniform, by
-parameters or balanced by that profile. "Off" is the same dynamic model that stays there: the baseline. Its losses have
-to be those of "on", to the bit in fp32, and a difference is an error. The three engines live in the same processes and
-take turns after every batch, so that what the machine does meanwhile hits all of them alike. The table shows tokens per
-second, losses, and what profiling, deciding and moving cost of the run.
+"On" starts at the best static partition by a profile of the model before it changes: uniform, by parameters, or
+balanced by that profile. "Off" is the baseline: the same dynamic model stays at that partition. Its losses must equal
+those of "on", in fp32 to the bit; a difference is an error. The three engines are in the same processes and take turns
+after every batch, so that other work on the machine slows all of them alike. The table shows tokens per second, losses,
+and the share of the run that profiling, deciding and moving took.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from startup import begin_rank
 from train import VALIDATIONS, batches, ends_part, validate
 
 WAYS = ("on", "off", "dense")
-SAID = 10  # lines of progress a case
-LAST_STEPS = 10  # the training loss that is shown is their mean
+SAID = 10  # progress lines per case
+LAST_STEPS = 10  # the training loss in the table is the mean of so many last steps
 
 
 def measure(case: str, steps: int) -> list[dict[str, Any]]:
     """Train the case three ways and make its rows. Collective.
 
     Raises:
-        ConfigError: losses are not the same with DynMo on as with it off.
+        ConfigError: losses with DynMo on and off differ.
     """
     known = statics_of(case, steps)
     trained = {}
@@ -100,7 +100,7 @@ def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
     found = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem not in ("gpt", "repack"))
     parser.add_argument("cases", nargs="+", choices=found)
-    parser.add_argument("--steps", type=int, default=200, help="of each run, default %(default)s")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each run, default %(default)s")
     arguments = parser.parse_args(given)
     try:
         num_processes("2 scripts/cases.py")
@@ -112,7 +112,7 @@ def main(given: list[str]) -> None:
             rows += new
             if torch.distributed.get_rank() == 0:
                 show(new)
-                write_json(arguments.json, rows)  # after each case: later ones may fail
+                write_json(arguments.json, rows)  # after each case, because later ones may fail
     except ConfigError as error:
         raise SystemExit(f"cases.py: error: {error}") from error
     torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""What commands share: their options, what is wrong with these, the table and the JSON of their figures."""
+"""Functions that commands share: options and their checks, tables, and JSON of figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_dynmo.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Knows ``--json FILE``, and ``--local_rank``, which DeepSpeed's launcher passes; shows a docstring as it is."""
+    """Accepts ``--json FILE``, and ``--local_rank`` of DeepSpeed's launcher. Shows a docstring as it is."""
 
     def __init__(self, description: str | None, **settings: Any) -> None:
         settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
@@ -23,7 +23,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def check_at_least_1(arguments: argparse.Namespace, *options: str) -> None:
-    """Refuse counts and sizes below 1. An option that was not given is None and passes.
+    """Refuse counts and sizes below 1. An option that is not given is None and passes.
 
     Raises:
         ConfigError: naming the option and its value.
@@ -38,7 +38,7 @@ def num_processes(command: str) -> int:
     """Read the number of ranks that the launcher has started.
 
     Raises:
-        ConfigError: there is no launcher; ``command`` is what to start with one.
+        ConfigError: there is no launcher; the message says how to start ``command`` with one.
     """
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError(f"start with DeepSpeed's launcher: deepspeed --num_gpus {command} ...")

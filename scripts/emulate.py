@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Questions about one engine, most of them with layers that sleep: communication, profile and migration are real.
+"""Measure one engine, mostly with layers that sleep: communication, profiles and migration are real.
 
-    deepspeed --num_gpus 2 scripts/emulate.py freezing                     # one change: before and after the rebalance
-    deepspeed --num_gpus 2 scripts/emulate.py profile --compute real       # profiled seconds beside layers' own clocks
-    deepspeed --num_gpus 2 scripts/emulate.py overhead --compute real      # what a profile and a rebalance cost
-    deepspeed --num_gpus 4 scripts/emulate.py memory                       # what stages hold, beside what is predicted
-    deepspeed --num_gpus 8 scripts/emulate.py prediction                   # simulated iterations beside measured ones
-    deepspeed --num_gpus 8 scripts/emulate.py makespan                     # that balancer beside "partition"
-    deepspeed --num_gpus 8 scripts/emulate.py slowed --rank 3 --factor 2   # a rank that turns slow in mid-run
+    deepspeed --num_gpus 2 scripts/emulate.py freezing                     # before and after one rebalance
+    deepspeed --num_gpus 2 scripts/emulate.py profile --compute real       # profiled seconds and the layers' own clocks
+    deepspeed --num_gpus 2 scripts/emulate.py overhead --compute real      # cost of a profile and a rebalance
+    deepspeed --num_gpus 4 scripts/emulate.py memory                       # measured and predicted peak bytes of stages
+    deepspeed --num_gpus 8 scripts/emulate.py prediction                   # simulated and measured iterations
+    deepspeed --num_gpus 8 scripts/emulate.py makespan                     # balancers "makespan" and "partition"
+    deepspeed --num_gpus 8 scripts/emulate.py slowed --rank 3 --factor 2   # a rank that becomes slow during the run
 
-Set OMP_NUM_THREADS=1: one thread per stage. ``--json FILE`` writes the figures too.
+Set OMP_NUM_THREADS=1: one thread per stage. ``--json FILE`` also writes the figures.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ COMMANDS = {
     "makespan": (differences, differences.measure),
     "slowed": (slowed, slowed.measure),
 }
-HELP = {  # of the options that a module's OPTIONS name
-    "batches": "timed of each draw",
-    "compute": "sleep or real: what the layers do",
-    "draws": "of random costs",
+HELP = {  # of the options in a module's OPTIONS
+    "batches": "timed batches per draw",
+    "compute": "what the layers do: sleep, or real work",
+    "draws": "draws of random costs",
     "factor": "by which layers on the slow rank take longer",
-    "forward_ms": "forward milliseconds of a layer, the median",
-    "hidden_size": "of real blocks",
+    "forward_ms": "median forward milliseconds of a layer",
+    "hidden_size": "hidden size of real blocks",
     "interval": "batches between decisions",
-    "layers": "of the model",
+    "layers": "layers of the model",
     "layers_per_stage": "on average",
     "micro_batches": "per batch",
-    "pairs": "of measurements in turns",
-    "rank": "that becomes slow",
+    "pairs": "pairs of measurements in turns",
+    "rank": "the rank that becomes slow",
     "rounds": "turns of each partition or engine",
-    "seed": "of random costs and partitions",
-    "sequence_length": "of real blocks",
-    "spread": "of the costs' logarithm",
+    "seed": "seed of random costs and partitions",
+    "sequence_length": "sequence length of real blocks",
+    "spread": "standard deviation of the costs' logarithm",
 }
 
 

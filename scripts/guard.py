@@ -1,4 +1,4 @@
-"""End what a program started, and remove its scratch folder, however the program itself ends."""
+"""End the processes that a program started, and remove its scratch folder, however the program ends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def guarded_group(leader: subprocess.Popen[Any]) -> Iterator[None]:
     """Kill ``leader`` and its process group at the end of the block, or when this program is killed in it.
 
     Args:
-        leader: was started with ``start_new_session``.
+        leader: a process that was started with ``start_new_session``.
     """
     held = _guard('kill -s KILL -- "-$1"', str(leader.pid))
     try:
         yield
     finally:
-        with suppress(ProcessLookupError):  # else ranks, for example, whose launcher has ended
+        with suppress(ProcessLookupError):  # the group may have ended; or ranks outlive their launcher
             os.killpg(leader.pid, signal.SIGKILL)
         leader.wait()
         os.close(held)
@@ -32,7 +32,7 @@ def guarded_group(leader: subprocess.Popen[Any]) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder that is removed at the end of the block, or when this program is killed in it."""
+    """Make a temporary folder that is removed at the end of the block, or when this program is killed in it."""
     folder, held = _guarded_folder()
     try:
         yield folder
@@ -42,7 +42,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def scratch_folder_of_program() -> Path:
-    """A temporary folder that is removed once this program has ended."""
+    """Make a temporary folder that is removed once this program has ended."""
     return _guarded_folder()[0]
 
 
@@ -52,12 +52,12 @@ def _guarded_folder() -> tuple[Path, int]:
 
 
 def _guard(action: str, argument: str) -> int:
-    """Leave a shell behind, in a session of its own, that does this once its input has ended.
+    """Start a shell in its own session that runs ``action`` once its input has ended.
 
     Returns:
-        The other end of its input, which is closed when this program dies, if it was not before.
+        The other end of its input, which closes at the latest when this program ends.
     """
-    script = "exec 3<&0; { cat <&3; " + action + "; } > /dev/null 2>&1 &"  # in the background its input is none
+    script = "exec 3<&0; { cat <&3; " + action + "; } > /dev/null 2>&1 &"  # background jobs read /dev/null without 3<&0
     theirs, held = os.pipe()
     subprocess.run(["sh", "-c", script, "guard", argument], stdin=theirs, start_new_session=True, check=True)
     os.close(theirs)

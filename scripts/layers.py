@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a block of each dynamic case costs, against the dense block of the same size, as its load falls.
+"""Compare the seconds of each dynamic case's block with a dense block of the same size, as its load falls.
 
-"pruned_linear" is one linear layer alone, 1024 x 1024 for 512 tokens.
+"pruned_linear" is a single linear layer, 1024 x 1024 for 512 tokens.
 
     OMP_NUM_THREADS=1 python scripts/layers.py freezing
     OMP_NUM_THREADS=1 python scripts/layers.py --json layers.json
 
-Per case a table: its setting, the block's load signal, and seconds of forward and backward over the dense block's.
-The two are timed in turns in one run; medians are shown. ``--json FILE`` writes them too.
+A table per case shows its setting, the block's load signal, and forward and backward seconds over the dense block's.
+The two are timed in turns in one run; the table has medians. ``--json FILE`` also writes them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ds_dynmo.models.stream import Activations, Stream
 
 TOKENS = 512
 SIZES = {"hidden_size": 256, "heads": 4, "sequence_length": TOKENS, "layers": 2, "tied_embedding": False}
-WIDTH = 1024  # of the linear layer alone
+WIDTH = 1024  # of the single linear layer
 SPARSITIES = (0.52, 0.79, 0.9, 0.95, 0.99)
 EXITS = {"method": "calm", "threshold": 1.0}
 
 
 def layer_of(index: int = 1, **case: Any) -> tuple[torch.nn.Module, Callable[[Activations], Activations]]:
-    """Build a layer of a model with this case, the first block where nothing else is said; give it and its forward."""
+    """Build layer ``index`` of a model with this case; return it and its forward function."""
     spec = model_layers(parse_block(ModelConfig, {**SIZES, **case}, "model"))[index]
     layer = spec.build()
     return layer, partial(spec.forward_fn, layer) if isinstance(spec, TiedLayerSpec) else layer
@@ -50,7 +50,7 @@ def block_of(**case: Any) -> torch.nn.Module:
 
 
 def pruned(sparsity: float) -> torch.nn.Module:
-    """Build a block of which the smallest weights are pruned."""
+    """Build a block whose smallest weights are pruned."""
     block = block_of(pruning={})
     linears = {1: prunable_linears(block)}
     keep = round(sum(linear.weight.numel() for linear in linears[1]) * (1 - sparsity))
@@ -61,7 +61,7 @@ def pruned(sparsity: float) -> torch.nn.Module:
 
 
 class PrunedLinear(torch.nn.Module):
-    """A linear layer of which a share of the weights, at random places, is pruned."""
+    """A linear layer with a share of its weights pruned at random positions."""
 
     width = WIDTH
 
@@ -81,7 +81,7 @@ class PrunedLinear(torch.nn.Module):
 
 
 class SomeLeft(torch.nn.Module):
-    """A layer to which a share of the tokens comes; the others, at random places, have left before."""
+    """A layer that a share of the tokens reaches; the others, at random positions, have left before."""
 
     carries = "exits"
 
@@ -108,7 +108,7 @@ ROUTINGS: list[dict[str, Any]] = [
     *({"top_k": 2, "capacity_factor": factor} for factor in (0.75, 0.5, 0.25)),
     *({"top_k": 2, "routing": routing} for routing in ("sbase", "bias")),
 ]
-CASES: dict[str, dict[str, Callable[[], torch.nn.Module]]] = {  # by setting, what builds the layer
+CASES: dict[str, dict[str, Callable[[], torch.nn.Module]]] = {  # by case and setting, a function that builds the layer
     "freezing": {"trained": block_of, "frozen": lambda: block_of().requires_grad_(False)},
     "moe": {
         ", ".join(f"{key} {value}" for key, value in keys.items()): partial(block_of, moe={"experts": 8, **keys})
@@ -143,7 +143,7 @@ CASES: dict[str, dict[str, Callable[[], torch.nn.Module]]] = {  # by setting, wh
 
 
 def activations(layer: torch.nn.Module, seed: int) -> Activations:
-    """Make what the layer before would send."""
+    """Make the activations that the layer before would send."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(1, TOKENS, getattr(layer, "width", SIZES["hidden_size"]), generator=generator)
     hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
@@ -184,7 +184,7 @@ def measure(case: str, setting: str, pairs: int) -> dict[str, Any]:
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
-    parser.add_argument("--pairs", type=int, default=15, help="of measurements, default %(default)s")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of measurements, default %(default)s")
     arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     rows = [measure(case, setting, arguments.pairs) for case in arguments.cases or CASES for setting in CASES[case]]

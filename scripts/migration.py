@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What moving layers costs, as ratios measured side by side in one run of two stages.
+"""Measure what moving layers costs, as ratios that are measured side by side in one run of two stages.
 
     deepspeed --num_gpus 2 scripts/migration.py --precision fp32
     deepspeed --num_gpus 2 scripts/migration.py --precision bf16-zero1 --stage-parameters 50
 
-Three figures: the bandwidth of a move over that of a raw send and receive of the same bytes; a rebalance that
-moves nothing over two collectives of a fixed size; the optimizer's part of a move, for the state that stays, over
-a plain copy of the same bytes. Set OMP_NUM_THREADS=1. ``--json FILE`` writes the figures too.
+Three figures: the bandwidth of a move over that of a raw send and receive of the same bytes; the seconds of a
+rebalance that moves nothing over those of two collectives of a fixed size; and the seconds that a move spends on
+optimizer state that stays over those of a plain copy of the same bytes. Set OMP_NUM_THREADS=1. ``--json FILE`` also
+writes the figures.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "fp32-zero1": {"zero_optimization": {"stage": 1}},
 }
-MOVED, BIG = 4, 4_000_000  # layers that move at once, and the parameters of each
+MOVED, BIG = 4, 4_000_000  # layers that move at once, and parameters of each
 SMALL = 1_000  # parameters of the layer that moves when the cost of those that stay is measured
 
 
 class Weights(nn.Module):
-    """``count`` parameters that cost next to nothing to compute with."""
+    """A layer of ``count`` parameters that takes almost no time to compute."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ def make_engine(counts: list[int], boundary: int, precision: str) -> Any:
 
 
 def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Move layers there and back, and send the same bytes raw, in turns."""
+    """Move layers to the other stage and back, and send the same bytes raw, in turns."""
     engine = make_engine([BIG] * (MOVED + 2), MOVED + 1, arguments.precision)
     moved, raw = [], []
     for _ in range(arguments.pairs):
@@ -85,7 +86,7 @@ def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def send_raw(payload: torch.Tensor | None, size: int, peer: int) -> None:
-    """Send one message of ``size`` bytes, or receive it into fresh memory, as a layer's is."""
+    """Send one message of ``size`` bytes, or receive it into fresh memory, as layers are."""
     if payload is not None:
         dist.send(payload, peer)
     else:
@@ -93,7 +94,7 @@ def send_raw(payload: torch.Tensor | None, size: int, peer: int) -> None:
 
 
 def nothing_moves(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time a rebalance to the present partition beside an all-reduce and an all-gather of three numbers."""
+    """Time a rebalance to the present partition, and an all-reduce and an all-gather of three numbers."""
     engine = make_engine([SMALL] * 8, 4, arguments.precision)
     group = dist.new_group(backend="gloo")
     numbers = torch.zeros(3, dtype=torch.int64)
@@ -108,7 +109,7 @@ def nothing_moves(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time the optimizer's part when a small layer moves, beside a copy of the state of those that stay."""
+    """Time the optimizer's part of the move of a small layer, and a copy of the state of layers that stay."""
     layers = 10
     count = int(arguments.stage_parameters * 1e6 / layers)
     engine = make_engine([count] * layers + [SMALL] + [count] * layers, layers, arguments.precision)
@@ -151,7 +152,7 @@ def copy_of_state(engine: Any) -> float:
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default: %(default)s")
-    parser.add_argument("--stage-parameters", type=float, default=10.0, help="in millions, default %(default)s")
+    parser.add_argument("--stage-parameters", type=float, default=10.0, help="millions per stage, default %(default)s")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of measurements, default %(default)s")
     arguments = parser.parse_args(given)
     if num_processes("2 scripts/migration.py") != 2:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How close to the smallest bottleneck the decentralised balancer lands, and how long each balancer takes.
+"""Measure how close to the smallest bottleneck decentralised diffusion comes, and how long each balancer takes.
 
-    scripts/partitioners.py                 # both tables, 2000 instances a row; some minutes
+    scripts/partitioners.py                 # all tables, 2000 instances per row; some minutes
     scripts/partitioners.py --instances 100
     scripts/partitioners.py --large         # also DeepSpeed's balancer on 1000 layers x 128 stages; minutes
 
-Gaps are to the optimum that ``balanced`` finds; "pairs" is what neighbours reach by evening out alone. Odd instances
-start from the uniform partition, even ones from a random one.
+Gaps are to the optimum that ``balanced`` finds. "pairs" is what stages reach that only even out with a neighbour. Odd
+instances start from the uniform partition, even ones from a random one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ QUALITY = (
 
 
 def quality(instances: int) -> Iterator[Cells]:
-    """Compare diffusion with the optimum, a row per size and family of costs."""
+    """Compare diffusion with the optimum, one row per size and family of costs."""
     for num_layers, num_stages in SIZES:
         for family, draw in FAMILIES.items():
             rng = random.Random(SEED)
@@ -117,7 +117,7 @@ def one_run(
 
 
 def pairs_alone(costs: list[float], start: list[int]) -> list[int]:
-    """Find what neighbours reach that only even out between themselves."""
+    """Find the partition that stages reach if each only evens out with its neighbours."""
     bounds, quiet, parity = [*start], 0, 0
     while quiet < 2:
         before = [*bounds]
@@ -129,7 +129,7 @@ def pairs_alone(costs: list[float], start: list[int]) -> list[int]:
 
 
 def with_memory(instances: int) -> Iterator[Cells]:
-    """Compare diffusion with the optimum where memory binds, a row per size."""
+    """Compare diffusion with the optimum under tight memory limits, one row per size."""
     for num_layers, num_stages in SIZES[:2]:
         rng = random.Random(SEED)
         gaps: list[float] = []
@@ -153,7 +153,7 @@ def tight_memory(rng: random.Random, num_layers: int, num_stages: int) -> tuple[
 
 
 def timings(large: bool) -> Iterator[Cells]:
-    """Time every balancer, a row per size; DeepSpeed's on the largest model only if ``large``."""
+    """Time every balancer, one row per size; DeepSpeed's on the largest model only if ``large``."""
     from deepspeed.runtime.utils import partition_balanced
 
     for num_layers, num_stages in [*SIZES, (200, 64), (1000, 128)]:
@@ -171,9 +171,9 @@ def timings(large: bool) -> Iterator[Cells]:
 
 
 def shortest(instances: int) -> Iterator[Cells]:
-    """Time makespan and compare its iteration with the least bottleneck's, a row per size and micro-batches.
+    """Time makespan, and compare its iteration with that of the least bottleneck, per size and micro-batches.
 
-    Forward seconds are uniform, backward 0.5 to 3 forwards, starts random.
+    Forward seconds are uniform, backward seconds 0.5 to 3 times as long, starts random.
     """
     for num_layers, num_stages in [*SIZES, (96, 16)]:
         for micro_batches in (num_stages // 2, num_stages, 2 * num_stages):
@@ -205,7 +205,7 @@ def random_pipeline(rng: random.Random, num_layers: int, num_stages: int, micro_
 
 
 def milliseconds(balancer: Callable[..., Any], *arguments: Any, repeats: int, **options: Any) -> str:
-    """Time a balancer; give the median of ``repeats``."""
+    """Time a balancer, and return the median of ``repeats``."""
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()

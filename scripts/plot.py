@@ -1,11 +1,11 @@
-"""Draw a run from what it wrote, as pictures and one HTML file that holds them; or rows of a benchmark, or schedules.
+"""Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark, or schedules.
 
     python scripts/plot.py report.jsonl --trace trace.json --out pictures
     python scripts/plot.py --rows rows.json --format svg --out pictures
     python scripts/plot.py --schedules 8 12 --format svg --out pictures      # stages and micro-batches
 
-``report.jsonl`` is what ``--report`` of scripts/train.py or ``dynmo.report`` names, ``trace.json`` what ``--trace`` or
-``dynmo.trace`` does, ``rows.json`` what ``--json`` of scripts/benchmark.py does. Needs matplotlib: the extra "plots".
+``report.jsonl`` is written with ``--report`` of scripts/train.py or ``dynmo.report``, ``trace.json`` with ``--trace``
+or ``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs matplotlib: the extra "plots".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from plotting.data import (
 
 
 def expected(report: Report) -> list[Rows]:
-    """Simulate batches: around the last move, or under the last profile where nothing moved."""
+    """Simulate batches before and after the last move, or by the last profile if nothing moved."""
     if not report.profiles:
         return []
     if not report.moves:

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""What re-packing brings and costs.
+"""Measure what re-packing gains and costs.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/repack.py phases --case pruning
     OMP_NUM_THREADS=1 python scripts/repack.py restart
 
 "phases": emulated layers sleep as long as the case's load model says in each phase of a run of 10,000 iterations. In
-every phase batches are timed on all stages, balanced; then on as many as the planner finds enough to be as fast as the
-dense model was; then the parked ranks are taken back for the next phase. So both are measured side by side.
+every phase, balanced batches are timed on all stages, and then on the fewest stages that the planner finds as fast as
+the dense model was. The parked ranks are recalled for the next phase.
 
 "restart": a job of real linear layers goes from 4 to 2 stages while it runs, and again by a checkpoint and a new
-launch; seconds from the decision to the end of the next batch, split up, and the memory of a parked process.
+launch. It shows the seconds from the decision to the end of the next batch, split up, and the memory of a parked
+process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from guard import guarded_group, scratch_folder
 from simulation.loads import CASES, Phase
 from startup import begin_rank
 
-LAYERS, WIDTH = 16, 1024  # of the job that is launched anew: linear layers, WIDTH x WIDTH
+LAYERS, WIDTH = 16, 1024  # of the restarted job: linear layers, WIDTH x WIDTH
 STAGES, FEWER = 4, 2
 
 
@@ -50,8 +51,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     phases.add_argument("--layers", type=int, default=32, help="default %(default)s")
     phases.add_argument("--micro-batches", type=int, default=32, help="default %(default)s")
     phases.add_argument("--forward-ms", type=float, default=8.0, help="of a dense layer, default %(default)s")
-    phases.add_argument("--phases", type=int, default=8, help="of a run, default %(default)s")
-    phases.add_argument("--batches", type=int, default=2, help="timed on each number of stages, default %(default)s")
+    phases.add_argument("--phases", type=int, default=8, help="phases of the run, default %(default)s")
+    phases.add_argument("--batches", type=int, default=2, help="timed per number of stages, default %(default)s")
     kinds.add_parser("restart", description="re-packing beside a checkpoint and a new launch")
     worker = kinds.add_parser("worker", description="what restart launches")
     worker.add_argument("--folder", type=Path, required=True)
@@ -63,7 +64,7 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 
 def phases(arguments: argparse.Namespace) -> None:
-    """Time every phase on all stages, and on as many as are enough."""
+    """Time every phase on all stages, and on the fewest that are fast enough."""
     case, batches = CASES[arguments.case], data()
     stages = torch.distributed.get_world_size()
     block = {"repack": {"release": "park", "max_slowdown": 0.05}, "interval": 0}
@@ -78,7 +79,7 @@ def phases(arguments: argparse.Namespace) -> None:
     def on_all_stages(phase: Phase) -> float:
         set_loads(engine, phase, arguments.forward_ms / 1e3)
         engine.model_changed("the loads of another phase")
-        engine.train_batch(batches)  # is profiled; then layers move
+        engine.train_batch(batches)  # profiled; then layers move
         return shortest_batch()
 
     start_seconds = on_all_stages(Phase.of([1.0] * arguments.layers))
@@ -129,7 +130,7 @@ def show_phases(arguments: argparse.Namespace, stages: int, rows: list[dict[str,
 
 
 def restart(arguments: argparse.Namespace) -> None:
-    """Launch the job twice: to re-pack and save, and to go on from what it saved."""
+    """Launch the job twice: to re-pack and save, and to resume from its checkpoint."""
     with scratch_folder() as folder:
         launch(folder, STAGES)
         began = time.time()
@@ -156,7 +157,7 @@ def launch(folder: Path, stages: int, *more: str) -> None:
 
 
 def worker(arguments: argparse.Namespace) -> None:
-    """Run a rank of the job. AdamW's state is 12 bytes a parameter beside its gradient."""
+    """Run a rank of the job. Weight and AdamW's state are 12 bytes per parameter."""
     engine = pipeline_engine(
         [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(LAYERS)],
         micro_batches=8,

@@ -1,4 +1,4 @@
-"""How the ranks of every script begin."""
+"""Start the ranks of scripts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def init_distributed() -> None:
 
 
 def begin_rank() -> None:
-    """Begin a rank of a benchmark; it computes with one thread, unless OMP_NUM_THREADS says otherwise."""
+    """Start a rank of a benchmark. It computes with one thread unless OMP_NUM_THREADS says otherwise."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     init_distributed()

@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 2 scripts/train.py --deepspeed_config ds_configs/freezing.json
 
-The JSON is DeepSpeed's own, with a "dynmo" block and a "model" block (ds_dynmo.models.ModelConfig). What can be wrong
-with either is refused with exit code 2 before a process group exists.
+The JSON is DeepSpeed's own, with a "dynmo" block and a "model" block (ds_dynmo.models.ModelConfig). Errors in either
+end the script with exit code 2 before a process group exists.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ FIRST_RANK_SECONDS = 10.0
 
 
 def refuse(error: Exception) -> int:
-    """Print what is wrong and give the exit code, 2.
+    """Print an error, and return the exit code, 2.
 
-    The launcher ends all ranks when one has exited. So other ranks wait, and rank 0 alone prints an error that all
-    have. A rank that still runs after that has an error of its own.
+    The launcher ends all ranks when one has exited. So other ranks wait, and only rank 0 prints an error that all
+    have. A rank that still runs after that has another error and prints it.
     """
     rank = int(os.environ.get("RANK", 0))
     where = ""
@@ -104,7 +104,7 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
 
 
 def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
-    """Train up to ``run.stop``, on every rank alike; ranks that join a run take part once it calls them.
+    """Train up to ``run.stop`` on every rank. Ranks that join a run take part once it recalls them.
 
     Rank 0 passes each step to ``record``.
     """
@@ -125,7 +125,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
             engine.train_batch(training.iterate(engine.micro_batches_taken))
         if engine.released and not engine.wait_for_recall():
             break
-        step = engine.global_steps - 1  # a rank that was released continues where the others are
+        step = engine.global_steps - 1  # a recalled rank continues at the step of the others
         losses = engine.get_additional_losses()
         history.losses.append(float(losses[LANGUAGE_MODEL_LOSS]))
         history.auxiliary_losses.append(float(losses[AUXILIARY_LOSS]))
@@ -149,7 +149,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
 
 
 def ends_part(step: int, steps: int, parts: int) -> bool:
-    """Say whether batch ``step``, counted from 0, is the last of one of ``parts`` equal parts of a run."""
+    """Tell whether batch ``step``, counted from 0, is the last of one of ``parts`` equal parts of a run."""
     return (step + 1) * parts // steps > step * parts // steps
 
 
@@ -166,14 +166,14 @@ def batches(run: Run, engine: Any, split: Any) -> Batches:
 
 
 def validate(engine: Any, validation: Batches) -> float:
-    """Measure the loss, on the same micro-batches every time."""
+    """Measure the validation loss, every time on the same micro-batches."""
     return float(engine.eval_batch(validation.iterate()))
 
 
 def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
-    """Save a checkpoint, then the file that names it, from which a run is resumed.
+    """Save a checkpoint, then the file that names it, from which a run resumes.
 
-    A run that is killed in between is resumed from the checkpoint before.
+    A run that is killed in between resumes from the checkpoint before.
 
     Raises:
         CheckpointError: on every rank, if rank 0 cannot write the file.
@@ -211,7 +211,7 @@ def main(arguments: list[str]) -> int:
 
     first_rank = int(os.environ["RANK"]) == 0 and run.join is None
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # every stage has a process of its own on this machine
+        torch.set_num_threads(1)  # all stages share this machine's cores
     get_accelerator().set_device(run.local_rank)
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)

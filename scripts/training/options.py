@@ -16,8 +16,8 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, load_text, model_layers, read_model_config
 
 RESUME_FILE = "dynmo_train.json"
-LAUNCH_FILE = "launch.json"  # of the engine, which stopped the run
-RUN = "run"  # what RunFacts is shared as
+LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
+RUN = "run"  # name under which RunFacts is shared
 STEPS = 150
 
 
@@ -28,9 +28,9 @@ class Run:
     Attributes:
         steps: batches of the whole run, of which schedules are fractions.
         stop: batches after which this part of the run ends.
-        save_interval: batches between checkpoints; None: there is one when this part ends.
-        resumed: what :data:`RESUME_FILE` says of the run that is resumed; None for a new one.
-        join: HOST:PORT of the run that these processes join; None: they are a run of their own.
+        save_interval: batches between checkpoints; None: only one when this part ends.
+        resumed: the content of :data:`RESUME_FILE` of the resumed run; None for a new run.
+        join: HOST:PORT of the run that these processes join; None: they are their own run.
     """
 
     settings: dict[str, Any]
@@ -53,7 +53,7 @@ class Run:
 
 
 class RunFacts:
-    """What a job that stops leaves to its next launch, beside its cases' states."""
+    """State that a job saves for its next launch when it stops, beside the states of its cases."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -62,7 +62,7 @@ class RunFacts:
         return {"steps": self._run.steps, "model": self._run.model.model_dump(mode="json")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: ranks of one job have the same."""
+        """No-op: all ranks of a job have the same facts."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,25 +75,25 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" blocks')
     parser.add_argument("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help=f"batches in total (default: {STEPS}, or the resumed run's)")
-    parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many of them, to be resumed")
-    parser.add_argument("--seed", type=int, help="of weights and data (default: the model block's)")
-    parser.add_argument("--stages", type=int, help="of the pipeline (default: the number of processes)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="JSON lines of what happens, for scripts/plot.py")
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many batches, to resume later")
+    parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
+    parser.add_argument("--stages", type=int, help="pipeline stages (default: the number of processes)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write JSON lines of the run, for scripts/plot.py")
     parser.add_argument(
-        "--trace", nargs=3, metavar=("FILE", "FIRST", "LAST"), help="the timeline of these steps, for Perfetto"
+        "--trace", nargs=3, metavar=("FILE", "FIRST", "LAST"), help="write the timeline of these steps, for Perfetto"
     )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
-    parser.add_argument("--save-interval", type=int, metavar="N", help="write one after every N batches, too")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue from the latest checkpoint in it")
+    parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue from the latest checkpoint in DIR")
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help="give these processes to the run there, begun with the same arguments"
+        "--join", metavar="HOST:PORT", help="join these processes to the run there, started with the same arguments"
     )
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run:
-    """Read and check everything that can be checked without the other processes.
+    """Read and check all that can be checked without other processes.
 
     Args:
         settings: the configuration; None: read from the file that ``--deepspeed_config`` names.
@@ -167,7 +167,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
 
 
 def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
-    """Refuse what stock DeepSpeed cannot do.
+    """Refuse features that stock DeepSpeed lacks.
 
     Raises:
         ConfigError: naming the option or key.
@@ -186,7 +186,7 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
 
 
 def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
-    """Give the number of pipeline stages: what was asked for, or one per process."""
+    """Return the number of pipeline stages: the requested number, or one per process."""
     if stages is None:
         stages = world_size
     if stages < 1 or world_size % stages:
@@ -197,7 +197,7 @@ def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
 
 
 def total_steps(args: argparse.Namespace, model: ModelConfig, resumed: dict[str, Any] | None) -> int:
-    """Give the batches of the whole run; a resumed run keeps its own where the model changes at fractions of them."""
+    """Return the batches of the whole run. A resumed run keeps its number if the model changes at fractions of it."""
     if resumed is None:
         return STEPS if args.steps is None else int(args.steps)
     steps: int = resumed["steps"] if args.steps is None else args.steps
@@ -213,7 +213,7 @@ def total_steps(args: argparse.Namespace, model: ModelConfig, resumed: dict[str,
 
 
 def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """Read what the resumed run was, and check that this one can continue it."""
+    """Read the facts of the resumed run, and check that this one can continue it."""
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder")
     resumed = {"in_step": False, **latest_part(folder)}
@@ -222,7 +222,7 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
     saved_model = read_model_config(resumed)
     for key in ModelConfig.model_fields:
-        if key == "tokens":  # only allows the data that was trained on
+        if key == "tokens":  # it only permits the data; it does not change it
             continue
         if getattr(model, key) != getattr(saved_model, key):
             raise ConfigError(
@@ -233,7 +233,7 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def latest_part(folder: Path) -> dict[str, Any]:
-    """Read what the run saved last: by itself, or where it stopped to be launched anew at another size."""
+    """Read the run's last save: its own, or that of the engine when it stopped for a restart at another size."""
     path = folder / LAUNCH_FILE
     if not path.is_file():
         return load_json(folder / RESUME_FILE)

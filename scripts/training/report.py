@@ -1,4 +1,4 @@
-"""What scripts/train.py shows and writes: progress, the closing table, the numbers of the whole run."""
+"""Output of scripts/train.py: progress, the closing table, and the numbers of the whole run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.options import Run
 Record = Callable[[dict[str, Any]], None]
 
 PROGRESS_LINES = 20
-LAST_STEPS = 10  # the training loss that is reported at the end is their mean
+LAST_STEPS = 10  # the training loss reported at the end is the mean of so many last steps
 
 
 @dataclass
@@ -25,9 +25,9 @@ class History:
     """Numbers of each step, for the closing table and the report.
 
     Attributes:
-        losses: the language model's in training, to be compared with other models'.
-        auxiliary_losses: what was added to them to be trained; 0 where there is nothing.
-        ranks: at work in each step.
+        losses: the language model's training losses, comparable with those of other models.
+        auxiliary_losses: losses that training added to them, or 0.
+        ranks: ranks at work in each step.
         cases: numbers of each dynamic case, known at the end.
     """
 
@@ -37,10 +37,10 @@ class History:
     ranks: list[int] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
     cases: dict[str, dict[str, float]] = field(default_factory=dict)
-    profiles: list[Profile | None] = field(default_factory=list)  # for each report, what it was decided on
+    profiles: list[Profile | None] = field(default_factory=list)  # for each report, the profile of its decision
 
     def decisions_seen(self, engine: Any) -> None:
-        """Keep the profile behind every new report."""
+        """Record the profile behind every new report."""
         for report in engine.reports[len(self.profiles) :]:
             profile = engine.profile
             known = profile is not None and profile.partition == report.old_partition
@@ -48,7 +48,7 @@ class History:
 
 
 class Progress:
-    """A line now and then, on rank 0 of the run."""
+    """Prints progress lines on rank 0 of the run."""
 
     def __init__(self, run: Run, engine: Any) -> None:
         self._first_rank = engine.global_rank == 0 and run.join is None
@@ -73,7 +73,7 @@ def tokens_per_step(run: Run, engine: Any) -> int:
 
 
 def closing_table(run: Run, engine: Any, history: History) -> list[str]:
-    """Make one line per decision: what it changed, and what was measured before and after."""
+    """Make one line per decision: what it changed, and measurements before and after."""
     if not engine.reports:
         return []
     tokens = tokens_per_step(run, engine)
@@ -106,7 +106,7 @@ def repack_lines(engine: Any) -> list[str]:
 
 
 def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int) -> tuple[str, str, str]:
-    """Give tokens per second, bubble ratio and imbalance when ``report`` was decided."""
+    """Return tokens per second, bubble ratio and imbalance at the decision of ``report``."""
     if profile is None or report.imbalance_before is None:
         return ("-", "-", "-")
     busy_seconds = profile.micro_batches * sum(profile.costs("time")) / (len(profile.partition) - 1)
@@ -123,7 +123,7 @@ def case_lines(history: History) -> list[str]:
 
 
 def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
-    """Make the record of the batch that was trained last; its seconds include the rebalance that followed it."""
+    """Make the record of the last batch; its seconds include the rebalance that followed it."""
     seconds = history.step_seconds[-1]
     return {
         "kind": "step",
@@ -156,7 +156,7 @@ def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
 
 
 def closing_line(history: History, numbers: dict[str, Any]) -> str:
-    """Make the last line; ``numbers`` is what :func:`summary` gave."""
+    """Make the last line; ``numbers`` is the result of :func:`summary`."""
     losses = _losses(numbers["train_loss"], numbers["auxiliary_loss"])
     fewer = len(set(history.ranks)) > 1
     ranks = f" on {numbers['average_ranks']:.1f} of {max(history.ranks)} ranks on average" if fewer else ""
@@ -171,13 +171,13 @@ def _losses(loss: float, auxiliary: float) -> str:
 
 
 def record_nothing(record: dict[str, Any]) -> None:
-    """Drop the record: no report is asked for, or another rank writes it."""
+    """Drop the record: there is no report, or another rank writes it."""
 
 
 def begin_report(path: Path | None) -> Record:
-    """Empty the file, and return a function that appends a record to it, or says once that it cannot."""
+    """Empty the file, and return a function that appends a record to it, or warns once that it cannot."""
     if path is None:
         return record_nothing
-    with suppress(OSError):  # the first record will say so
+    with suppress(OSError):  # the first record will warn
         path.write_text("")
     return record_writer(path, lambda message: print(f"train.py: {message}", file=sys.stderr, flush=True))
