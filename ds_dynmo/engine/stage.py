@@ -162,7 +162,10 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         optimizer=OptimizerBinding(engine, layers, comm, norm, of_others),
         replicas_differ=differ,
         replicas_would_differ=any(shares for _, _, shares, *_ in every),
-        schedule=ScheduleInForce(config.schedule),
+        schedule=ScheduleInForce(
+            config.schedule,
+            cautious=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
+        ),
     )
     stage.layers_moved.subscribe("layers that arrived have other replicas", lambda _: stage.connect_replicas())
     return stage

@@ -23,7 +23,7 @@ from ds_dynmo.engine.pipeline.steps import ScheduleSteps
 from ds_dynmo.models.gpt import gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
-from ds_dynmo.schedules import one_f_one_b, peak_bytes
+from ds_dynmo.schedules import one_f_one_b, peak_bytes, schedule_for_equal_costs
 
 OPTIONS = {"micro_batches": 8, "hidden_size": 64, "sequence_length": 64}
 BLOCKS_PER_STAGE = 2
@@ -168,9 +168,9 @@ def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkp
     engine, data = make_engine(arguments, kind, precision, checkpointing), tokens(arguments)
     engine.train_batch(data)
     engine.rebalance()
-    engine.stage.schedule.forget()
-    if kind == "1f1b":
-        engine.stage.schedule.decide(one_f_one_b(engine.num_stages, engine.micro_batches))
+    if kind != "stock":
+        order = one_f_one_b if kind == "1f1b" else schedule_for_equal_costs
+        engine.stage.schedule.decide(order(engine.num_stages, engine.micro_batches))
     engine.train_batch(data)  # what messages look like is known from here on
     mine = measured_peak(engine, data)
     every: list[Any] = [None] * torch.distributed.get_world_size()

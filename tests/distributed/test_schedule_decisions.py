@@ -11,7 +11,7 @@ import torch
 import ds_dynmo
 from ds_dynmo.engine.pipeline.steps import with_some_split
 from ds_dynmo.plan import RebalanceReport
-from ds_dynmo.schedules import schedule_for_equal_costs
+from ds_dynmo.schedules import peak_bytes, schedule_for_equal_costs
 from tests.distributed.harness import run
 from tests.distributed.support import told_clock
 from tests.distributed.support.told_clock import UnsteadyLayer, unsteady_engine
@@ -84,6 +84,29 @@ def test_it_goes_where_the_simulated_iteration_is_shortest() -> None:
     assert not again.moved and again.schedule_splits is not None
     assert again.iteration_seconds_before == pytest.approx(first.iteration_seconds_after)
     assert first.as_record()["schedule"] == first.schedule
+
+
+def under_a_limit() -> Any:
+    """What stages hold under the orders for one partition: without a limit, and with one that this order exceeds."""
+    told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
+    engine, data = unsteady_engine({"interval": 0, "schedule": {"kind": "zero_bubble"}}, SECONDS, [1.0] * 3, 0.0)
+    engine.train_batch(data), engine.rebalance()
+    needed: list[list[int]] = []
+    for limit in (None, 0.9):
+        engine.balancer.memory.limit = limit and int(limit * max(needed[0]))
+        engine.rebalance(engine.partition)
+        engine.train_batch(data)
+        order, layers = engine.stage.schedule.in_force(3, 4), engine.profile.layers
+        passes = engine.balancer.decision_input(engine.profile, None, smoothed=False).pipeline.passes
+        held = peak_bytes(order, passes.sizes(engine.partition))
+        owned = map(engine.stage.placement.layers_of, range(3))
+        needed.append([sum(layers[i].static_bytes for i in own) + more for own, more in zip(owned, held)])
+    return gather((needed, engine.balancer.memory.limit))
+
+
+def test_an_order_stays_within_the_memory_limit() -> None:
+    (free, limited), limit = run(3, under_a_limit)[0][0]
+    assert max(limited) <= limit < max(free)
 
 
 def test_reports_say_1f1b_where_that_is_in_force() -> None:

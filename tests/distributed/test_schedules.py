@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import PRECISIONS, Case
 from tests.distributed.support.elastic import PARK
@@ -15,10 +17,17 @@ from tests.distributed.support.training import batches, build, gather, partition
 ZERO_BUBBLE = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
 
 
+def train_in_two_parts(case: Case, moves: list[list[int]], steps: int, every: int) -> dict[str, Any]:
+    """Under checkpointing too, the order for equal costs runs from the first batch on."""
+    with mock.patch("ds_dynmo.engine.pipeline.steps.one_f_one_b", schedule_for_equal_costs):
+        return train(case, moves, steps, every)
+
+
 def check_same(case: Case, moves: list[list[int]] | None = None, steps: int = 5, every: int = 1) -> None:
     """Under 1F1B layers stay; under a schedule of ours they may move before every batch."""
     ours = replace(case, dynmo={**(case.dynmo or {}), **ZERO_BUBBLE})
-    still, moved = run_each(case.ranks, train, (case, [], steps, every), (ours, moves or [], steps, every))
+    calls = (case, [], steps, every), (ours, moves or [], steps, every)
+    still, moved = run_each(case.ranks, train_in_two_parts, *calls)
     assert [r["losses"] for r in moved] == [r["losses"] for r in still]
     assert [r["evaluations"] for r in moved] == [r["evaluations"] for r in still]
     assert whole(moved) == whole(still)
@@ -98,6 +107,22 @@ def test_deepspeeds_code_runs_1f1b() -> None:
     results = run(3, decided, Case(stages=3, micro_batches=6))[0]
     assert results[0][0] == [None] * 4
     assert all(part == (0.0, 0.0, 0) for part in results[0][2])
+
+
+def first_order(case: Case) -> Any:
+    engine = build(case)
+    engine.train_batch(batches(engine))
+    return gather(engine.stage.schedule.running.schedule)
+
+
+def test_the_first_order_is_that_of_1f1b_where_memory_matters() -> None:
+    """What passes hold is not known yet. Under checkpointing an order for equal costs needs several times as much."""
+    case = Case(stages=3, micro_batches=6, dynmo=ZERO_BUBBLE)
+    limited = replace(case, dynmo={**ZERO_BUBBLE, "memory_limit": 10**9})
+    checkpointed = replace(case, checkpoint_interval=1)
+    results = run_each(3, first_order, (case,), (limited,), (checkpointed,))
+    orders = [ranks[0] for ranks in results]
+    assert orders == [[schedule_for_equal_costs(3, 6)] * 3, [one_f_one_b(3, 6)] * 3, [one_f_one_b(3, 6)] * 3]
 
 
 def decided_on_fewer_stages(case: Case) -> dict[str, Any]:

@@ -143,3 +143,12 @@ def test_a_decided_schedule_is_forgotten_when_ranks_join() -> None:
     ours.decide(one_f_one_b(3, 4))
     ours.forget()
     assert ours.steps(given()).schedule == joined.steps(given()).schedule != one_f_one_b(3, 4)
+
+
+def test_1f1b_order_runs_until_it_is_known_what_passes_hold() -> None:
+    """Where memory is limited, or layers are checkpointed."""
+    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"), cautious=True)
+    assert ours.steps(given()).schedule == one_f_one_b(3, 4)
+    ours.decide(zb_h1(3, 4))
+    assert ours.steps(given()).schedule == zb_h1(3, 4)
+    assert ours.steps(given(micro_batches=6)).schedule == one_f_one_b(3, 6), "nothing was decided for these"

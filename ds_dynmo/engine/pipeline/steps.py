@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.pipeline.messages import receives, sends
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, schedule_for_equal_costs
+from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, one_f_one_b, schedule_for_equal_costs
 
 REPLACED = (
     "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
@@ -135,30 +136,39 @@ class ScheduleInForce:
     Attributes:
         found: by the latest decision, from what was measured; None: nothing was yet, or DeepSpeed's is as short.
         running: the steps of the batch that runs, where they are not DeepSpeed's.
+        own: the class of the steps that the latest batch was trained by, where it is the user's; "": it is not.
         is_profiled: is the batch that begins measured? Then some backward passes run in two parts everywhere.
+
+    Args:
+        cautious: run 1F1B's order, not the one for equal costs, until a decision: what passes hold matters, and is not
+            known before.
     """
 
-    def __init__(self, config: ScheduleConfig | None = None) -> None:
-        self._config = config or ScheduleConfig()
-        self._for_equal_costs: Schedule | None = None
+    def __init__(self, config: ScheduleConfig | None = None, *, cautious: bool = False) -> None:
+        self._config, self._cautious = config or ScheduleConfig(), cautious
+        self._undecided: Schedule | None = None
         self._decided = False
         self.found: Schedule | None = None
         self._found_for: PassCosts | None = None
         self.running: ScheduleSteps | None = None
+        self.own = ""
+        self._chosen: Any = None  # for the next batch
+        self._others_ran = False  # in place of those chosen
         self.is_profiled: Callable[[], bool] = lambda: False
 
     @property
     def is_ours(self) -> bool:
-        """Can a schedule of ours be in force?"""
-        return self._config.kind != "1f1b"
+        """Can a schedule of ours be in force? Not where the user's engine makes the steps itself."""
+        return self._config.kind != "1f1b" and not self._others_ran
 
     def decide(self, found: Schedule | None, costs: PassCosts | None = None) -> None:
         """Train by ``found``, which was made for ``costs``, from the next batch on; None: by DeepSpeed's."""
         self.found, self._found_for, self._decided = found, costs, True
 
     def forget(self) -> None:
-        """Train by the order for equal costs until the next decision: ranks that were away do not know the latest."""
+        """Train as before the first decision until the next one: ranks that were away do not know the latest."""
         self.found, self._found_for, self._decided = None, None, False
+        self.own, self._others_ran = "", False  # the next batch tells
 
     def steps(self, given: Any) -> Any:
         """Choose the steps of the next batch.
@@ -166,7 +176,8 @@ class ScheduleInForce:
         Args:
             given: DeepSpeed's, or those of an engine of the user's, which stay.
         """
-        if not self.is_ours or type(given) is not deepspeeds.TrainSchedule or given.stages == 1:
+        self._chosen = given
+        if self._config.kind == "1f1b" or type(given) is not deepspeeds.TrainSchedule or given.stages == 1:
             return given
         schedule = self.in_force(given.stages, given.micro_batches)
         if schedule is None:
@@ -174,22 +185,29 @@ class ScheduleInForce:
         costs = self._found_for if schedule is self.found else None
         if self.is_profiled():
             schedule = with_some_split(schedule)
-        return ScheduleSteps(schedule, given.stage_id, costs)
+        self._chosen = ScheduleSteps(schedule, given.stage_id, costs)
+        return self._chosen
 
     def begin(self, steps: Any) -> None:
         """Note which steps the engine is about to run: ours, DeepSpeed's, or the user's."""
         self.running = steps if isinstance(steps, ScheduleSteps) else None
         if self.running is not None:
             self.running.begun = True
+        if torch.is_grad_enabled():  # else it is an evaluation
+            is_own = type(steps) not in (ScheduleSteps, deepspeeds.TrainSchedule)
+            self.own = type(steps).__name__ if is_own else ""
+            self._others_ran = is_own or steps is not self._chosen
 
     def in_force(self, num_stages: int, micro_batches: int) -> Schedule | None:
         """Say what the next batch of this shape is trained by; None: DeepSpeed's 1F1B."""
         shape = num_stages, micro_batches
         if self._decided and (self.found is None or _shape(self.found) == shape):
             return self.found
-        if self._for_equal_costs is None or _shape(self._for_equal_costs) != shape:
-            self._for_equal_costs = schedule_for_equal_costs(*shape, memory=self._config.memory)
-        return self._for_equal_costs
+        if self._undecided is None or _shape(self._undecided) != shape:
+            self._undecided = (
+                one_f_one_b(*shape) if self._cautious else schedule_for_equal_costs(*shape, memory=self._config.memory)
+            )
+        return self._undecided
 
 
 def _shape(schedule: Schedule) -> tuple[int, int]:
