@@ -50,6 +50,7 @@ class RebalanceReport(_BetweenPlacements):
         schedule_splits: how many backward passes of a batch run in two parts under the schedule in force now; None:
             DeepSpeed's 1F1B is in force, or there is no profile.
         lower_bound_seconds: below which no schedule's iteration can be at ``new_placement``; None: none was searched.
+        own_schedule: the class of the schedule that the user's engine runs in place of that; "": it has none.
     """
 
     step: int
@@ -73,12 +74,18 @@ class RebalanceReport(_BetweenPlacements):
     bubble_ratio_after: float | None = None
     schedule_splits: int | None = None
     lower_bound_seconds: float | None = None
+    own_schedule: str = ""
 
     @property
     def schedule(self) -> str:
-        """Describe the schedule in force in a few words; "" without a profile."""
+        """Describe the schedule that runs in a few words; "" without a profile.
+
+        One of the user's is predicted as if it were 1F1B.
+        """
         if self.iteration_seconds_after is None:
             return ""
+        if self.own_schedule:
+            return f"{self.own_schedule}, predicted {self.iteration_seconds_after * 1e3:.1f} ms as 1f1b"
         kind = "1f1b" if self.schedule_splits is None else f"zero_bubble, {self.schedule_splits} split passes"
         text = f"{kind}, predicted {self.iteration_seconds_after * 1e3:.1f} ms"
         return text if self.lower_bound_seconds is None else f"{text}, bound {self.lower_bound_seconds * 1e3:.1f} ms"

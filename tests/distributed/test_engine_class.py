@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import ds_dynmo
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.instructions import MOVES, STEPS, error_of, initialize, outcomes
 from tests.distributed.support.models import Block, Embedding, Head, layers
@@ -256,3 +256,44 @@ def patched_engine_class_of_deepspeed() -> tuple[bool, bool]:
 
 def test_an_engine_class_put_into_deepspeed_is_built_upon() -> None:
     assert run(2, patched_engine_class_of_deepspeed) == [(True, True)] * 2
+
+
+class TheirSchedule(schedule.TrainSchedule):
+    """DeepSpeed's, under a name of the user's."""
+
+
+class WithTheirSchedule(PipelineEngine):
+    def _train_schedule(self) -> Any:
+        return TheirSchedule(self.micro_batches, self.num_stages, self.stage_id)
+
+
+class WithTheirBatch(PipelineEngine):
+    def train_batch(self, data_iter: Any) -> Any:
+        self.set_dataiterator(data_iter)
+        self.total_loss, self._compute_loss = None, True
+        self._exec_schedule(schedule.TrainSchedule(self.micro_batches, self.num_stages, self.stage_id))
+        return self._aggregate_total_loss()
+
+
+def report_under(theirs: type[PipelineEngine], kind: str) -> Any:
+    engine = initialize("ds_dynmo", Case(dynmo={"interval": 0, "schedule": {"kind": kind}}), layers, theirs)
+    data = batches(engine)
+    for _ in range(3):
+        engine.train_batch(data)
+    engine.eval_batch(batches(engine, seed=7))
+    return engine.rebalance()
+
+
+@pytest.mark.parametrize("kind", ["zero_bubble", "1f1b"])
+def test_reports_say_what_their_engine_runs(kind: str) -> None:
+    named, unnamed, ours = (
+        results[0]
+        for results in run_each(
+            2, report_under, *((theirs, kind) for theirs in (WithTheirSchedule, WithTheirBatch, PipelineEngine))
+        )
+    )
+    assert named.own_schedule == "TheirSchedule"
+    assert named.schedule.startswith("TheirSchedule, predicted ") and named.schedule.endswith(" ms as 1f1b")
+    assert unnamed.own_schedule == ours.own_schedule == "" and unnamed.schedule.startswith("1f1b, predicted ")
+    assert named.schedule_splits is None and unnamed.schedule_splits is None
+    assert ours.schedule.startswith(f"{kind}, ")

@@ -305,6 +305,7 @@ class Balancer:
                 bytes_moved=moved_bytes,
                 seconds=(*profile_and_decide_seconds, migrate_seconds),
                 load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
+                own_schedule=self._stage.schedule.own,
             )
             self._reporter.rebalanced(report, self._stage.engine.global_samples)
         if decision is not None:

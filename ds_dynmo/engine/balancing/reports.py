@@ -36,12 +36,14 @@ def rebalance_report(
     bytes_moved: int,
     seconds: tuple[float, float, float],
     load_signals: tuple[float | None, ...],
+    own_schedule: str = "",
 ) -> RebalanceReport:
     """Report a decision that was carried out.
 
     Args:
         decision: None: there was no profile to predict from.
         seconds: of profile, decide and migrate.
+        own_schedule: of the user's engine.
     """
     return RebalanceReport(
         step=step,
@@ -65,4 +67,5 @@ def rebalance_report(
         decide_seconds=seconds[1],
         migrate_seconds=seconds[2],
         load_signals=load_signals,
+        own_schedule=own_schedule,
     )
