@@ -18,6 +18,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.deepspeed_adapter.settings import waits_for_norm
 from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
 from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
 from ds_dynmo.engine.optimizer.binding import OptimizerBinding
@@ -165,6 +166,7 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         schedule=ScheduleInForce(
             config.schedule,
             cautious=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
+            batches_wait=waits_for_norm(engine),
         ),
     )
     stage.layers_moved.subscribe("layers that arrived have other replicas", lambda _: stage.connect_replicas())

@@ -17,12 +17,15 @@ from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
     Schedule,
+    best_back_to_back,
     best_schedule,
     lower_bound,
     lower_bounds,
     one_f_one_b_limit,
     peak_bytes,
+    period_seconds,
     replay,
+    shortest_period,
 )
 
 __all__ = ["PassModel"]
@@ -49,6 +52,7 @@ class PassModel:
         memory: what a stage's passes may hold, as a multiple of what those of the largest stage hold under 1F1B.
         limit_bytes: that a stage may use, its layers included; None: no limit.
         may_stay: DeepSpeed's 1F1B may be chosen where nothing is shorter.
+        back_to_back: stages begin a batch before the last ones end the one before.
         first_layers: where groups of layers count as layers, the first layer of each, and the number of layers; ():
             partitions are of layers.
         output_bytes: per layer and micro-batch; (): not known.
@@ -70,6 +74,7 @@ class PassModel:
     memory: float = 1.0
     limit_bytes: int | None = None
     may_stay: bool = False
+    back_to_back: bool = False
     first_layers: tuple[int, ...] = ()
     output_bytes: tuple[int, ...] = ()
     in_force: Schedule | None = None
@@ -87,14 +92,27 @@ class PassModel:
 
     def _shortest(self, partition: tuple[int, ...]) -> FoundSchedule | None:
         present = self._in_force(partition)
-        if present is not None and present.iteration_seconds <= _CLOSE * present.lower_bound_seconds:
-            return present
         costs, sizes, limits = self.costs(partition), self.sizes(partition), self.limits(partition)
+        if present is not None:
+            least = present.lower_bound_seconds
+            if self.back_to_back:
+                least = shortest_period(costs, self.micro_batches, sizes, limits)
+            if self._counted_seconds(present, costs) <= _CLOSE * least:
+                return present
+        find = best_back_to_back if self.back_to_back else best_schedule
         try:
-            found = best_schedule(costs, self.micro_batches, sizes, limits)
+            found = find(costs, self.micro_batches, sizes, limits)
         except ScheduleError:
             return None
-        return found if present is None or found.iteration_seconds < present.iteration_seconds else present
+        if present is None or self._counted_seconds(found, costs) < self._counted_seconds(present, costs):
+            return found
+        return present
+
+    def _counted_seconds(self, found: FoundSchedule, costs: PassCosts) -> float:
+        """What counts of an order: the seconds of a batch alone, or from one batch to the next."""
+        if not self.back_to_back:
+            return found.iteration_seconds
+        return period_seconds(found.schedule.orders, found.schedule.micro_batches, costs)
 
     def _in_force(self, partition: tuple[int, ...]) -> FoundSchedule | None:
         """What the order in force comes to; None where it is not for these stages, or does not fit."""

@@ -4,6 +4,12 @@ Pure: numbers in, numbers out, with the standard library and numpy alone.
 """
 
 from ds_dynmo.schedules.actions import Action, Kind
+from ds_dynmo.schedules.back_to_back import (
+    back_to_back_for_equal_costs,
+    best_back_to_back,
+    period_seconds,
+    shortest_period,
+)
 from ds_dynmo.schedules.bound import lower_bound, lower_bounds
 from ds_dynmo.schedules.costs import PassBytes, PassCosts
 from ds_dynmo.schedules.link_order import Message, link_orders
@@ -23,6 +29,8 @@ __all__ = [
     "PassCosts",
     "Schedule",
     "ScheduleTimeline",
+    "back_to_back_for_equal_costs",
+    "best_back_to_back",
     "best_schedule",
     "gradient_first_1f1b",
     "link_orders",
@@ -31,7 +39,9 @@ __all__ = [
     "one_f_one_b",
     "one_f_one_b_limit",
     "peak_bytes",
+    "period_seconds",
     "replay",
     "schedule_for_equal_costs",
+    "shortest_period",
     "zb_h1",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,28 +27,33 @@ from ds_dynmo.schedules import (
     PassBytes,
     PassCosts,
     Schedule,
+    best_back_to_back,
     best_schedule,
     gradient_first_1f1b,
     one_f_one_b,
     one_f_one_b_limit,
+    period_seconds,
     replay,
 )
 
 STOCK = "stock"
+ZERO_BUBBLE, WAITING = "zero_bubble", "zero_bubble_waiting"
 AUTO = "auto"
 TRACED = 3  # batches, after those that are timed
 WARM_UP = 3  # batches; from the second on, those whose order is decided have a profile
-ORDERS: dict[str, Callable[[PassCosts, int], Schedule]] = {  # of our engines, for costs and micro-batches
-    "1f1b": lambda costs, micro_batches: one_f_one_b(costs.num_stages, micro_batches),
-    "gradient_first": lambda costs, micro_batches: gradient_first_1f1b(costs.num_stages, micro_batches),
-    "zero_bubble": lambda costs, micro_batches: shortest(costs, micro_batches),
+ORDERS: dict[str, Callable[[PassCosts, int, float], Schedule]] = {  # of our engines: costs, micro-batches, memory
+    "1f1b": lambda costs, micro_batches, _: one_f_one_b(costs.num_stages, micro_batches),
+    "gradient_first": lambda costs, micro_batches, _: gradient_first_1f1b(costs.num_stages, micro_batches),
+    ZERO_BUBBLE: lambda costs, micro_batches, memory: shortest(costs, micro_batches, memory),
+    WAITING: lambda costs, micro_batches, memory: shortest(costs, micro_batches, memory),
 }
 ARMS = {
     STOCK: "DeepSpeed's 1F1B",
     "dualpipev": "DeepSpeed's DualPipeV",
     "1f1b": "1F1B's order",
     "gradient_first": "1F1B's order, gradient first",
-    "zero_bubble": "zero bubble",
+    ZERO_BUBBLE: "zero bubble",
+    WAITING: "zero bubble, waits for the loss",
     AUTO: "auto",
 }
 
@@ -59,6 +65,7 @@ class Arm:
     Attributes:
         trace: where our engine writes what the last batches did.
         decides: its order is found from a profile.
+        in_a_row: batches in each of its turns.
     """
 
     name: str
@@ -66,11 +73,36 @@ class Arm:
     data: Iterator[tuple[torch.Tensor, torch.Tensor]]
     trace: Path | None
     decides: bool = False
+    in_a_row: int = 1
     seconds: list[float] = field(default_factory=list)
 
     def batch(self) -> float:
         """Train a batch. Collective."""
-        return timed(lambda: self.engine.train_batch(self.data))
+        return timed(self._train)
+
+    def turn(self) -> float:
+        """Train as many batches in a row as its turn has; the seconds of one, from the end of the first. Collective."""
+        if self.in_a_row == 1:
+            return self.batch()
+        ends = []
+        torch.distributed.barrier()
+        for _ in range(self.in_a_row):
+            self._train()
+            ends.append(time.perf_counter())
+        slowest = torch.tensor((ends[-1] - ends[0]) / (self.in_a_row - 1), dtype=torch.float64)
+        torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
+        return slowest.item()
+
+    def _train(self) -> None:
+        loss = self.engine.train_batch(self.data)
+        if self.name == WAITING:
+            loss.item()
+
+    def predicted_seconds(self, schedule: Schedule, costs: PassCosts) -> float:
+        """Simulate a batch; where the next one may begin before it ends, the seconds from one to the next."""
+        if self.in_a_row == 1 or self.name == WAITING:
+            return replay(schedule, costs).iteration_seconds
+        return period_seconds(schedule.orders, schedule.micro_batches, costs)
 
     def profile(self) -> None:
         """Let a decision follow the next batch, if one is wanted."""
@@ -114,16 +146,24 @@ class Layers:
         self.shape = (1, WIDTH)
 
 
-def shortest(costs: PassCosts, micro_batches: int) -> Schedule:
-    """Find the shortest order that holds no more than 1F1B does, where every micro-batch holds as much."""
+def shortest(costs: PassCosts, micro_batches: int, memory: float) -> Schedule:
+    """Find the shortest order that holds no more than ``memory`` times 1F1B, where every micro-batch holds as much."""
     sizes = PassBytes.equal(costs.num_stages)
-    return best_schedule(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches)).schedule
+    find = best_back_to_back if memory > 1 else best_schedule
+    return find(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches, memory)).schedule
 
 
-def arms_for(asked: list[str] | None, compute: str, stages: int, layers: int, micro_batches: int) -> list[str]:
-    """Choose the arms that are run: DualPipeV needs two micro-batches and two layers per stage, "auto" a profile."""
+def arms_for(
+    asked: list[str] | None, compute: str, stages: int, layers: int, micro_batches: int, in_a_row: int = 1
+) -> list[str]:
+    """Choose the arms that are run: DualPipeV needs two micro-batches and two layers per stage, "auto" a profile.
+
+    Args:
+        in_a_row: batches of each turn; it makes no difference to one alone whether the loss is waited for.
+    """
     fits = micro_batches >= 2 * stages and layers >= 2 * stages
-    left_out = {name for name, runs in (("dualpipev", fits), (AUTO, compute == "real")) if not runs}
+    needs = (("dualpipev", fits), (AUTO, compute == "real"), (WAITING, in_a_row > 1))
+    left_out = {name for name, runs in needs if not runs}
     return [arm for arm in ARMS if (not asked or arm in (*asked, STOCK)) and arm not in left_out]
 
 
@@ -131,7 +171,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the arms, replay their orders, and compare what they trained. Collective."""
     stages = torch.distributed.get_world_size()
     layers = Layers(arguments, stages)
-    names = arms_for(arguments.arm, arguments.compute, stages, arguments.layers, arguments.micro_batches)
+    sizes = arguments.layers, arguments.micro_batches, arguments.back_to_back
+    names = arms_for(arguments.arm, arguments.compute, stages, *sizes)
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         torch.distributed.broadcast_object_list(shared)
@@ -145,7 +186,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         say("warmed up")
         for number in range(arguments.batches):
             for arm in turns(arms, number):
-                arm.seconds.append(arm.batch())
+                arm.seconds.append(arm.turn())
             say(f"round {number + 1} of {arguments.batches}")
         differing = differing_arms(arms)
         for number in range(TRACED):
@@ -163,16 +204,16 @@ def is_first() -> bool:
 def make_arm(name: str, layers: Layers, arguments: argparse.Namespace, folder: Path) -> Arm:
     """Make an arm's engine. Ours trace the batches after the last one that is timed, and never move layers."""
     stages, micro_batches = torch.distributed.get_world_size(), arguments.micro_batches
-    decides = name == AUTO or (name == "zero_bubble" and layers.costs is None)
+    decides = name == AUTO or (name in (ZERO_BUBBLE, WAITING) and layers.costs is None)
     dynmo, trace = None, None
     if decides or name in ORDERS:
-        step, trace = WARM_UP + arguments.batches + 1, folder / f"{name}.json"
+        step, trace = WARM_UP + arguments.batches * arguments.back_to_back + 1, folder / f"{name}.json"
         dynmo = {
             **({"interval": 0, "min_improvement": 0.99} if decides else {"enabled": False}),
             "log": False,
             "monitor": False,
             "randomness": {"per_layer": False},
-            "schedule": {"kind": AUTO if name == AUTO else "zero_bubble"},
+            "schedule": {"kind": AUTO if name == AUTO else "zero_bubble", "memory": arguments.memory},
             "trace": {"path": str(trace), "steps": [step, step + TRACED - 1]},
         }
     engine = pipeline_engine(
@@ -183,8 +224,8 @@ def make_arm(name: str, layers: Layers, arguments: argparse.Namespace, folder: P
     )
     if trace is not None and not decides:
         costs = layers.costs or PassCosts.equal(range(stages))
-        engine.stage.schedule.decide(ORDERS[name](costs, micro_batches))
-    return Arm(name, engine, data(layers.shape), trace, decides)
+        engine.stage.schedule.decide(ORDERS[name](costs, micro_batches, arguments.memory))
+    return Arm(name, engine, data(layers.shape), trace, decides, arguments.back_to_back)
 
 
 def data(shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -239,7 +280,7 @@ def row(arm: Arm, stock: Arm, layers: Layers, stages: int) -> dict[str, Any]:
 def simulated_seconds(arm: Arm, costs: PassCosts) -> float | None:
     """Simulate a batch with the seconds that layers are told; None: of DualPipeV there is no simulation."""
     if arm.schedule is not None:
-        return replay(arm.schedule, costs).iteration_seconds
+        return arm.predicted_seconds(arm.schedule, costs)
     if arm.name != STOCK:
         return None
     micro_batches = arm.engine.micro_batches
@@ -254,7 +295,7 @@ def replayed_batches(arm: Arm, num_stages: int) -> list[dict[str, float]]:
         return []
     batches = traced_batches(json.loads(arm.trace.read_text())["traceEvents"], num_stages)
     return [
-        {"seconds": batch.seconds, "replayed_seconds": replay(schedule, batch.costs).iteration_seconds}
+        {"seconds": batch.seconds, "replayed_seconds": arm.predicted_seconds(schedule, batch.costs)}
         for batch in batches
     ]
 

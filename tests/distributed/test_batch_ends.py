@@ -18,6 +18,7 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.comm.posted import PostedTensor
+from ds_dynmo.schedules import Kind
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.elastic import PARK
@@ -107,6 +108,54 @@ def test_a_stage_begins_while_another_ends(precision: str, replicas: int, more: 
     case = replace(FREE, precision=precision, replicas=replicas)
     results = run(case.ranks, overlapping, case, str(tmp_path), more)
     assert all(result == results[0] for result in results[:: case.replicas])
+
+
+def begins_early(cases: list[tuple[Case, dict[str, Any]]]) -> list[bool]:
+    return [build(case, more=more).stage.schedule.back_to_back for case, more in cases]
+
+
+def test_orders_count_on_it_where_no_step_needs_all_stages() -> None:
+    def asked(precision: str, more: dict[str, Any], clip: float = 0.0, memory: float = 2.0) -> Any:
+        block = {"interval": 0, "schedule": {"kind": "zero_bubble", "memory": memory}}
+        return Case(precision=precision, clip=clip, dynmo=block), more
+
+    unchecked = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    free = [asked("fp32", {}), asked("fp32 zero1", NO_NORM), asked("bf16 zero1", {**NO_NORM, **unchecked})]
+    waiting = [
+        asked("fp32", {}, memory=1.0),
+        asked("fp32", {}, clip=1.0),
+        asked("bf16", {}),
+        asked("bf16", unchecked),
+        asked("fp32 zero1", {}),
+        asked("bf16 zero1", NO_NORM),
+        asked("bf16 zero1", unchecked),
+        asked("bf16 zero1 fp32sums", unchecked),
+    ]
+    assert run(2, begins_early, free + waiting) == [[True] * len(free) + [False] * len(waiting)] * 2
+
+
+def decided(case: Case) -> dict[str, Any]:
+    """Train under the order for equal costs, then under one that a decision found."""
+    engine = build(case)
+    data, losses, ahead = batches(engine), [], []
+    for step in range(5):
+        losses.append(engine.train_batch(data))
+        running = engine.stage.schedule.running
+        if running is not None:
+            kinds = [action.kind for action in running.schedule.orders[0]]
+            ahead.append(next(place for place, kind in enumerate(kinds) if kind != Kind.FORWARD))
+        if step == 1:
+            engine.rebalance([0, 3, 5, 8])
+    return {**outcome_of(engine, [float(loss) for loss in losses]), "ahead": ahead}
+
+
+def test_more_memory_trains_the_same() -> None:
+    case = replace(FREE, micro_batches=8)
+    block = {"interval": 0, "schedule": {"kind": "zero_bubble", "memory": 2.0}}
+    stock, ours = run_each(3, decided, (replace(case, dynmo={"interval": 0}),), (replace(case, dynmo=block),))
+    assert [result["losses"] for result in ours] == [result["losses"] for result in stock]
+    assert whole(ours) == whole(stock)
+    assert all(result["ahead"][0] > case.stages for result in ours)  # forward passes, more than under 1F1B
 
 
 # -- reading the loss ------------------------------------------------------------------------------------

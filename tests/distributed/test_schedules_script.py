@@ -62,3 +62,14 @@ def test_over_real_blocks_orders_come_from_a_profile(tmp_path: Path) -> None:
         assert 0 < low <= row["speedup_over_stock"] <= high
         assert row["simulated_seconds"] is None and len(row["traced"]) == TRACED * row["is_ours"]
     assert rows["stock"]["speedup_over_stock_quartiles"] == [1.0, 1.0]
+
+
+def test_batches_in_a_row(tmp_path: Path) -> None:
+    flags = ["--back-to-back", "3", "--memory", "2", "--arm", "zero_bubble", "--arm", "zero_bubble_waiting"]
+    found = figures(tmp_path, *flags)
+    assert found["differing_weights"] == []
+    stock, free, waiting = found["arms"]
+    assert [row["arm"] for row in (stock, free, waiting)] == ["stock", "zero_bubble", "zero_bubble_waiting"]
+    assert free["simulated_seconds"] < waiting["simulated_seconds"]
+    assert all(len(row["batches"]) == 2 and row["seconds"] > 0 for row in (stock, free, waiting))
+    assert all(len(row["traced"]) == TRACED for row in (free, waiting))

@@ -15,7 +15,14 @@ from ds_dynmo.engine.pipeline.steps import (
     WeightGradientPass,
     with_some_split,
 )
-from ds_dynmo.schedules import Schedule, gradient_first_1f1b, one_f_one_b, zb_h1
+from ds_dynmo.schedules import (
+    Schedule,
+    back_to_back_for_equal_costs,
+    gradient_first_1f1b,
+    one_f_one_b,
+    schedule_for_equal_costs,
+    zb_h1,
+)
 
 
 def names(schedule: Schedule, stage: int) -> list[str]:
@@ -152,3 +159,15 @@ def test_1f1b_order_runs_until_it_is_known_what_passes_hold() -> None:
     ours.decide(zb_h1(3, 4))
     assert ours.steps(given()).schedule == zb_h1(3, 4)
     assert ours.steps(given(micro_batches=6)).schedule == one_f_one_b(3, 6), "nothing was decided for these"
+
+
+@pytest.mark.parametrize(
+    ("memory", "batches_wait", "expected"), [(1.0, False, False), (2.0, True, False), (2.0, False, True)]
+)
+def test_orders_count_on_the_next_batch_where_that_can_begin(memory: float, batches_wait: bool, expected: bool) -> None:
+    config = ScheduleConfig(kind="zero_bubble", memory=memory)
+    ours = ScheduleInForce(config, batches_wait=batches_wait)
+    assert ours.back_to_back is expected
+    find = back_to_back_for_equal_costs if expected else schedule_for_equal_costs
+    assert ours.in_force(3, 8) == find(3, 8, memory)
+    assert back_to_back_for_equal_costs(3, 8, 2.0) != schedule_for_equal_costs(3, 8, 2.0)

@@ -251,9 +251,11 @@ class Balancer:
         return self.cost_model.decision_input(profile, self._stage.placement, smoothed=smoothed, schedules=schedules)
 
     def _schedules(self, limit_bytes: int | None, in_force: Schedule | None = None) -> ScheduleChoice | None:
-        if not self._stage.schedule.is_ours:
+        schedule = self._stage.schedule
+        if not schedule.is_ours:
             return None
-        return ScheduleChoice(self._config.schedule, self.memory.checkpoint_interval, limit_bytes, in_force)
+        interval = self.memory.checkpoint_interval
+        return ScheduleChoice(self._config.schedule, interval, limit_bytes, in_force, schedule.back_to_back)
 
     def _in_force(self, profile: Profile) -> Schedule | None:
         """The schedule of the batches that ``profile`` is of; None: DeepSpeed's 1F1B."""

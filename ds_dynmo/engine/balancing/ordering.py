@@ -21,12 +21,14 @@ class ScheduleChoice:
         checkpoint_interval: layers of a segment that is recomputed; 0: none are.
         limit_bytes: of a rank, its layers included; None: no limit.
         in_force: now; None: DeepSpeed's 1F1B.
+        back_to_back: stages begin a batch before the last ones end the one before.
     """
 
     config: ScheduleConfig
     checkpoint_interval: int
     limit_bytes: int | None
     in_force: Schedule | None
+    back_to_back: bool = False
 
     def passes(
         self, layers: Sequence[LayerCost], scale: Sequence[float], speeds: tuple[float, ...], micro_batches: int
@@ -58,6 +60,7 @@ class ScheduleChoice:
             may_stay=self.config.kind == "auto",
             output_bytes=tuple(cost.output_bytes for cost in layers),
             in_force=self.in_force,
+            back_to_back=self.back_to_back,
         )
 
 

@@ -49,6 +49,16 @@ def removed_blocks(settings: Mapping[str, Any]) -> list[str]:
     return [key for key in REMOVED if key in settings]
 
 
+def waits_for_norm(engine: Any) -> bool:
+    """Does an optimizer step wait for a norm, or a flag for overflows, of all stages? Read in DeepSpeed 0.19.8."""
+    if engine.gradient_clipping() > 0:
+        return True
+    if not engine.zero_optimization():
+        return bool(engine.bfloat16_enabled() or engine.fp16_enabled())
+    checks = engine.bfloat16_enabled() and getattr(engine._config.bfloat16_config, "check_grad_overflow", True)
+    return bool(checks or engine.fp16_enabled() or getattr(engine._config.zero_config, "compute_grad_norm", True))
+
+
 def settings_of(engine: Any) -> dict[str, Any]:
     """Return DeepSpeed's configuration as it was given to an engine."""
     settings: dict[str, Any] = engine._config._param_dict

@@ -12,7 +12,15 @@ from deepspeed.runtime.pipe import schedule as deepspeeds
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.engine.pipeline.messages import receives, sends
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.schedules import Action, Kind, PassCosts, Schedule, one_f_one_b, schedule_for_equal_costs
+from ds_dynmo.schedules import (
+    Action,
+    Kind,
+    PassCosts,
+    Schedule,
+    back_to_back_for_equal_costs,
+    one_f_one_b,
+    schedule_for_equal_costs,
+)
 
 REPLACED = (
     "train_batch or _exec_schedule was replaced on the engine by a function that does not call the engine's own "
@@ -138,14 +146,19 @@ class ScheduleInForce:
         running: the steps of the batch that runs, where they are not DeepSpeed's.
         own: the class of the steps that the latest batch was trained by, where it is the user's; "": it is not.
         is_profiled: is the batch that begins measured? Then some backward passes run in two parts everywhere.
+        back_to_back: do orders count on it that stages begin the next batch before the last ones end this one?
 
     Args:
         cautious: run 1F1B's order, not the one for equal costs, until a decision: what passes hold matters, and is not
             known before.
+        batches_wait: every stage waits for the others when a batch ends.
     """
 
-    def __init__(self, config: ScheduleConfig | None = None, *, cautious: bool = False) -> None:
+    def __init__(
+        self, config: ScheduleConfig | None = None, *, cautious: bool = False, batches_wait: bool = True
+    ) -> None:
         self._config, self._cautious = config or ScheduleConfig(), cautious
+        self.back_to_back = self._config.memory > 1 and not batches_wait  # 1F1B's memory lets no stage begin earlier
         self._undecided: Schedule | None = None
         self._decided = False
         self.found: Schedule | None = None
@@ -204,9 +217,8 @@ class ScheduleInForce:
         if self._decided and (self.found is None or _shape(self.found) == shape):
             return self.found
         if self._undecided is None or _shape(self._undecided) != shape:
-            self._undecided = (
-                one_f_one_b(*shape) if self._cautious else schedule_for_equal_costs(*shape, memory=self._config.memory)
-            )
+            find = back_to_back_for_equal_costs if self.back_to_back else schedule_for_equal_costs
+            self._undecided = one_f_one_b(*shape) if self._cautious else find(*shape, memory=self._config.memory)
         return self._undecided
 
 

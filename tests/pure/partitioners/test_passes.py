@@ -12,7 +12,7 @@ import pytest
 
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, PassModel, PipelineModel, balanced, makespan
-from ds_dynmo.schedules import FoundSchedule, PassCosts, best_schedule, one_f_one_b, peak_bytes
+from ds_dynmo.schedules import FoundSchedule, PassCosts, best_schedule, one_f_one_b, peak_bytes, period_seconds
 
 
 def pipeline(
@@ -286,3 +286,17 @@ def test_groups_of_layers_count_as_layers() -> None:
     assert folded.passes is not None and given.passes is not None
     bound = folded.passes.lower_bounds(np.array([[0], [2], [3], [5]]))
     assert bound == given.passes.lower_bounds(np.array([[0], [3], [4], [7]]))
+
+
+def test_where_batches_follow_each_other_that_counts() -> None:
+    """With twice the memory the order in force is kept if nothing waits under it, not if a batch alone is short."""
+    alone = replace(equal_layers(), memory=2.0)
+    following = replace(alone, back_to_back=True)
+    first, second = alone.shortest(EVEN), following.shortest(EVEN)
+    assert first is not None and second is not None
+    assert first.iteration_seconds == second.iteration_seconds
+    costs = alone.costs(EVEN)
+    periods = [period_seconds(one.schedule.orders, 12, costs) for one in (first, second)]
+    assert periods[1] == 12 * 6.0 < periods[0]
+    for present, passes in ((first, following), (second, following), (second, alone)):
+        assert replace(passes, in_force=present.schedule).shortest(EVEN) == second
