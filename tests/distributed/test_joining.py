@@ -342,13 +342,15 @@ def joining_launch_of_known_times(block: dict[str, Any], address: str, steps: in
         engine.train_batch(data)
 
 
-def test_an_automatic_repacking_takes_ranks_that_join_and_keeps_them(store: TCPStore) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_an_automatic_repacking_takes_ranks_that_join_and_keeps_them(store: TCPStore, schedule: str) -> None:
     """From then on the target speed includes them; before, one stage was fast enough."""
     block = {
         **ACCEPTS_JOINS,
         "interval": 2,
         "profile": {"batches": 1},
         "repack": {"enabled": True, "accept_joins": True},
+        "schedule": {"kind": schedule},
     }
     sizes, _ = together(
         lambda: run(1, job_of_known_times, block, 8, port=store.port, seconds=SECONDS)[0],

@@ -227,10 +227,11 @@ def fold_by_itself(block: dict[str, Any], steps: int) -> list[tuple[int, int]]:
     return shapes
 
 
-def test_it_folds_by_itself_and_unfolds() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_it_folds_by_itself_and_unfolds(schedule: str) -> None:
     """Decisions are about one pipeline alone: what is fast enough does not count what further replicas add."""
     repack = {"enabled": True, "freed_ranks": "replicas"}
-    block = {"interval": 0, "profile": {"batches": 1}, "repack": repack}
+    block = {"interval": 0, "profile": {"batches": 1}, "repack": repack, "schedule": {"kind": schedule}}
     shapes = run(4, fold_by_itself, block, 12)
     assert len({tuple(of_rank) for of_rank in shapes}) == 1
     assert shapes[0][:3] == [(4, 1)] * 3 and shapes[0][-1] == (4, 1)
