@@ -129,8 +129,8 @@ OWN_BACKWARD = {
     "one output": (Case(stages=3), False, 0),
     "several outputs": (Case(stages=3), True, 0),
     "several outputs, checkpointed": (Case(stages=3, checkpoint_interval=1, reentrant=False), True, 0),
-    "twins": (Case(stages=3, tied=True), False, 0),
-    "twins under bf16": (Case(stages=3, tied=True, precision="bf16"), False, 0),
+    "tied layers": (Case(stages=3, tied=True), False, 0),
+    "tied layers under bf16": (Case(stages=3, tied=True, precision="bf16"), False, 0),
     "a frozen prefix": (Case(stages=3), False, 4),
     "a frozen prefix under bf16": (Case(stages=3, precision="bf16"), False, 4),
 }

@@ -1,4 +1,4 @@
-"""What stages hold while layers move: it is what is said before, and a move that does not fit is refused."""
+"""The memory that stages hold while layers move is as predicted, and a move that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.distributed.support.configs import Case
 from tests.distributed.support.models import WIDTH, Embedding, Head, project
 from tests.distributed.support.training import batches, build, state
 
-BESIDE = 16 << 10  # bytes that no layer holds: headers, and what the ranks tell each other
+BESIDE = 16 << 10  # bytes beside layers: headers, and other messages between ranks
 THERE_AND_BACK = [[0, 3, 12], [0, 9, 12], [0, 6, 12]]
 
 
 class TensorBytes(TorchDispatchMode):
-    """The most bytes that all tensors of this process held at once while it was on, whoever held them.
+    """Records the most bytes that all tensors of this process hold at once, whoever holds them.
 
     Attributes:
         began: bytes of all tensors at the start.
@@ -63,7 +63,7 @@ class TensorBytes(TorchDispatchMode):
 
 
 class Wide(nn.Module):
-    """Large next to anything that is no layer's; sizes differ."""
+    """A layer that is large compared with all other tensors; sizes differ."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def go(engine: Any, new: Sequence[int], *, overlapped: bool, check: Any = None) 
 
 
 def peaks(case: Case, moves: Sequence[Sequence[int]], overlapped: bool = False) -> list[tuple[int, int, int, int]]:
-    """Of each move: bytes that this rank held before, most bytes while it went on, and what is said of both."""
+    """Return, per move, the bytes that this rank held before, the peak, and the predictions of both."""
     engine = build(case, wide_layers)
     data, found = batches(engine), []
     for new in moves:
@@ -128,12 +128,12 @@ def peaks(case: Case, moves: Sequence[Sequence[int]], overlapped: bool = False) 
     ],
     ids=lambda value: f"{value.precision}-{value.stages}x{value.replicas}" if isinstance(value, Case) else "",
 )
-def test_what_a_move_holds_is_what_is_said(case: Case, moves: Sequence[Sequence[int]]) -> None:
+def test_the_peak_of_a_move_is_as_predicted(case: Case, moves: Sequence[Sequence[int]]) -> None:
     check_peaks(run(case.ranks, peaks, case, moves))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])
-def test_so_is_what_a_move_during_a_batch_holds(precision: str) -> None:
+def test_the_peak_of_a_move_during_a_batch_is_as_predicted(precision: str) -> None:
     case = Case(blocks=9, precision=precision)
     check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, True))
 
@@ -141,7 +141,7 @@ def test_so_is_what_a_move_during_a_batch_holds(precision: str) -> None:
 def check_peaks(ranks: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
     for rank in ranks:
         for began, peak, resting, said in rank:
-            assert resting <= began <= resting + BESIDE  # of the layers, but for what the batch left
+            assert resting <= began <= resting + BESIDE  # the layers, and what the batch left
             held = peak - (began - resting)
             assert held - BESIDE <= said <= 1.05 * held
 
@@ -152,7 +152,7 @@ def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
     for rank in run(case.ranks, peaks, case, THERE_AND_BACK):
         before = [resting for _, _, resting, _ in rank]
         for (_, peak, _, _), old, new in zip(rank, before, before[1:]):
-            assert peak <= 1.05 * max(old, new) + BESIDE  # never more than a stage holds between two moves
+            assert peak <= 1.05 * max(old, new) + BESIDE  # at most what a stage holds before or after the move
 
 
 def with_limit(engine: Any, limit: int | None) -> None:
@@ -160,7 +160,7 @@ def with_limit(engine: Any, limit: int | None) -> None:
 
 
 def refused(case: Case, how: str, folder: str) -> dict[str, Any]:
-    """Ask for what takes a byte more than there is, train on, and ask again with that byte."""
+    """Ask for a move that needs one byte too many, train on, and ask again with that byte."""
     engine, overlapped = build(case, wide_layers), how == "overlapped"
     data, new = batches(engine), [0, 3, case.num_layers]
     losses = [engine.train_batch(data).item() for _ in range(2)]
@@ -220,7 +220,7 @@ def test_a_move_that_does_not_fit_is_refused_before_a_byte_moves(how: str, preci
 
 
 def come_back(case: Case) -> list[Any]:
-    """Give a stage back, and call it while there is no memory for what that takes."""
+    """Park a stage, and recall it while there is too little memory for it."""
     engine = build(case, wide_layers)
     data = batches(engine)
     engine.train_batch(data), engine.train_batch(data)
@@ -241,7 +241,7 @@ def come_back(case: Case) -> list[Any]:
     return [message, stayed, engine.partition]
 
 
-def test_stages_that_would_come_back_to_too_little_memory_stay_parked() -> None:
+def test_stages_stay_parked_if_a_recall_does_not_fit() -> None:
     case = Case(blocks=9, dynmo={"interval": 0, "repack": {"release": "park"}})
     (message, stayed, partition), (recalled, there) = run(2, come_back, case)
     assert "bytes while layers move" in message and stayed == 1
@@ -249,7 +249,7 @@ def test_stages_that_would_come_back_to_too_little_memory_stay_parked() -> None:
 
 
 def disagree(limit: int) -> str:
-    """One rank asks for the partition that there is, the other for another."""
+    """One rank asks for the present partition, the other for another one."""
     engine = build(Case(dynmo={"interval": 0, "memory_limit": limit}))
     engine.train_batch(batches(engine))
     try:
@@ -259,6 +259,6 @@ def disagree(limit: int) -> str:
     return ""
 
 
-def test_ranks_that_disagree_are_told_that_first() -> None:
+def test_disagreement_of_ranks_is_reported_before_memory() -> None:
     for message in run(2, disagree, 1):
         assert "every rank has to ask for the same partition" in message

@@ -1,4 +1,4 @@
-"""What moving layers needs and leaves behind."""
+"""Moves: failures, freed memory, and layers of unusual kinds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unpackable() -> tuple[str, list[float]]:
     return message, [*losses, engine.train_batch(data).item()]
 
 
-def test_a_layer_that_cannot_be_packed_stops_nothing() -> None:
+def test_a_layer_that_cannot_be_packed_stays_and_training_continues() -> None:
     for message, losses in run(2, unpackable):
         assert "No layer has moved" in message and len(losses) == 2
 
@@ -56,13 +56,13 @@ def fail_while_moving() -> None:
     engine.rebalance([0, 1, 8])
 
 
-def test_what_fails_while_layers_move_is_fatal_and_says_so() -> None:
+def test_a_failure_while_layers_move_is_fatal() -> None:
     with pytest.raises(RankError, match=r"Layers had begun to move: resume the job from its last checkpoint"):
         run(2, fail_while_moving)
 
 
 def hooked(parameter: Any) -> bool:
-    """Does a wrapper still hold on to a parameter that left?"""
+    """Tell whether a wrapper still refers to a parameter that left."""
     return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "_hp_mapping")
 
 
@@ -92,7 +92,7 @@ def test_departed_parameters_are_freed(precision: str) -> None:
 
 
 def full_state(case: Case, moves: dict[int, list[int]]) -> list[dict[str, Any]]:
-    """What DeepSpeed's own functions give for every parameter, right after each move or batch; by layer and name."""
+    """Return what DeepSpeed's functions give for every parameter after each move or batch, by layer and name."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     engine = build(case)
@@ -140,20 +140,20 @@ def stay(precision: str) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
-def test_a_rebalance_to_the_same_place_changes_nothing(precision: str) -> None:
+def test_a_rebalance_to_the_same_partition_changes_nothing(precision: str) -> None:
     for moved, same in run(2, stay, precision):
         assert moved == 0 and same
 
 
 def check_same_layers(still: list[dict[str, Any]], moved: list[dict[str, Any]], last: list[int]) -> None:
-    """Same losses and state; ``last`` is where the run that moved ends."""
+    """Check losses and state, and that the run with moves ends at the partition ``last``."""
     assert [r["partition"] == last for r in [*still, *moved]] == [False] * len(still) + [True] * len(moved)
     assert [r["losses"] for r in still] == [r["losses"] for r in moved]
     assert {k: v for r in still for k, v in r["state"].items()} == {k: v for r in moved for k, v in r["state"].items()}
 
 
 class Odd(nn.Module):
-    """Cannot be pickled, and counts its batches in an attribute that decides what it computes."""
+    """A layer that cannot be pickled, and counts its batches in an attribute that decides what it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,21 +180,21 @@ def train_layers(
     return outcome_of(engine, train_and_move(engine, batches(engine), moves, 6))
 
 
-def test_layers_given_as_modules_and_unpicklable_ones() -> None:
+def test_layers_given_as_modules_and_unpicklable_layers_move() -> None:
     case = Case(stages=3)
     still = run(3, train_layers, odd_layers, case, [])
     moved = run(3, train_layers, odd_layers, case, [[0, 1, 2, 5], [0, 3, 4, 5], [0, 2, 3, 5]])
     check_same_layers(still, moved, [0, 2, 3, 5])
 
 
-def test_tuples_and_shapes_that_differ_at_every_boundary() -> None:
+def test_layers_between_tuples_of_different_shapes_move() -> None:
     make, case = layers_of_many_widths, Case(stages=3)
     still = run(3, train_layers, make, case, [])
     moved = run(3, train_layers, make, case, [[0, 1, 2, 6], [0, 3, 5, 6], [0, 2, 3, 6]])
     check_same_layers(still, moved, [0, 2, 3, 6])
 
 
-def test_tied_layers_meet_and_part() -> None:
+def test_tied_layers_come_to_one_stage_and_part() -> None:
     make, case = layers_tied_in_the_middle, Case(stages=3)
     still = run(3, train_layers, make, case, [])
     moves = [[0, 1, 5, 6], [0, 3, 4, 6], [0, 1, 2, 6], [0, 4, 5, 6]]

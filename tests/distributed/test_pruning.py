@@ -1,4 +1,4 @@
-"""Global pruning in real pipelines: exactly what sorting the whole model gives, and zeros that stay everywhere."""
+"""Global pruning in real pipelines equals sorting the whole model, and zeros stay everywhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_sorting(weights: dict[int, list[np.ndarray]], keep: int) -> np.ndarray:
 
 
 def weights(engine: Any) -> dict[int, list[np.ndarray]]:
-    """By layer, the prunable weights of this stage."""
+    """Return the prunable weights of this stage by layer."""
     return {
         number: [linear.weight.detach().float().numpy().copy() for linear in prunable_linears(layer)]
         for number, layer in local_layers(engine.module)
@@ -41,7 +41,7 @@ def weights(engine: Any) -> dict[int, list[np.ndarray]]:
 
 
 def masks(engine: Any) -> dict[int, list[np.ndarray]]:
-    """By layer, the masks of this stage."""
+    """Return the masks of this stage by layer."""
     return {
         number: [linear.mask.numpy().copy() for linear in prunable_linears(layer) if linear.mask is not None]
         for number, layer in local_layers(engine.module)
@@ -50,7 +50,7 @@ def masks(engine: Any) -> dict[int, list[np.ndarray]]:
 
 
 def nonzero(engine: Any) -> dict[str, tuple[int, int]]:
-    """How many elements are not zero where weights are pruned and where not, by kind: weight, master, moments."""
+    """Count nonzero elements where weights are pruned and where not, by kind: weight, master weight, moments."""
     found: dict[str, tuple[int, int]] = {}
     for _, layer in local_layers(engine.module):
         for linear in prunable_linears(layer):
@@ -72,7 +72,7 @@ def nonzero(engine: Any) -> dict[str, tuple[int, int]]:
 
 
 def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]:
-    """Trains, prunes, trains, prunes, trains: weights before each pruning, masks after it, and what is not zero."""
+    """Train and prune twice. Return weights before each pruning, masks after it, and counts of nonzero elements."""
     engine, model = case_runs.build(run)
     data = case_runs.batches(engine, model)
     case = Pruning(PruningConfig(), engine, num_layers=model.layers + 3, total_steps=run.steps)
@@ -108,7 +108,7 @@ def prune_twice(run: CaseRun, sparsities: tuple[float, float]) -> dict[str, Any]
         (2, 2, "bf16"),
     ],
 )
-def test_global_pruning(stages: int, replicas: int, precision: str) -> None:
+def test_global_pruning_equals_sorting_the_model(stages: int, replicas: int, precision: str) -> None:
     sparsities = (0.3, 0.85)
     results = run(stages * replicas, prune_twice, CaseRun(PRUNING, stages, replicas, precision), sparsities)
     for number, sparsity in enumerate(sparsities):
@@ -131,7 +131,7 @@ def test_global_pruning(stages: int, replicas: int, precision: str) -> None:
 
 
 def load_weights_alone(run: CaseRun, folder: str) -> list[dict[str, tuple[int, int]]]:
-    """A pruned model loaded into an engine whose optimizer has moments: :func:`nonzero` before two steps and after."""
+    """Load a pruned model into an engine whose optimizer has moments. Return :func:`nonzero` before and after steps."""
     engine, model = case_runs.build(run)
     data = case_runs.batches(engine, model)
     engine.train_batch(data)
@@ -153,7 +153,7 @@ def load_weights_alone(run: CaseRun, folder: str) -> list[dict[str, tuple[int, i
 @pytest.mark.parametrize(("precision", "replicas"), [("fp32", 1), ("bf16", 1), ("bf16 zero1", 2)])
 def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str, replicas: int, tmp_path: Path) -> None:
     results = run(2 * replicas, load_weights_alone, CaseRun(PRUNING, 2, replicas, precision), str(tmp_path))
-    wrong = [loaded["exp_avg"][0] for loaded, *_ in results]  # what was there to go wrong; a shard may have nothing
+    wrong = [loaded["exp_avg"][0] for loaded, *_ in results]  # moments that could revive weights; a shard may have none
     assert all(wrong) if replicas == 1 else any(wrong)
     for _, *trained in results:
         assert all(counts["weight"][1] for counts in trained)
@@ -161,7 +161,7 @@ def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str,
 
 
 def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
-    """Losses of a run, and of the same one that was saved and loaded into an engine of ``run.stages`` again."""
+    """Return the losses of a run, and of the same run after a checkpoint is loaded into a new engine."""
     engine, model = case_runs.build(run)
     cases = dynamic_cases(model, engine, total_steps=run.steps)
     data, losses = case_runs.batches(engine, model), []
@@ -190,7 +190,7 @@ def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
 @pytest.mark.parametrize("name", ["pruning", "pruning in CSR"])
-def test_a_resumed_run_goes_on_as_it_was(name: str, precision: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, precision: str, tmp_path: Path) -> None:
     case = CaseRun(CASES[name], precision=precision, steps=8)
     for result in run(2, resume, case, str(tmp_path), 4):
         assert result["resumed"] == result["losses"]

@@ -1,4 +1,4 @@
-"""A run that draws random numbers in its layers is bitwise the same wherever its layers are."""
+"""A run whose layers use random numbers is the same to the bit wherever its layers are."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NEVER_PROFILED: dict[str, Any] = {"enabled": False}
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does besides training."""
+    """What a run does beside training."""
 
     steps: int = 6
-    moves: tuple[tuple[int, ...], ...] = ()  # one after each batch, from the first
+    moves: tuple[tuple[int, ...], ...] = ()  # one after each batch
     evaluate_after: tuple[int, ...] = ()
     seed_layers: bool = False
-    save_to: str | None = None  # after the third batch
+    save_to: str | None = None  # saved after the third batch
     resume_from: str | None = None
 
 
@@ -50,7 +50,7 @@ class DropoutBlock(Block):
 
 
 class Drawing(nn.Module):
-    """Draws from every global generator on the CPU, in evaluation too."""
+    """Uses every global generator on the CPU, also in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
     if plan.resume_from is not None:
         engine.load_checkpoint(plan.resume_from)
     data = islice(batches(engine), engine.global_steps * case.micro_batches, None)
-    set_generators(engine.global_rank + 10 * len(plan.moves))  # what a rank holds must not matter
+    set_generators(engine.global_rank + 10 * len(plan.moves))  # the rank's own states must not matter
     before = generators()
     losses, evaluations, moves = [], [], list(plan.moves)
     for step in range(engine.global_steps, plan.steps):
@@ -119,7 +119,7 @@ def train(case: Case, plan: Plan = Plan()) -> dict[str, Any]:
 
 @cache
 def still(stages: int = 2, tied: bool = False, replicas: int = 1) -> list[dict[str, Any]]:
-    """A run without checkpointing, profile or move."""
+    """Run without checkpointing, profile or moves."""
     case = Case(stages=stages, tied=tied, replicas=replicas, dynmo=NEVER_PROFILED)
     return run(case.ranks, train, case)
 
@@ -151,21 +151,21 @@ def test_the_number_of_stages_changes_nothing() -> None:
     assert whole(still(stages=3)) == whole(still())
 
 
-def test_replicas_draw_numbers_of_their_own() -> None:
+def test_replicas_use_different_random_numbers() -> None:
     moved = run(4, train, Case(replicas=2, checkpoint_interval=1), MOVES)
     assert moved[0]["moved"] > 0
     check_same(moved, still(replicas=2))
 
 
 @pytest.mark.parametrize("interval", [0, 2])
-def test_profiled_batches_draw_the_same(interval: int) -> None:
+def test_profiled_batches_use_the_same_random_numbers(interval: int) -> None:
     block = {"interval": 0, "profile": {"batches": 99, "warmup_batches": 0}}
     profiled = run(2, train, Case(dynmo=block, checkpoint_interval=interval), MOVES)
     check_same(profiled, still())
-    assert [result["profiled"] for result in [*profiled, *still()]] == [2, 2, 0, 0]  # since the last move
+    assert [result["profiled"] for result in [*profiled, *still()]] == [2, 2, 0, 0]  # batches since the last move
 
 
-def test_evaluations_change_no_training_and_are_the_same_after_a_move() -> None:
+def test_evaluations_do_not_change_training_and_do_not_depend_on_moves() -> None:
     evaluate = Plan(evaluate_after=(1, 4))
     stays = run(2, train, Case(dynmo=NEVER_PROFILED), evaluate)
     moves = run(2, train, Case(), replace(MOVES, evaluate_after=(1, 4)))
@@ -175,14 +175,14 @@ def test_evaluations_change_no_training_and_are_the_same_after_a_move() -> None:
     assert [result["evaluations"] for result in stays] == [result["evaluations"] for result in moves]
 
 
-def test_a_resumed_run_draws_on(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_random_numbers(tmp_path: Path) -> None:
     saved = run(2, train, Case(), Plan(save_to=str(tmp_path)))
     resumed = run(2, train, Case(), Plan(resume_from=str(tmp_path), moves=((0, 2, 8), (0, 5, 8))))
     assert [result["losses"][3:] for result in saved] == [result["losses"] for result in resumed]
     assert whole(saved) == whole(resumed) == whole(still())
 
 
-def test_streams_go_before_deepspeeds_seed_layers() -> None:
+def test_streams_take_precedence_over_deepspeeds_seed_layers() -> None:
     seeded = run(2, train, Case(checkpoint_interval=1), replace(MOVES, seed_layers=True))
     assert [result["losses"] for result in seeded] == [result["losses"] for result in still()]
     assert whole(seeded) == whole(still())
@@ -194,7 +194,7 @@ def test_the_seed_is_the_modules_unless_the_configuration_has_one() -> None:
     assert other[0]["losses"] != still()[0]["losses"]
 
 
-def test_without_streams_a_move_changes_the_draws() -> None:
+def test_without_streams_a_move_changes_the_random_numbers() -> None:
     case = Case(dynmo={"interval": 0, "randomness": {"per_layer": False}})
     stays, moves = (run(2, train, case, plan) for plan in (Plan(), replace(MOVES, moves=MOVES.moves[:1])))
     assert stays[0]["losses"][0] != still()[0]["losses"][0]

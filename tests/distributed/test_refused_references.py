@@ -1,4 +1,4 @@
-"""What layers share and cannot be shared after a move is refused by name; what belongs to the rank stays there."""
+"""References that a move would break are refused by name; attributes of the rank stay on the rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.support.training import batches, build, layers_of
 
 
 class Counter:
-    """Made by the program where no other rank finds it."""
+    """An object of the program that no other rank can find by name."""
 
     def __init__(self) -> None:
         self.rank = torch.distributed.get_rank()
@@ -36,7 +36,7 @@ class Counting(Block):
 
 
 class Peeking(Block):
-    """May refer to anything."""
+    """A block that may refer to anything."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -51,7 +51,7 @@ KINDS = {"counter": Counting, "declared": Declared}
 
 
 def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]:
-    """Layers 1 to 5 share a counter, or layer 2 refers to a tensor that is not its own, or 1 to one of layer 2's."""
+    """Move layers that share a counter, or that refer to a tensor of another layer or to one without values."""
     kind = KINDS.get(how, Peeking)
     case = Case(stages=2, blocks=4, dynmo={"interval": 0, "rank_attributes": list(rank_attributes)})
     engine = build(
@@ -92,7 +92,7 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
         ("left behind", "layer 1 stays and its peeks[0] is up.weight of layer 2"),
     ],
 )
-def test_what_would_be_a_copy_is_refused_by_name(how: str, expected: str) -> None:
+def test_references_that_would_become_copies_are_refused_by_name(how: str, expected: str) -> None:
     for found in run(2, move_or_refuse, how, ()):
         assert expected in found["message"] and found["message"].startswith("ranks [0] could not get")
         assert found["harmless"] and found["partition"] == [0, 4, 7]
@@ -100,7 +100,7 @@ def test_what_would_be_a_copy_is_refused_by_name(how: str, expected: str) -> Non
 
 
 def _refusal_to_repack(engine: Any, stages: int, stay: bool) -> tuple[bool, str]:
-    """Of layers that refer to a tensor without values; ``stay``: on the first stage alone."""
+    """Re-pack while layers refer to a tensor without values; with ``stay`` only those of the first stage do."""
     layers = [layer for layer in layers_of(engine).values() if isinstance(layer, Peeking)]
     held = [layer.peeks for layer in layers if not (stay and engine.stage_id)]
     for peeks in held:
@@ -116,14 +116,14 @@ def _refusal_to_repack(engine: Any, stages: int, stay: bool) -> tuple[bool, str]
 
 
 def repack_or_refuse(freed_ranks: str) -> dict[str, Any]:
-    """To one of two stages and back, with layers that cannot leave, and with these mended: messages, copies."""
+    """Re-pack to one stage and back, first with layers that cannot leave. Return refusals, stages and copies."""
     dynmo = {"interval": 0, "repack": {"release": "park", "freed_ranks": freed_ranks}}
     specs = [LayerSpec(Embedding, 1), *[LayerSpec(Peeking, i) for i in range(5)], LayerSpec(Head, 2)]
     engine = build(Case(stages=2, blocks=4, micro_batches=4, dynmo=dynmo), lambda _: specs)
     data, refusals = batches(engine), []
     for stages in (1, 2):
         engine.train_batch(data)
-        if freed_ranks == "replicas" or stages == 2:  # what stays of one stage is copied, or does not leave
+        if freed_ranks == "replicas" or stages == 2:  # layers that stay are copied to replicas, but do not leave
             refusals.append(_refusal_to_repack(engine, stages, stay=stages == 1))
         engine.train_batch(data)
         engine.repack(stages)
@@ -135,7 +135,9 @@ def repack_or_refuse(freed_ranks: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("freed_ranks", "times", "copies"), [("release", 1, 1), ("replicas", 2, 2)])
-def test_what_cannot_leave_is_refused_before_a_world_is_given_up(freed_ranks: str, times: int, copies: int) -> None:
+def test_layers_that_cannot_leave_are_refused_before_the_old_world_ends(
+    freed_ranks: str, times: int, copies: int
+) -> None:
     first, *_ = run(2, repack_or_refuse, freed_ranks)
     assert first["stages"] == 2 and first["copies"] == copies and len(first["refusals"]) == times
     for harmless, message in first["refusals"]:
@@ -143,7 +145,7 @@ def test_what_cannot_leave_is_refused_before_a_world_is_given_up(freed_ranks: st
 
 
 @pytest.mark.parametrize(("how", "block"), [("counter", ("counter",)), ("declared", ())])
-def test_attributes_that_belong_to_the_rank(how: str, block: tuple[str, ...]) -> None:
+def test_attributes_of_the_rank_stay_on_the_rank(how: str, block: tuple[str, ...]) -> None:
     for found in run(2, move_or_refuse, how, block):
         assert found["message"] == "moved" and found["partition"] == [0, 2, 7]
         assert found["counters"] and all(found["counters"])

@@ -1,4 +1,4 @@
-"""Fewer ranks and more in mid-run, bitwise as a restart from a checkpoint at the same steps."""
+"""Re-packing during a run equals a restart from a checkpoint at the same steps, to the bit."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ from tests.distributed.support.training import (
         pytest.param("bf16 zero1", 1, marks=pytest.mark.fuzz),
     ],
 )
-def test_fewer_and_fewer_ranks_train_as_if_restarted_from_checkpoints(
-    tmp_path: Path, precision: str, replicas: int
-) -> None:
+def test_shrinking_equals_restarts_from_checkpoints(tmp_path: Path, precision: str, replicas: int) -> None:
     sizes, steps = {2: 3, 4: 2, 6: 1}, 8
     case = Case(stages=4, replicas=replicas, precision=precision, tied=precision == "fp32", groups="two")
     repacked = run(case.ranks, train_and_repack, case, sizes, steps)
@@ -73,9 +71,9 @@ COME_AND_GO = {2: 1, 4: 2, 6: 4}
         pytest.param("bf16", 1, marks=pytest.mark.fuzz),
     ],
 )
-def test_parked_ranks_come_back(precision: str, replicas: int) -> None:
-    """1 -> 2 -> 4 stages: bitwise as if nobody had been away, the learning rates, the data and the draws too."""
-    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, of which there are fewer
+def test_recalled_ranks_train_as_if_never_parked(precision: str, replicas: int) -> None:
+    """1 -> 2 -> 4 stages equal a run without re-packing: learning rates, data and random numbers, too."""
+    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, whose number changes
     case = Case(
         stages=4,
         replicas=replicas,
@@ -102,8 +100,8 @@ def test_parked_ranks_come_back(precision: str, replicas: int) -> None:
     assert reports[0].released_ranks == tuple(range(replicas, 4 * replicas))
 
 
-def test_what_was_set_by_hand_meanwhile_is_told_to_a_rank_that_comes_back() -> None:
-    """Also to one that gets only a layer without parameters: parameters would have brought their groups' options."""
+def test_a_recalled_rank_gets_learning_rates_set_by_hand() -> None:
+    """Also a rank that gets only a layer without parameters, because parameters bring their groups' options."""
     case = Case(stages=3, dynmo=PARK, groups="two")
     came_back, stayed = (run(3, train_and_repack, case, sizes, 4, 2) for sizes in ({1: 1, 3: [0, 6, 7, 8]}, {}))
     assert [r["rates"] for r in came_back] == [r["rates"] for r in stayed]
@@ -111,8 +109,8 @@ def test_what_was_set_by_hand_meanwhile_is_told_to_a_rank_that_comes_back() -> N
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"])
-def test_everything_built_once_is_right_afterwards(precision: str) -> None:
-    """All plain attributes of engine, module, grid and optimizer are those of an engine built at that size."""
+def test_attributes_built_once_fit_the_new_world(precision: str) -> None:
+    """All plain attributes of engine, module, grid and optimizer equal those of an engine built at that size."""
     case = Case(stages=4, precision=precision, dynmo=PARK)
     for sizes, stages in [({1: [0, 4, 8]}, 2), ({1: 1}, 1), ({1: 2, 2: [0, 3, 6, 8]}, 3)]:
         repacked = run(4, train_and_repack, case, sizes, 3)
@@ -124,8 +122,8 @@ def test_everything_built_once_is_right_afterwards(precision: str) -> None:
             }
 
 
-def rebalance_after(case: Case) -> Any:
-    """Everything else goes on after a re-packing: profiles, decisions, explicit moves, checkpoints."""
+def use_after_repacking(case: Case) -> Any:
+    """Profile, decide, move and save after a re-packing."""
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
@@ -139,8 +137,8 @@ def rebalance_after(case: Case) -> Any:
     return len(report.new_partition) - 1, engine.profile.partition, engine.grid.pipe_parallel_size
 
 
-def test_other_things_go_on_after_a_repacking() -> None:
-    found = [result for result in run(4, rebalance_after, Case(stages=4)) if result is not None]
+def test_profiles_decisions_moves_and_checkpoints_work_after_a_repacking() -> None:
+    found = [result for result in run(4, use_after_repacking, Case(stages=4)) if result is not None]
     assert len(found) == 2
     assert all(stages == 2 and len(profiled) == 3 and size == 2 for stages, profiled, size in found)
 
@@ -148,7 +146,7 @@ def test_other_things_go_on_after_a_repacking() -> None:
 def repack_by_itself(
     block: dict[str, Any], milliseconds: Sequence[float], later: Mapping[int, float], steps: int
 ) -> Any:
-    """Sleeping layers that take another share of their time after the steps of ``later``."""
+    """Train sleeping layers whose seconds change by a factor after the steps of ``later``."""
     use_virtual_clock()
     stages = dist.get_world_size()
     engine, data = sleeping_engine(block, [ms / 1000 for ms in milliseconds], stages)
@@ -167,8 +165,8 @@ def repack_by_itself(
     return sizes, [(r.step, r.reason, r.old_stages, r.new_stages, r.verdict) for r in engine.repacks]
 
 
-def test_it_packs_and_spreads_by_itself(tmp_path: Path) -> None:
-    """Layers that take a fifth need one stage of four; when they take twice what they took at first, all come back."""
+def test_automatic_repacking_shrinks_and_grows(tmp_path: Path) -> None:
+    """When layers take a fifth of their time, one stage of four is enough. At twice their time all are recalled."""
     block = {
         "interval": 0,
         "repack": {"enabled": True, "release": "park", "max_slowdown": 0.1},
@@ -184,7 +182,7 @@ def test_it_packs_and_spreads_by_itself(tmp_path: Path) -> None:
 
 
 def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
-    """A dynamic case, re-packed as an automatic decision does it: before the case looks at what the batch did."""
+    """Train a dynamic case, re-packed where an automatic decision would be: before the case sees the batch."""
     engine, model = case_runs.build(case_run)
     data = case_runs.batches(engine, model)
     cases = dynamic_cases(model, engine, total_steps=case_run.steps)
@@ -221,8 +219,8 @@ def train_case(case_run: CaseRun, sizes: Sizes) -> dict[str, Any]:
         pytest.param("halves, automatic freezing, pruning and qk-sparse attention", marks=pytest.mark.fuzz),
     ],
 )
-def test_what_a_rank_kept_for_itself_is_not_lost(name: str) -> None:
-    """Gradients that a rank has gathered, a verdict that it waits for, how much it knows to be frozen."""
+def test_state_that_a_rank_holds_for_itself_survives(name: str) -> None:
+    """Such as gradients that it has summed, a verdict that it waits for, and the number of frozen layers."""
     case_run = CaseRun(CASES[name], stages=3, dynmo=PARK, steps=6)
     came_back = run(3, train_case, case_run, {1: 2, 2: 1, 4: 3})
     stayed = run(3, train_case, case_run, {})
@@ -240,6 +238,6 @@ def same_number(case: Case) -> Any:
     return engine.partition, report.new_partition, report.layers_moved
 
 
-def test_a_partition_of_as_many_stages_is_a_move() -> None:
+def test_a_repacking_to_the_same_number_of_stages_is_a_move() -> None:
     for partition, reported, moved in run(2, same_number, Case(stages=2)):
         assert partition == [0, 1, 8] and reported == (0, 1, 8) and moved == 3

@@ -32,7 +32,7 @@ from tests.distributed.support.training import batches, build, state
 
 
 def refusals(case: Case) -> list[str]:
-    """What cannot be asked for; afterwards the engine trains as before."""
+    """Ask for impossible re-packings, and train on."""
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
@@ -54,7 +54,7 @@ def refusals(case: Case) -> list[str]:
     return [*found, str(engine.train_batch(data).item() > 0), str(engine.num_stages)]
 
 
-def test_what_cannot_be_asked_for() -> None:
+def test_impossible_repackings_are_refused() -> None:
     for found in run(2, refusals, Case(stages=2)):
         assert all("there are 1 to 2 to go on with" in text for text in found[:3])
         assert "not strictly increasing" in found[3] and "runs from 0 to 9" in found[4]
@@ -72,13 +72,13 @@ def off(case: Case) -> list[str]:
     return []
 
 
-def test_switched_off() -> None:
+def test_switched_off_repacking_is_refused() -> None:
     (found, *_) = run(2, off, Case(stages=2, dynmo={"enabled": False}))
     assert "dynmo.enabled = false: engine.repack would move layers" in found[0]
 
 
 def with_little_memory(case: Case, factor: float) -> str:
-    """Ask for one stage where a device has ``factor`` of what the whole model takes on one."""
+    """Ask for one stage with ``factor`` of the memory that the whole model needs on one."""
     engine = build(case)
     data = batches(engine)
     while engine.profile is None:
@@ -93,7 +93,7 @@ def with_little_memory(case: Case, factor: float) -> str:
     return ""
 
 
-def test_what_does_not_fit_says_what_would() -> None:
+def test_a_repacking_that_does_not_fit_names_one_that_would() -> None:
     for text in run(3, with_little_memory, Case(stages=3), 0.8):
         assert text.startswith("repack onto 1 stages:") and text.endswith("; 2 stages would do")
 
@@ -107,18 +107,18 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 def killed(case: Case, who: str) -> str:
-    """A rank dies: a parked one before it is called, or one at work while it sends layers or between two worlds.
+    """Let a rank die: a parked one before its recall, or one at work while it sends layers or between two worlds.
 
-    Or it fails ("failing"), and lives.
+    With "failing" it raises an error instead.
     """
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
-    home = dist.get_rank()
+    launch_rank = dist.get_rank()
     if who == "parked":
         engine.repack(1)
         if engine.released:
-            return "parked" if home == 1 else (engine.wait_for_recall() and "came back") or "dismissed"
+            return "parked" if launch_rank == 1 else (engine.wait_for_recall() and "came back") or "dismissed"
         try:
             engine.repack(3)
         except MigrationError as error:
@@ -126,11 +126,11 @@ def killed(case: Case, who: str) -> str:
             engine.dismiss_parked()
             return f"{error} {len(losses)} {parked}"
         return "went on"
-    if home == 2 and who == "sending":
+    if launch_rank == 2 and who == "sending":
         Migrator.start = _leave  # type: ignore[method-assign]
-    elif home == 2 and who == "failing":
+    elif launch_rank == 2 and who == "failing":
         MigrationContext.rebuild = _fail  # type: ignore[method-assign]
-    elif home == 2:
+    elif launch_rank == 2:
         engine.repacker.world.begin = _leave
     try:
         engine.repack(2, partition=[0, 1, 8])
@@ -141,7 +141,7 @@ def killed(case: Case, who: str) -> str:
     return "went on"
 
 
-def test_a_parked_rank_that_died_is_given_up_and_training_goes_on() -> None:
+def test_a_parked_rank_that_died_is_given_up_and_training_continues() -> None:
     case = Case(stages=3, dynmo={**PARK, "timeout_seconds": 4.0})
     at_work, died, parked = run(3, killed, case, "parked")
     assert died == "parked" and parked == "dismissed"
@@ -158,7 +158,7 @@ def test_a_rank_that_dies_while_layers_move_is_named(precision: str) -> None:
         assert "ranks [2] (as numbered at the launch) do not answer any more" in text and "last checkpoint" in text
 
 
-def test_a_rank_that_fails_while_layers_move_is_not_taken_for_dead() -> None:
+def test_a_rank_that_fails_while_layers_move_is_not_reported_as_dead() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 3.0})
     *others, failed = run(3, killed, case, "failing")
     assert "rank 2 failed rebuilding the stage" in failed and "no room" in failed
@@ -172,7 +172,7 @@ def test_a_rank_that_dies_between_two_worlds_is_named() -> None:
     assert "ranks [2] (as numbered at the launch) did not come to the new world within 4 s" in left
 
 
-def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_job_that_stops_for_a_restart_says_how_to_resume(tmp_path: Path) -> None:
     block = {"interval": 0, "repack": {"release": "checkpoint", "checkpoint": str(tmp_path)}}
     case = Case(stages=3, replicas=2, dynmo=block)
     stopped = run(6, train_and_repack, case, {2: [0, 3, 8]}, 4)
@@ -193,7 +193,7 @@ def test_a_job_that_stops_for_a_restart_says_how_to_go_on(tmp_path: Path) -> Non
 
 
 def train_and_refuse(case: Case, sizes: Sizes, fails: bool) -> dict[str, Any]:
-    """Train and re-pack; where it ``fails``, the last rank cannot take in its layers when it is first called back."""
+    """Train and re-pack. If ``fails``, the last rank cannot receive its layers when it is first recalled."""
     engine = build(case)
     data = batches(engine)
     if fails and dist.get_rank() == case.ranks - 1:
@@ -217,7 +217,7 @@ def train_and_refuse(case: Case, sizes: Sizes, fails: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("precision", "freed_ranks"), [("fp32", "release"), ("bf16 zero1", "replicas")])
-def test_a_rank_that_is_called_and_cannot_take_layers_in_is_parked_again(precision: str, freed_ranks: str) -> None:
+def test_a_recalled_rank_that_cannot_receive_layers_is_parked_again(precision: str, freed_ranks: str) -> None:
     block = {"interval": 0, "repack": {"release": "park", "freed_ranks": freed_ranks}}
     case = Case(stages=3, precision=precision, micro_batches=4, dynmo=block)
     expected = run(3, train_and_refuse, case, {1: 1, 3: 3}, False)
@@ -229,7 +229,7 @@ def test_a_rank_that_is_called_and_cannot_take_layers_in_is_parked_again(precisi
 
 
 def with_another_balancer(case: Case) -> list[str]:
-    """A balancer that knows of one number of stages only, and fails on one rank alone."""
+    """Use a balancer that accepts one number of stages only and fails on one rank."""
 
     @partitioners.register("fails elsewhere")
     def balancer(costs: Sequence[float], num_stages: int, *, start: Sequence[int], memory: Any) -> Sequence[int]:
@@ -248,7 +248,7 @@ def with_another_balancer(case: Case) -> list[str]:
     return []
 
 
-def test_a_balancer_that_fails_on_one_rank_is_heard_of_on_all() -> None:
+def test_a_balancer_that_fails_on_one_rank_is_an_error_on_all() -> None:
     for text, harmless, trained in run(2, with_another_balancer, Case(stages=2)):
         assert "ranks [1] could not decide where layers go" in text
         assert (harmless, trained) == ("True", "True")

@@ -1,4 +1,4 @@
-"""Freed ranks as further data-parallel replicas: bitwise as a job that was launched so, from a checkpoint."""
+"""Freed ranks as further data-parallel replicas equal a job launched at that size from a checkpoint, to the bit."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ def train(
     saves: tuple[int, str] | None = None,
     evenly: bool = False,
 ) -> dict[str, Any]:
-    """Train, going on with so many stages after the steps of ``sizes``.
+    """Train, and re-pack to so many stages after the steps of ``sizes``.
 
-    ``evenly``: with as many layers each, as launched: of four replicas the order of sums depends on the partition.
-    ``fresh_data``: an iterator of its own for each batch, begun where the engine says; ``saves``: after which step a
-    checkpoint, and where.
+    Args:
+        fresh_data: give each batch its own iterator, which begins where the engine says.
+        saves: the step after which to save, and the folder.
+        evenly: give stages equal numbers of layers, as at launch: with four replicas the order of sums depends on the
+            partition.
     """
     engine = build(case)
     replica, data = engine.grid.get_data_parallel_id(), batches(engine)
@@ -74,13 +76,13 @@ def train(
     return found
 
 
-def train_as_launched(case: Case, folder: str | None, first: int, last: int, width: int) -> dict[str, Any]:
-    """Batches ``first + 1`` to ``last`` from the checkpoint at ``first``; replicas share the data of ``width`` ones."""
+def train_as_launched(case: Case, folder: str | None, first: int, last: int, num_replicas: int) -> dict[str, Any]:
+    """Train batches ``first + 1`` to ``last`` from the checkpoint at ``first``, with the data of ``num_replicas``."""
     engine = build(case)
     if first:
         engine.load_checkpoint(folder)
-    copy, replica = divmod(engine.grid.get_data_parallel_id(), width)
-    own, whole = engine.micro_batches, engine.micro_batches * engine.grid.data_parallel_size // width
+    copy, replica = divmod(engine.grid.get_data_parallel_id(), num_replicas)
+    own, whole = engine.micro_batches, engine.micro_batches * engine.grid.data_parallel_size // num_replicas
     losses = {}
     for step in range(first, last):
         numbers = range(step * whole + copy * own, step * whole + (copy + 1) * own)
@@ -100,8 +102,8 @@ def train_as_launched(case: Case, folder: str | None, first: int, last: int, wid
         pytest.param("bf16 zero1", 2, marks=pytest.mark.fuzz),
     ],
 )
-def test_freed_stages_are_replicas(tmp_path: Path, precision: str, replicas: int) -> None:
-    """4 stages, then 2 in two copies, 1 in four, 4 again: as launched at each of these sizes."""
+def test_freed_stages_become_replicas(tmp_path: Path, precision: str, replicas: int) -> None:
+    """4 stages, then two replicas of 2, four replicas of 1, and 4 again equal launches at these sizes."""
     case = Case(
         stages=4,
         replicas=replicas,
@@ -112,7 +114,7 @@ def test_freed_stages_are_replicas(tmp_path: Path, precision: str, replicas: int
         scheduler=True,
         dynmo=BY_HAND,
     )
-    folded = run(case.ranks, train, case, {2: 2, 4: 1, 6: 4}, 8, False, True, None, True)
+    repacked = run(case.ranks, train, case, {2: 2, 4: 1, 6: 4}, 8, False, True, None, True)
     first, expected = 0, {}
     for last, stages in [(2, 4), (4, 2), (6, 1), (8, 4)]:
         copies = 4 // stages
@@ -120,50 +122,50 @@ def test_freed_stages_are_replicas(tmp_path: Path, precision: str, replicas: int
         end = run(case.ranks, train_as_launched, launched, str(tmp_path), first, last, replicas)
         expected.update(losses(end))
         first = last
-    assert losses(folded) == expected
-    assert merged(folded) == merged(end)
+    assert losses(repacked) == expected
+    assert merged(repacked) == merged(end)
     of_one = replicas
-    assert folded[0]["shapes"][1::2] == [(2, 2 * of_one, 2), (1, 4 * of_one, 1), (4, of_one, 4), (4, of_one, 4)]
-    reports = folded[0]["reports"]
+    assert repacked[0]["shapes"][1::2] == [(2, 2 * of_one, 2), (1, 4 * of_one, 1), (4, of_one, 4), (4, of_one, 4)]
+    reports = repacked[0]["reports"]
     assert [report.copies for report in reports] == [2, 4, 1]
     assert not any(report.released_ranks or report.recalled_ranks for report in reports)
 
 
-def test_everything_built_once_is_right_in_two_copies() -> None:
+def test_attributes_built_once_fit_two_replicas() -> None:
     case = Case(stages=4, precision="bf16 zero1", micro_batches=4, dynmo=BY_HAND)
-    folded = run(4, train, case, {1: 2}, 2, False, False)
+    repacked = run(4, train, case, {1: 2}, 2, False, False)
     launched = replace(case, stages=2, replicas=2, micro_batches=2)
     built = run(4, train_as_launched, launched, None, 0, 2, 1)
-    differ = {*DIFFER, "module.micro_offset"}  # counts those of the first batch, too
-    by_rank = {result["attributes"]["engine.global_rank"]: result["attributes"] for result in folded}
+    differ = {*DIFFER, "module.micro_offset"}  # it counts micro-batches of the first batch, too
+    by_rank = {result["attributes"]["engine.global_rank"]: result["attributes"] for result in repacked}
     for result in built:
         expected = {name: value for name, value in result["attributes"].items() if name not in differ}
         found = by_rank[expected["engine.global_rank"]]
         assert {name: value for name, value in found.items() if name not in differ} == expected
 
 
-def test_a_checkpoint_of_two_copies_is_one_of_that_size(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_replicas_loads_in_a_launch_of_that_size(tmp_path: Path) -> None:
     case = Case(stages=4, precision="bf16 zero1", micro_batches=4, dynmo=BY_HAND)
-    folded = run(4, train, case, {1: 2}, 3, False, False, (2, str(tmp_path)))
+    repacked = run(4, train, case, {1: 2}, 3, False, False, (2, str(tmp_path)))
     launched = replace(case, stages=2, replicas=2, micro_batches=2)
     resumed = run(4, train_as_launched, launched, str(tmp_path), 2, 3, 1)
-    assert losses(resumed)[3] == losses(folded)[3] and merged(resumed) == merged(folded)
+    assert losses(resumed)[3] == losses(repacked)[3] and merged(resumed) == merged(repacked)
 
 
 @pytest.mark.parametrize("fresh_data", [False, pytest.param(True, marks=pytest.mark.fuzz)])
-def test_a_batch_is_the_same_samples_and_draws(fresh_data: bool) -> None:
-    """Numbers of the run that keeps its stages, but for the order of sums; with data made anew for each batch too."""
+def test_replicas_share_the_samples_and_random_numbers_of_a_batch(fresh_data: bool) -> None:
+    """Losses equal those of a run that keeps its stages, except for the order of sums."""
     case = Case(stages=4, micro_batches=4, dropout=True, dynmo=BY_HAND)
     kept = run(4, train, case, {}, STEPS)
-    folded = run(4, train, case, SIZES, STEPS, fresh_data)
-    assert losses(folded) == pytest.approx(losses(kept), rel=2e-5)
-    first = folded[0]
+    repacked = run(4, train, case, SIZES, STEPS, fresh_data)
+    assert losses(repacked) == pytest.approx(losses(kept), rel=2e-5)
+    first = repacked[0]
     assert [shape[:2] for shape in first["shapes"]] == [(2, 2), (1, 4), (1, 4), (3, 1), (3, 1)]
-    assert first["before"] == pytest.approx(first["after"], rel=1e-6)  # of the same samples
+    assert first["before"] == pytest.approx(first["after"], rel=1e-6)  # evaluated on the same samples
 
 
 def train_on_a_dataset(case: Case, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
-    """With ``training_data``, which DeepSpeed gives the first and the last stage alone."""
+    """Train with ``training_data``, which DeepSpeed gives only to the first and the last stage."""
     samples = [sample for number in range(40) for sample in zip(*micro_batch(number, 0))]
     engine = build(case, training_data=samples)
     losses = {}
@@ -178,15 +180,15 @@ def train_on_a_dataset(case: Case, sizes: Mapping[int, int], steps: int) -> dict
     return {"losses": losses}
 
 
-def test_a_batch_of_training_data_is_the_same_samples() -> None:
-    """DeepSpeed gives stages in the middle none of it."""
+def test_replicas_share_the_samples_of_training_data() -> None:
+    """DeepSpeed gives it only to the first and the last stage."""
     case = Case(stages=4, micro_batches=4, dynmo=BY_HAND)
-    kept, folded = (run(4, train_on_a_dataset, case, sizes, STEPS) for sizes in ({}, SIZES))
-    assert losses(folded) == pytest.approx(losses(kept), rel=2e-5)
+    kept, repacked = (run(4, train_on_a_dataset, case, sizes, STEPS) for sizes in ({}, SIZES))
+    assert losses(repacked) == pytest.approx(losses(kept), rel=2e-5)
 
 
 def without_data_in_the_middle(case: Case) -> tuple[int, int]:
-    """Stages that are given no data cannot read any."""
+    """Train and re-pack where stages in the middle have no data iterator."""
     engine = build(case)
     data = batches(engine) if engine.is_first_stage() or engine.is_last_stage() else None
     engine.train_batch(data)
@@ -198,8 +200,8 @@ def without_data_in_the_middle(case: Case) -> tuple[int, int]:
     return engine.num_stages, engine.grid.data_parallel_size
 
 
-def test_they_are_parked_where_they_cannot_be_replicas() -> None:
-    """A batch of 3 micro-batches cannot be halved; a rank without data cannot read any."""
+def test_freed_ranks_are_parked_if_they_cannot_be_replicas() -> None:
+    """A batch of 3 micro-batches cannot be halved, and a rank without data cannot read any."""
     case = Case(stages=4, micro_batches=3, dynmo=BY_HAND)
     found = run(4, train, case, {1: 2}, 2)
     assert [result["shapes"][1:] for result in found] == [[(2, 1, 3)], [], [], [(2, 1, 3)]]
@@ -207,8 +209,8 @@ def test_they_are_parked_where_they_cannot_be_replicas() -> None:
     assert run(4, without_data_in_the_middle, even) == [(2, 1), (0, 0), (0, 0), (2, 1)]
 
 
-def fold_by_itself(block: dict[str, Any], steps: int) -> list[tuple[int, int]]:
-    """Stages and replicas after each step; layers that sleep get quicker, and slow again."""
+def repack_automatically(block: dict[str, Any], steps: int) -> list[tuple[int, int]]:
+    """Return stages and replicas after each step, while sleeping layers become faster and slow again."""
     use_virtual_clock()
     stages = dist.get_world_size()
     engine, data = sleeping_engine(block, [0.012] * 8, stages)
@@ -228,11 +230,11 @@ def fold_by_itself(block: dict[str, Any], steps: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_it_folds_by_itself_and_unfolds(schedule: str) -> None:
-    """Decisions are about one pipeline alone: what is fast enough does not count what further replicas add."""
+def test_automatic_repacking_makes_replicas_and_stages_again(schedule: str) -> None:
+    """Decisions consider one pipeline. The throughput that further replicas add does not count."""
     repack = {"enabled": True, "freed_ranks": "replicas"}
     block = {"interval": 0, "profile": {"batches": 1}, "repack": repack, "schedule": {"kind": schedule}}
-    shapes = run(4, fold_by_itself, block, 12)
+    shapes = run(4, repack_automatically, block, 12)
     assert len({tuple(of_rank) for of_rank in shapes}) == 1
     assert shapes[0][:3] == [(4, 1)] * 3 and shapes[0][-1] == (4, 1)
     stages, replicas = shapes[0][8]

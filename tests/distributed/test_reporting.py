@@ -1,4 +1,4 @@
-"""Reports that rank 0 cannot write end no training, and leave no rank waiting for it."""
+"""A report that rank 0 cannot write neither ends training nor blocks other ranks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def _kept(path: Path) -> Path:
     return path.with_name("kept")
 
 
-def _take_away(path: Path) -> None:
-    """A folder stands where there was a file, a file where there was a folder."""
+def _replace(path: Path) -> None:
+    """Replace a file by a folder, or a folder by a file."""
     was_file = path.is_file()
     path.rename(_kept(path))
     path.mkdir() if was_file else path.write_text("no folder")
 
 
-def _give_back(path: Path) -> None:
+def _restore(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     _kept(path).rename(path)
 
 
 def train(report: str | None, monitors: dict[str, Any], lost: str | None, back: bool = False) -> dict[str, Any]:
-    """Three batches, each with a rebalance after it.
+    """Train three batches, with a rebalance after each.
 
     Args:
-        lost: a path in whose place there is something else from the second batch on.
-        back: until the third.
+        lost: a path that is replaced before the second batch.
+        back: whether it is restored before the third.
     """
     warnings = Warnings()
     engine = build(Case(dynmo={"interval": 0, "report": report}), more=monitors)
@@ -45,16 +45,16 @@ def train(report: str | None, monitors: dict[str, Any], lost: str | None, back: 
     for step, move in enumerate(MOVES):
         if lost is not None and engine.global_rank == 0:
             if step == 1:
-                _take_away(Path(lost))
+                _replace(Path(lost))
             elif step == 2 and back:
-                _give_back(Path(lost))
+                _restore(Path(lost))
         losses.append(engine.train_batch(data).item())
         engine.rebalance(move)
     return {"losses": losses, "state": state(engine), "warnings": warnings.messages, "reports": len(engine.reports)}
 
 
 def check_trained_on(results: list[dict[str, Any]], warning: str) -> None:
-    """As a run without a report; one warning, on rank 0."""
+    """Check that training equals a run without a report, and that only rank 0 warned, once."""
     plain = run(2, train, None, {}, None)
     assert [result["losses"] for result in results] == [result["losses"] for result in plain]
     assert [result["state"] for result in results] == [result["state"] for result in plain]
@@ -71,7 +71,7 @@ def refused(report: str) -> str:
     return "nothing was raised"
 
 
-def test_a_report_that_cannot_be_begun_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_opened_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     path = tmp_path / "file" / "report.jsonl"
     for message in run(2, refused, str(path)):
@@ -79,14 +79,14 @@ def test_a_report_that_cannot_be_begun_is_refused_on_every_rank(tmp_path: Path) 
 
 
 def with_a_report_on_one_rank(paths: list[str | None]) -> float:
-    """The loss of a batch; each rank has a path of its own, or none."""
+    """Train a batch with a report path per rank, or None, and return the loss."""
     report = paths[int(os.environ["RANK"])]
     engine = build(Case(dynmo={"interval": 0, "report": report, "timeout_seconds": 10.0}))
     return float(engine.train_batch(batches(engine)).item())
 
 
-def test_one_rank_alone_may_be_given_a_report(tmp_path: Path) -> None:
-    """As scripts do that configure it where the rank is 0."""
+def test_one_rank_alone_may_have_a_report(tmp_path: Path) -> None:
+    """As in scripts that configure a report only on rank 0."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     plain = run(2, with_a_report_on_one_rank, [None, None])
     assert run(2, with_a_report_on_one_rank, [str(first), None], seconds=30.0) == plain
@@ -102,7 +102,7 @@ def with_a_block_of_its_own(blocks: list[dict[str, Any]]) -> str:
     return "nothing was raised"
 
 
-def test_all_else_of_the_block_is_the_same_on_every_rank(tmp_path: Path) -> None:
+def test_all_other_keys_must_be_equal_on_every_rank(tmp_path: Path) -> None:
     def found(*blocks: dict[str, Any]) -> list[str]:
         return run(2, with_a_block_of_its_own, list(blocks), seconds=30.0)
 
@@ -116,19 +116,19 @@ def test_all_else_of_the_block_is_the_same_on_every_rank(tmp_path: Path) -> None
     assert found({"log": False, "monitor": False}, {}) == ["nothing was raised"] * 2
 
 
-def test_a_full_disk_is_warned_of_once() -> None:
+def test_a_full_disk_gives_one_warning() -> None:
     check_trained_on(run(2, train, "/dev/full", {}, None), "/dev/full: was not written: [Errno 28] No space left")
 
 
-def test_a_report_that_is_lost_and_found_goes_on(tmp_path: Path) -> None:
+def test_a_report_continues_when_its_path_is_restored(tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     check_trained_on(run(2, train, str(path), {}, str(path), True), f"{path}: was not written: [Errno 21] Is a dir")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["step"] for record in records if record["kind"] == "rebalance"] == [1, 3]
 
 
-def test_a_monitor_that_fails_is_warned_of_once(tmp_path: Path) -> None:
-    """DeepSpeed's own numbers are written through it too, in every batch."""
+def test_a_monitor_that_fails_gives_one_warning(tmp_path: Path) -> None:
+    """DeepSpeed writes its own numbers through it, too, in every batch."""
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     results = run(2, train, None, monitors, str(tmp_path / "job"), True)
     check_trained_on(results, "csv_monitor: was not written: [Errno 20] Not a directory")

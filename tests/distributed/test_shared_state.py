@@ -1,4 +1,4 @@
-"""What one rank has is broadcast: no rank holds as many copies of it as there are ranks."""
+"""Shared state is broadcast from one rank: no rank gathers a copy from every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE_BYTES = 1_000_000
 
 
 class Large:
-    """A shared state: rank 0's is the one that counts."""
+    """A shared state, of which rank 0's counts."""
 
     def __init__(self, rank: int) -> None:
         self.content = bytes([rank]) * STATE_BYTES
@@ -30,7 +30,7 @@ class Large:
 
 
 def repack_with_a_large_state(case: Case, sizes: list[int]) -> tuple[int, bool]:
-    """Bytes of the largest value that was gathered from all ranks, and whether this rank has rank 0's state."""
+    """Return the bytes of the largest value that was gathered from all ranks, and whether this rank has rank 0's."""
     engine = build(case)
     state, data = Large(engine.global_rank), batches(engine)
     engine.share_state("large", state)
@@ -61,7 +61,7 @@ def test_shared_state_is_not_gathered_from_all_ranks(repack: dict[str, Any]) -> 
 
 
 def shared_on_rank_0_alone(case: Case) -> tuple[str, bool, float]:
-    """What a re-packing says, whether that is harmless, and the loss of a batch after it."""
+    """Return the error of a re-packing, whether it is harmless, and the loss of a batch after it."""
     engine = build(case)
     data = batches(engine)
     engine.train_batch(data)
@@ -74,7 +74,7 @@ def shared_on_rank_0_alone(case: Case) -> tuple[str, bool, float]:
     return "nothing was raised", False, 0.0
 
 
-def test_a_state_that_some_ranks_share_only_is_refused_before_anything_moves() -> None:
+def test_state_that_only_some_ranks_share_is_refused_before_anything_moves() -> None:
     case = Case(stages=3, dynmo={"interval": 0, "timeout_seconds": 5.0})
     for message, harmless, loss in run(3, shared_on_rank_0_alone, case, seconds=60.0):
         assert "engine.share_state was called with ['large'] on rank 0, with [] on rank 1" in message

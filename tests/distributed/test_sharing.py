@@ -1,4 +1,4 @@
-"""What layers share with others is the destination's own after a move, as if they had been built there: no copy."""
+"""After a move, what a layer shares with others is the destination's own object, as if built there, not a copy."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class DecoderPipe(nn.Module):
         for number, parameter in enumerate(original.parameters()):
             parameter.data.copy_(seeded(parameter.shape, 10 * index + number))
         self.orig = original
-        self.model = [model]  # in a list, so that it is no submodule
+        self.model = [model]  # in a list, so that it is not a submodule
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.orig(hidden) * self.model[0].scale  # type: ignore[no-any-return]
 
 
-_models: list[WholeModel] = []  # of this rank's program, which changes it
+_models: list[WholeModel] = []  # this rank's, which the program changes
 
 
 def whole_model(case: Case) -> list[Any]:
@@ -144,7 +144,7 @@ MODELS["tied_with_settings"] = tied_with_settings
 
 
 class AroundModule(nn.Module):
-    """A tied layer around a module that the program made."""
+    """A tied layer around a module that the program built."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ MODELS["tied_around_a_module"] = tied_around_a_module
 
 
 class BackAroundModule(AroundModule):
-    """Of another class, so that it is a module of its own."""
+    """Another class, so that its use is a separate module."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return back(self, hidden)
@@ -192,7 +192,7 @@ MODELS["tied_classes_around_a_module"] = tied_classes_around_a_module
 
 
 def change(what: str) -> None:
-    """What the program changes in mid-run, on every rank."""
+    """Change shared objects during the run, on every rank."""
     if what == "megatron":
         get_args().scale = 0.5
     elif what == "whole_model":
@@ -202,7 +202,7 @@ def change(what: str) -> None:
 
 
 def train(what: str, precision: str, moves: list[list[int]]) -> dict[str, Any]:
-    """Train, moving after every batch; what layers share is changed in the middle."""
+    """Train, move after every batch, and change what layers share in the middle."""
     engine = build(Case(stages=2, blocks=4, precision=precision), MODELS[what])
 
     def after(step: int) -> None:
@@ -246,7 +246,7 @@ def _set_back(what: str) -> None:
 
 
 def save_and_load(what: str, stages: int, folder: str) -> list[float]:
-    """Save at two stages, after what is shared was changed and layers moved, and go on; or load at so many stages."""
+    """Save at two stages after changes and moves, and continue; or load at another number of stages and continue."""
     engine = build(Case(stages=stages, blocks=4), MODELS[what])
     data = batches(engine)
     if stages == 2:
@@ -266,14 +266,14 @@ def save_and_load(what: str, stages: int, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_saved_and_loaded_at_another_number_of_stages(what: str, tmp_path: Path) -> None:
+def test_a_run_resumes_at_another_number_of_stages(what: str, tmp_path: Path) -> None:
     went_on = run(2, save_and_load, what, 2, str(tmp_path))
     loaded = run(3, save_and_load, what, 3, str(tmp_path))
     assert loaded[0] == went_on[0]
 
 
 def train_on_one_stage(changes: bool) -> list[float]:
-    """Both uses of a tied layer on one stage; what they share is changed in the middle, or not."""
+    """Train both uses of a tied layer on one stage, with or without a change of what they share."""
     engine = build(Case(stages=1, blocks=4), tied_with_settings)
     data = batches(engine)
     losses = [engine.train_batch(data).item()]
@@ -282,6 +282,6 @@ def train_on_one_stage(changes: bool) -> list[float]:
     return [*losses, engine.train_batch(data).item()]
 
 
-def test_a_later_use_of_a_tied_layer_shares_what_the_first_does() -> None:
+def test_a_later_use_of_a_tied_layer_shares_the_firsts_objects() -> None:
     [[same], [changed]] = run_each(1, train_on_one_stage, (False,), (True,))
     assert same[0] == changed[0] and same[1] != changed[1]

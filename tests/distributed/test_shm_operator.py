@@ -1,4 +1,4 @@
-"""DeepSpeed's operator for shared memory: done without, and warned of where a user's program has it."""
+"""DeepSpeed's shared-memory operator: ds_dynmo does not load it, and warns if the user's program has."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tests.distributed.support.training import Warnings, build
 
 
 def warnings(loaded: bool, engines: int) -> tuple[bool, list[str]]:
-    """Was the operator loaded, and what is said of it when engines are made; ``loaded``: by a program of a user's."""
+    """Build engines with the operator ``loaded`` or not. Return whether it was loaded before, and warnings."""
     is_there = comm.cdb.shm_comm_op is not None
     if loaded:
-        comm.cdb.shm_comm_op = object()  # compiling the real one takes 40 s: nothing of it is called
+        comm.cdb.shm_comm_op = object()  # stands for the real one, which takes 40 s to compile and is not called
     warned = Warnings(logger)
     for _ in range(engines):
         build(Case(stages=deepspeed.comm.get_world_size()))
     return is_there, [message for message in warned.messages if "deepspeed_shm_comm" in message]
 
 
-def test_who_has_it_is_warned_once_on_rank_0() -> None:
+def test_a_program_that_loaded_it_is_warned_once_on_rank_0() -> None:
     (_, first), (_, second) = run(2, warnings, True, 2)
     assert len(first) == 1 and not second
     assert "/dev/shm" in first[0] and "ds_dynmo.skip_shm_operator() before deepspeed.init_distributed()" in first[0]
 
 
-def test_who_does_without_is_not() -> None:
+def test_a_program_without_it_is_not_warned() -> None:
     assert run(2, warnings, False, 1) == [(False, [])] * 2

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines with a tensor-parallel ("model") axis: each slice has its own files, and goes on bitwise."""
+"""Checkpoints of pipelines with a tensor-parallel ("model") axis: each slice has its files and resumes bitwise."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ SLICED = Case(stages=2, slices=2, blocks=4, clip=0.05)
 
 
 def load(case: Case, folder: str, dynmo: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Into an engine that has trained a batch of its own."""
+    """Load into an engine that has already trained a batch."""
     made = case if dynmo is None else Case(**{**vars(case), "dynmo": dynmo})
     return load_and_continue(made, folder, 1, sliced_layers)
 
 
 def save_and_resume(case: Case, folder: str, move: Sequence[int]) -> list[dict[str, Any]]:
-    """What a run does after a checkpoint, and what runs do that start from it: where it was, and where they are."""
+    """Return the results of a run after a checkpoint, and of runs that resume from it at other partitions."""
     saved = save_and_continue(case, folder, move, sliced_layers)
     return [saved, load(case, folder), load(case, folder, {"enabled": False})]
 
@@ -65,7 +65,7 @@ def save_and_resume(case: Case, folder: str, move: Sequence[int]) -> list[dict[s
         ),
     ],
 )
-def test_a_run_goes_on_at_any_partition(tmp_path: Path, case: Case, others: tuple[int, ...]) -> None:
+def test_a_run_resumes_at_any_partition(tmp_path: Path, case: Case, others: tuple[int, ...]) -> None:
     saved, *resumed = zip(*run(case.ranks, save_and_resume, case, str(tmp_path), [0, 1, 6]))
     for loaded in resumed:
         check_same(list(saved), list(loaded))
@@ -77,7 +77,7 @@ def test_a_run_goes_on_at_any_partition(tmp_path: Path, case: Case, others: tupl
 
 
 def between_stock_and_ours(case: Case, folder: str) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """Per writer and reader what the writer went on to, and what the reader did."""
+    """Return, per writer and reader, the writer's results after saving, and the reader's after loading."""
     saved = {}
     for writer in ("stock", "ours", "moved and back"):
         saved[writer] = save_as(writer, case, os.path.join(folder, writer), sliced_layers)
@@ -92,7 +92,7 @@ def between_stock_and_ours(case: Case, folder: str) -> dict[tuple[str, str], tup
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.fuzz), "bf16 zero1"])
-def test_stock_both_ways(tmp_path: Path, precision: str) -> None:
+def test_checkpoints_load_in_stock_and_back(tmp_path: Path, precision: str) -> None:
     case = replace(SLICED, precision=precision, clip=0.0, groups="two", scheduler=True, tied=True)
     for rank, ways in enumerate(run(4, between_stock_and_ours, case, str(tmp_path))):
         for way, (saved, loaded) in ways.items():
@@ -106,7 +106,7 @@ def test_stock_both_ways(tmp_path: Path, precision: str) -> None:
     assert all("-model_0" in name for name in files["ours"] if "dynmo" in name and "manifest" not in name)
 
 
-def test_weights_of_stock_at_another_number_of_stages(tmp_path: Path) -> None:
+def test_stock_weights_load_at_another_number_of_stages(tmp_path: Path) -> None:
     case = replace(SLICED, clip=0.0)
     run(4, save_as, "stock", case, str(tmp_path), sliced_layers)
     found = [run(2 * n, load_stock_weights, replace(case, stages=n), str(tmp_path), sliced_layers) for n in (1, 2)]
@@ -140,7 +140,7 @@ def test_each_slice_reads_its_own_files_once(tmp_path: Path) -> None:
         assert all(f"-model_{place:02d}" in name for name in layers)
 
 
-def test_damage_of_one_slice_changes_none(tmp_path: Path) -> None:
+def test_damage_of_one_slice_changes_no_slice(tmp_path: Path) -> None:
     run(4, save_and_continue, SLICED, str(tmp_path), None, sliced_layers)
     good = tmp_path / f"global_step{STEPS}"
     hurts = [
@@ -152,7 +152,7 @@ def test_damage_of_one_slice_changes_none(tmp_path: Path) -> None:
         ("mp_rank_02_model_states.pt", str(good / "mp_rank_03_model_states.pt")),
     ]
     (tmp_path / "copies").mkdir()
-    start = replace(SLICED, start=(0, 1, 6))  # it would go elsewhere
+    start = replace(SLICED, start=(0, 1, 6))  # a successful load would move layers
     results = run(4, refuse, start, str(good), str(tmp_path / "copies"), hurts, sliced_layers)
     for found in results:
         for (message, unchanged), (file, how) in zip(found, hurts):
@@ -161,7 +161,7 @@ def test_damage_of_one_slice_changes_none(tmp_path: Path) -> None:
     assert [found[-1][0] for found in results] == undisturbed
 
 
-def test_frozen_state_comes_back(tmp_path: Path) -> None:
+def test_frozen_layers_get_their_state_back(tmp_path: Path) -> None:
     case = replace(SLICED, precision="bf16 zero1", groups="two")
     saved = run(4, save_then_thaw, case, str(tmp_path), 3, [0, 2, 6], sliced_layers)
     loaded = run(2, load_frozen, replace(case, stages=1), str(tmp_path), sliced_layers)
@@ -170,7 +170,7 @@ def test_frozen_state_comes_back(tmp_path: Path) -> None:
 
 
 class SlicedChanging(SlicedBlock):
-    """Can be narrowed, and given one parameter more that is split as well; keeps a word of its slice."""
+    """A sliced block that can be narrowed, can get one more split parameter, and holds a word of its slice."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -187,7 +187,7 @@ def changing_layers(case: Case) -> list[Any]:
 
 
 def change(engine: Any) -> None:
-    """Slices lose different numbers of columns; slice 1 alone is given one more parameter that is split."""
+    """Take different numbers of columns from slices, and give only slice 1 one more split parameter."""
     groups, mine = engine.basic_optimizer.param_groups, SLICES["index"]
     for index, layer in layers_of(engine).items():
         if not isinstance(layer, SlicedChanging) or index % 2 == 0:
@@ -209,7 +209,7 @@ def change(engine: Any) -> None:
 
 
 def words(engine: Any) -> dict[tuple[int, int], str]:
-    """Per slice and layer."""
+    """Return the words by slice and layer."""
     modules = layers_of(engine).items()
     return {(SLICES["index"], i): layer.word for i, layer in modules if isinstance(layer, SlicedChanging)}
 
@@ -230,7 +230,7 @@ def load_changed(case: Case, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_slices_load_as_what_they_had_become(tmp_path: Path, stages: int) -> None:
+def test_changed_slices_load_as_they_were_saved(tmp_path: Path, stages: int) -> None:
     saved = run(4, save_changed, SLICED, str(tmp_path))
     case = replace(SLICED, stages=stages)
     loaded = run(case.ranks, load_changed, case, str(tmp_path))

@@ -1,4 +1,4 @@
-"""A job of a real Slurm that trains, re-packs and gives nodes back while it goes on."""
+"""A job of a real Slurm that trains, re-packs, releases nodes and continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("repack_script.py")
 
 
 @pytest.mark.fuzz
-def test_the_nodes_of_released_ranks_leave_the_job_which_goes_on(tmp_path: Path) -> None:
+def test_nodes_of_released_ranks_leave_the_job_and_it_continues(tmp_path: Path) -> None:
     skip_without_slurm()
     (tmp_path / "cluster").mkdir()
     cluster = Cluster(tmp_path / "cluster", ["node1", "node2", "node3"])

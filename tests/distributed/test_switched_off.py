@@ -17,10 +17,10 @@ from tests.distributed.support.training import partition_of, state
 
 BY_PROFILE: dict[str, Any] = {"enabled": False, "initial_partition": "profile", "interval": 1}
 PLACED = (2, "initial", (0, 4, 8), (0, 7, 8))
-SECONDS = [(0.001, 0.002)] * 7 + [(0.02, 0.04)]  # that layers say they take: two even stages are [0, 7, 8]
+SECONDS = [(0.001, 0.002)] * 7 + [(0.02, 0.04)]  # of layers; the best two stages are [0, 7, 8]
 
 
-def test_it_begins_where_the_block_says() -> None:
+def test_it_begins_at_the_initial_partition() -> None:
     case = Case(start=(0, 7, 8), dynmo={"enabled": False, "interval": 1})
     assert [partition for _, partition in run(2, partition_of, case)] == [[0, 7, 8]] * 2
 
@@ -30,13 +30,13 @@ def build(block: dict[str, Any], stages: int) -> tuple[Any, Any]:
 
 
 def decisions(engine: Any) -> list[tuple[Any, ...]]:
-    """But for going where a checkpoint was saved."""
+    """Return the decisions, except for moves to the partition of a checkpoint."""
     reports = [report for report in engine.reports if report.reason != "checkpoint"]
     return [(r.step, r.reason, r.old_partition, r.new_partition) for r in reports]
 
 
 def train(block: dict[str, Any], steps: int) -> dict[str, Any]:
-    """In the middle of the run the model says that it has changed."""
+    """Train, and call ``model_changed`` in the middle."""
     engine, data = build(block, 2)
     for step in range(steps):
         if step == steps // 2:
@@ -45,7 +45,7 @@ def train(block: dict[str, Any], steps: int) -> dict[str, Any]:
     return {"moves": decisions(engine), "repacks": len(engine.repacks)}
 
 
-def test_by_profile_it_profiles_once_moves_once_and_never_again(tmp_path: Path) -> None:
+def test_by_profile_it_profiles_once_and_moves_once(tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     repack = {"enabled": True, "release": "park", "max_slowdown": 0.99}
     results = run(2, train, {**BY_PROFILE, "repack": repack, "report": str(report)}, 8)
@@ -55,7 +55,7 @@ def test_by_profile_it_profiles_once_moves_once_and_never_again(tmp_path: Path) 
 
 
 def refusals(block: dict[str, Any]) -> list[str]:
-    """Of what would move layers, or needs them to stay where they are."""
+    """Return the errors of calls that would move layers, and of freezing."""
     engine, _ = build(block, 2)
     found = []
     for call in (engine.rebalance, engine.compile):
@@ -66,7 +66,7 @@ def refusals(block: dict[str, Any]) -> list[str]:
     return found
 
 
-def test_what_would_move_layers_is_refused() -> None:
+def test_calls_that_would_move_layers_are_refused() -> None:
     still, placed = run_each(2, refusals, ({"enabled": False},), (BY_PROFILE,))
     rebalance = "dynmo.enabled = false: engine.rebalance would move layers; set it to true"
     assert still == [[rebalance]] * 2
@@ -76,38 +76,38 @@ def test_what_would_move_layers_is_refused() -> None:
         assert messages[1].endswith('or set dynmo.initial_partition to other than "profile"')
 
 
-def go_on(engine: Any) -> dict[str, Any]:
+def continue_training(engine: Any) -> dict[str, Any]:
     data = itertools.repeat((torch.ones(2, 4), torch.zeros(2, 4)))
     losses = [engine.train_batch(data).item() for _ in range(4)]
     return {"decisions": decisions(engine), "partition": engine.partition, "losses": losses, "state": state(engine)}
 
 
 def save(block: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
-    """Train, save, train on."""
+    """Train, save, and train on."""
     engine, data = build(block, 2)
     for _ in range(steps):
         engine.train_batch(data)
     engine.save_checkpoint(folder)
-    return go_on(engine)
+    return continue_training(engine)
 
 
 def load(block: dict[str, Any], folder: str, stages: int, weights_only: bool) -> dict[str, Any]:
-    """Load what :func:`save` wrote, train on."""
+    """Load what :func:`save` wrote, and train on."""
     engine, _ = build(block, stages)
     engine.load_checkpoint(folder, load_module_only=weights_only)
-    return go_on(engine)
+    return continue_training(engine)
 
 
-def test_a_resumed_run_stays_where_its_profile_put_it(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_partition_of_its_profile(tmp_path: Path) -> None:
     folder = str(tmp_path)
     saved = run(2, save, BY_PROFILE, folder, 3)
     assert [result["decisions"] for result in saved] == [[PLACED]] * 2
     resumed, weights_only = run_each(2, load, (BY_PROFILE, folder, 2, False), (BY_PROFILE, folder, 2, True))
     assert resumed == [{**result, "decisions": []} for result in saved]
-    assert [result["decisions"] for result in weights_only] == [[PLACED]] * 2  # a run that begins, with these weights
+    assert [result["decisions"] for result in weights_only] == [[PLACED]] * 2  # counts as a new run with these weights
 
 
-def test_a_run_that_its_profile_did_not_put_there_is_profiled_once(tmp_path: Path) -> None:
+def test_a_resumed_run_without_such_a_partition_profiles_once(tmp_path: Path) -> None:
     early, elsewhere = str(tmp_path / "early"), str(tmp_path / "elsewhere")
     assert run(2, save, BY_PROFILE, early, 1)[0]["decisions"] == [PLACED]
     assert run(2, save, {"interval": 3}, elsewhere, 3)[0]["partition"] == [0, 7, 8]

@@ -1,4 +1,4 @@
-"""Layers of different classes tied by one key: each use keeps parameters of its own, the tied ones stay equal."""
+"""Layers of different classes tied by one key: each use has parameters of its own, and the tied ones stay equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_same(still: list[dict[str, Any]], moved: list[dict[str, Any]]) -> dict
 
 
 def norms(case: Case, way: str) -> list[float]:
-    """The norm of the first batch's gradients, as the engine counts it and as torch does of the model on one rank."""
+    """Return the gradient norm of the first batch, by the engine and by torch for the model on one rank."""
     engine = build(case, WAYS[way])
     engine.train_batch(batches(engine))
     layers = [spec.build() if isinstance(spec, LayerSpec) else spec for spec in WAYS[way](case)]
@@ -50,7 +50,7 @@ def norms(case: Case, way: str) -> list[float]:
 
 
 def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
-    """Train ``steps`` batches, going to the next of ``moves`` after each."""
+    """Train ``steps`` batches, and go to the next of ``moves`` after each."""
     engine = build(case, WAYS[way])
     norms, evaluations = [], []
 
@@ -70,7 +70,7 @@ def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int) -> d
         *(pytest.param(*wrapped, marks=pytest.mark.fuzz) for wrapped in (("bf16 zero1", 1), ("fp32 zero1", 2))),
     ],
 )
-def test_uses_that_move_meet_and_part(precision: str, replicas: int) -> None:
+def test_uses_that_move_come_to_one_stage_and_part(precision: str, replicas: int) -> None:
     case = Case(stages=3, clip=0.5, groups="two", precision=precision, replicas=replicas)
     moves = [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8], [0, 6, 7, 8], [0, 1, 7, 8], [0, 4, 5, 8]]
     calls = [(case, "in the middle", way, 7) for way in ([], moves)]
@@ -86,8 +86,8 @@ def test_uses_that_move_meet_and_part(precision: str, replicas: int) -> None:
         *(pytest.param(way, "bf16 zero1", 2, marks=() if way in FIRST else pytest.mark.fuzz) for way in ENDS),
     ],
 )
-def test_ends_of_a_model(way: str, precision: str, replicas: int) -> None:
-    """A model with its embedding and its head, a move at every step."""
+def test_tied_ends_of_a_model_stay_equal(way: str, precision: str, replicas: int) -> None:
+    """A model whose embedding and head are tied trains the same with a move at every step."""
     case = Case(stages=2, clip=0.5, precision=precision, replicas=replicas)
     moves = [[0, 1, 8], [0, 6, 8], [0, 7, 8], [0, 4, 8]]
     check_same(*run_each(case.ranks, train, *((case, way, moved, 5) for moved in ([], moves))))
@@ -98,7 +98,7 @@ def losses_of(which: str, case: Case, way: str) -> list[float]:
 
 
 def test_stock_trains_the_same() -> None:
-    """As long as nothing is clipped: DeepSpeed's norm is the first stage's."""
+    """Without clipping, because DeepSpeed's norm is that of the first stage."""
     for way in ("sparkjiao", "gdgpt"):
         case = Case(stages=2, clip=0.0)
         stock, ours = (run(2, losses_of, which, case, way) for which in ("stock", "ours"))
@@ -106,13 +106,13 @@ def test_stock_trains_the_same() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp32 zero1"])
-def test_every_weight_is_clipped_by_once(precision: str) -> None:
+def test_every_weight_counts_once_in_clipping(precision: str) -> None:
     for engine, whole_model in run(2, norms, Case(stages=2, clip=0.01, precision=precision), "gdgpt, other name"):
         assert engine == pytest.approx(whole_model, rel=1e-5)
 
 
 def marks(case: Case, way: str, move: Sequence[int] | None = None) -> list[tuple[str, bool, bool]]:
-    """Per parameter of this stage: is it marked as a copy, and does DeepSpeed's conversion leave it out?"""
+    """Return, per parameter of this stage, whether it is marked as a copy, and whether the conversion skips it."""
     engine = build(case, WAYS[way])
     if move is not None:
         engine.rebalance(move)
@@ -128,8 +128,8 @@ def marks(case: Case, way: str, move: Sequence[int] | None = None) -> list[tuple
     ("way", "copy", "converted_once"),
     [("gdgpt", "embed_tokens.weight", True), ("gdgpt, other name", "lm_head.weight", False)],
 )
-def test_only_copies_are_marked(way: str, copy: str, converted_once: bool) -> None:
-    """For DeepSpeed's norm, and for its universal conversion, which leaves them out on all stages but the first."""
+def test_only_copies_are_marked_as_such(way: str, copy: str, converted_once: bool) -> None:
+    """DeepSpeed's norm needs the marks, and so does its universal conversion, which skips copies after the first."""
     case = Case(stages=2, precision="bf16 zero1")
     for first, last in run_each(2, marks, (case, way), (case, way, [0, 6, 8])):
         assert not any(replicated for _, replicated, _ in first)
@@ -144,7 +144,7 @@ def freeze(engine: Any, uses: set[int]) -> None:
 
 
 def freeze_one_use(case: Case, way: str) -> tuple[str, bool]:
-    """Freeze the tied weight in the head alone, then in all uses: the message, and whether it stays as it is then."""
+    """Freeze the tied weight in the head only, then in all uses. Return the error, and whether it then stays."""
     engine = build(case, WAYS[way])
     data, message = batches(engine), ""
     engine.train_batch(data)
@@ -162,14 +162,14 @@ def freeze_one_use(case: Case, way: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_tied_weight_frozen_in_one_use(precision: str) -> None:
+def test_a_tied_weight_frozen_in_one_use_is_refused(precision: str) -> None:
     for message, stays in run(2, freeze_one_use, Case(stages=2, precision=precision), "gdgpt, other name"):
         assert "trains as embed_tokens.weight of layer 0 and is frozen as lm_head.weight of layer 7" in message
         assert stays
 
 
 def freeze_untold(case: Case, way: str) -> str:
-    """Freeze the tied weight everywhere and train on without a word."""
+    """Freeze the tied weight everywhere, and train on without ``model_changed``."""
     engine = build(case, WAYS[way])
     freeze(engine, {0, 7})
     try:
@@ -179,13 +179,13 @@ def freeze_untold(case: Case, way: str) -> str:
     return "trained"
 
 
-def test_the_engine_has_to_be_told_of_a_tied_weight_that_was_frozen() -> None:
+def test_freezing_a_tied_weight_without_model_changed_is_refused() -> None:
     for message, layer in zip(run(2, freeze_untold, Case(stages=2), "gdgpt"), (0, 7), strict=True):
         assert f"a tied weight of layer {layer} was frozen" in message
 
 
 def repack(case: Case, way: str, sizes: dict[int, int], steps: int) -> dict[str, Any]:
-    """Train ``steps`` batches, on as many stages as ``sizes`` says after some; those released wait to come back."""
+    """Train ``steps`` batches, and re-pack after those in ``sizes``. Released ranks wait to be recalled."""
     engine = build(case, WAYS[way])
     data, losses = batches(engine), {}
     while engine.global_steps < steps:
@@ -202,7 +202,7 @@ def repack(case: Case, way: str, sizes: dict[int, int], steps: int) -> dict[str,
 
 
 @pytest.mark.parametrize(("way", "precision"), [("sparkjiao", "fp32"), ("gdgpt", "bf16 zero1")])
-def test_all_on_one_stage_and_back(way: str, precision: str) -> None:
+def test_re_packing_to_one_stage_and_back_changes_nothing(way: str, precision: str) -> None:
     case = Case(stages=2, precision=precision, dynmo={"interval": 0, "repack": {"release": "park"}})
     still, packed = run_each(2, repack, (case, way, {}, 6), (case, way, {2: 1, 4: 2}, 6))
     assert still[0]["losses"] == packed[0]["losses"]
@@ -218,8 +218,8 @@ def test_all_on_one_stage_and_back(way: str, precision: str) -> None:
         pytest.param("gdgpt, other name", "bf16 zero1", 0.0, marks=pytest.mark.fuzz),
     ],
 )
-def test_uses_that_deepspeed_did_not_build(way: str, precision: str, clip: float) -> None:
-    """It builds the first on a stage alone; a model of one stage trains as that of two does."""
+def test_uses_that_deepspeed_did_not_build_are_trained(way: str, precision: str, clip: float) -> None:
+    """DeepSpeed builds only the first use on a stage. A model on one stage trains as on two."""
     case = Case(stages=1, precision=precision, clip=clip)
     one = run(1, train, case, way, [], 4)
     two = run(2, train, replace(case, stages=2), way, [], 4)
@@ -228,7 +228,7 @@ def test_uses_that_deepspeed_did_not_build(way: str, precision: str, clip: float
     assert whole(one) == whole(two)
 
 
-def test_uses_that_deepspeed_did_not_build_among_others() -> None:
+def test_uses_that_deepspeed_did_not_build_move() -> None:
     case = Case(stages=2, groups="one", replicas=2, precision="bf16 zero1")
     moves = [[0, 4, 8], [0, 2, 8], [0, 7, 8]]
     check_same(*run_each(case.ranks, train, *((case, "in the middle", moved, 5) for moved in ([], moves))))
@@ -241,7 +241,7 @@ def test_a_parameter_of_no_group_is_refused() -> None:
 
 
 def groups_apart(case: Case, way: str) -> str:
-    """A tied weight that decays on the first stage and not on the last; what initialize says."""
+    """Let a tied weight decay on the first stage and not on the last, and return the error of initialize."""
     module = module_of(case, WAYS[way])
     decay = 0.1 if module.stage_id == 0 else 0.0
     groups = [{"params": list(module.parameters()), "weight_decay": decay}]

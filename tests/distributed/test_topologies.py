@@ -1,4 +1,4 @@
-"""Tensor parallelism, and what else DeepSpeed's pipeline engine can do, across a rebalance."""
+"""Tensor parallelism and other features of DeepSpeed's pipeline engine, with moves."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train_sliced(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
         pytest.param("bf16 zero1", True, 0.05, 2, marks=pytest.mark.fuzz),
     ],
 )
-def test_tensor_parallel(precision: str, tied: bool, clip: float, replicas: int) -> None:
+def test_moves_change_nothing_with_tensor_parallelism(precision: str, tied: bool, clip: float, replicas: int) -> None:
     """Each (data, model) coordinate moves its own slice."""
     case = Case(
         stages=2, tied=tied, clip=clip, precision=precision, replicas=replicas, slices=2, groups="two", blocks=4
@@ -125,7 +125,9 @@ def train_feature(
         pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, {}, False, id="data_types"),
     ],
 )
-def test_features(settings: dict[str, Any], module_options: dict[str, Any], lengths: bool) -> None:
+def test_moves_change_nothing_with_features_of_deepspeed(
+    settings: dict[str, Any], module_options: dict[str, Any], lengths: bool
+) -> None:
     calls = [(settings, module_options, moves, lengths) for moves in ([], MOVES)]
     still, moved = run_each(2, train_feature, *calls)
     assert moved[0]["partition"] == MOVES[-1] and still[0]["partition"] == [0, 4, 8]
@@ -144,7 +146,7 @@ def check_both(results: list[list[dict[str, Any]]], sparse: int) -> None:
 
 
 class Places(nn.Embedding):
-    """Adds a vector to every place of the sequence, with sparse gradients; a layer that can be in the middle."""
+    """Adds a vector to every position, with sparse gradients, as a layer in the middle of a model."""
 
     def __init__(self) -> None:
         super().__init__(SEQUENCE, WIDTH, sparse=True)
@@ -163,7 +165,7 @@ def sparse_layers(case: Case) -> list[Any]:
 def train_both(
     case: Case, make_layers: Callable[[Case], list[Any]], bool_tensors: bool, moves: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """The run that stays and the run that moves; each is profiled once."""
+    """Train without and with moves; each run is profiled once."""
     found = []
     for waiting in ([], list(moves)):
         engine = build(case, make_layers)
@@ -187,8 +189,8 @@ def train_both(
     return found
 
 
-def test_sparse_gradients() -> None:
-    """nn.Embedding(sparse=True) in layers that move, with momentum that is sparse too, clipped."""
+def test_moves_change_nothing_with_sparse_gradients() -> None:
+    """Layers with nn.Embedding(sparse=True) move with sparse momentum and clipping."""
     case = Case(stages=2, replicas=2, optimizer="SGD", clip=0.05, dynmo=PROFILED)
     check_both(run(4, train_both, case, sparse_layers, False, MOVES), sparse=2)
 
@@ -218,8 +220,8 @@ def mask_layers(case: Case) -> list[Any]:
     ]
 
 
-def test_masks_between_stages() -> None:
-    """engine.has_bool_tensors: the last tensor of what stages send is a mask."""
+def test_moves_change_nothing_with_masks_between_stages() -> None:
+    """With engine.has_bool_tensors the last tensor that a stage sends is a mask."""
     check_both(run(2, train_both, Case(dynmo=PROFILED), mask_layers, True, MOVES), sparse=0)
 
 
@@ -237,7 +239,7 @@ def add_places(places: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def refused_layers() -> tuple[list[str], list[str], float]:
-    """What initialize says of layers that only the second stage holds; then expert groups, and a loss without them."""
+    """Return errors of initialize for layers on the second stage, the expert groups then made, and a loss without."""
     experts, places = layers(Case()), layers(Case())
     experts[6], places[6] = LayerSpec(WithExperts), LayerSpec(Places)
     tied = layers(Case())
@@ -254,7 +256,7 @@ def refused_layers() -> tuple[list[str], list[str], float]:
 
 
 def test_layers_that_are_refused() -> None:
-    """On every rank, also where no such layer is, and before DeepSpeed makes groups for experts."""
+    """They are refused on every rank, before DeepSpeed makes groups for experts."""
     found = run(2, refused_layers)
     assert found[0] == found[1]
     (moe, bf16, zero1, tied), groups, _ = found[0]
@@ -263,14 +265,14 @@ def test_layers_that_are_refused() -> None:
     assert "'places' whose forward_fn differ" in tied
 
 
-def test_csv_monitor(tmp_path: Path) -> None:
+def test_deepspeeds_csv_monitor_works(tmp_path: Path) -> None:
     settings = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     run(2, train_feature, settings, {}, MOVES)
     assert {"Train_Samples_train_loss.csv", "Train_Samples_lr.csv"} <= set(os.listdir(tmp_path / "job"))
 
 
 def train_other_sizes(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[int]]:
-    """Losses, where the number of micro-batches changes in between, and the last partition."""
+    """Return losses of a run whose number of micro-batches changes, and the last partition."""
     engine = build(Case(stages=2))
     data, losses, waiting = batches(engine), [], list(moves)
     for micro_batches in (3, 5, 2, 4):
@@ -281,7 +283,7 @@ def train_other_sizes(moves: Sequence[Sequence[int]]) -> tuple[list[float], list
     return losses, engine.partition
 
 
-def test_set_train_batch_size() -> None:
+def test_moves_change_nothing_after_set_train_batch_size() -> None:
     still, moved = (run(2, train_other_sizes, moves) for moves in ([], MOVES))
     assert [losses for losses, _ in still] == [losses for losses, _ in moved]
     assert still[0][1] == [0, 4, 8] and moved[0][1] == MOVES[-1]
@@ -301,7 +303,7 @@ def evaluate_logits(moves: Sequence[Sequence[int]]) -> list[Any]:
     return found
 
 
-def test_logits() -> None:
+def test_evaluation_returns_logits_after_moves() -> None:
     for rank, found in enumerate(run(2, evaluate_logits, MOVES)):
         assert len(found) == 4 and all(each == found[0] for each in found)
         _, logits, shapes = found[0]
@@ -309,7 +311,7 @@ def test_logits() -> None:
 
 
 def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float], list[int]]:
-    """Data and a callable scheduler given to initialize; batches without an iterator."""
+    """Train with data and a callable scheduler given to initialize, and batches without an iterator."""
     case = Case(stages=2)
     module = module_of(case)
     tokens = torch.randint(0, VOCABULARY, (60, 5), generator=torch.Generator().manual_seed(1))
@@ -328,7 +330,7 @@ def given_data(moves: Sequence[Sequence[int]]) -> tuple[list[float], list[float]
     return losses, [group["lr"] for group in optimizer.param_groups], engine.partition
 
 
-def test_data_given_to_initialize() -> None:
+def test_moves_change_nothing_with_data_given_to_initialize() -> None:
     still, moved = run_each(2, given_data, ([],), (MOVES,))
     assert [result[:2] for result in still] == [result[:2] for result in moved]
     assert still[0][2] == [0, 4, 8] and moved[0][2] == MOVES[-1]
@@ -342,7 +344,7 @@ def one_stage() -> tuple[list[int], int]:
     return engine.partition, len(engine.reports)
 
 
-def test_one_stage() -> None:
+def test_an_engine_of_one_stage_works() -> None:
     assert run(1, one_stage) == [([0, 8], 2)]
 
 
@@ -354,7 +356,7 @@ def no_optimizer() -> tuple[float, float, list[int]]:
     return before, engine.eval_batch(batches(engine)).item(), engine.partition
 
 
-def test_no_optimizer() -> None:
+def test_an_engine_without_optimizer_evaluates_and_moves() -> None:
     for before, after, partition in run(2, no_optimizer):
         assert before == after and partition == [0, 2, 8]
 

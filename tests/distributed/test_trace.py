@@ -1,4 +1,4 @@
-"""The measured timeline: what is in the file, and that recording it changes nothing."""
+"""The measured timeline: the content of its file, and that recording changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def end(event: dict[str, Any]) -> float:
 
 
 def named(events: list[dict[str, Any]], step: int) -> Found:
-    """The events of a batch by process, stage, name without number, and micro-batch."""
+    """Return the events of a batch by process, stage, name without number, and micro-batch."""
     found = {}
     for event in events:
         if event["ph"] == "X" and event["args"]["step"] == step:
@@ -44,7 +44,11 @@ def named(events: list[dict[str, Any]], step: int) -> Found:
 
 
 def check_batch(found: Found, pipelines: int, stages: int, micro_batches: int, error: float) -> None:
-    """Every pass is there, in an order that data allow; ``error``: microseconds that a rank may be off rank 0."""
+    """Check that every pass is there, in an order that its data allow.
+
+    Args:
+        error: microseconds by which a rank's clock may be off rank 0's.
+    """
     for place in [(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)]:
         events = sorted((e for key, e in found.items() if key[:2] == place), key=lambda e: e["ts"])
         assert all(before["ts"] <= end(before) <= after["ts"] + 0.002 for before, after in zip(events, events[1:]))
@@ -64,7 +68,7 @@ def check_batch(found: Found, pipelines: int, stages: int, micro_batches: int, e
 
 
 def train_with_shifted_clocks(path: str, seconds: float) -> list[int]:
-    """Sleeping layers, of which the last are slow, until some moved; no two ranks' clocks agree."""
+    """Train sleeping layers, the last of which are slow, until some move, with different clocks on all ranks."""
     perf_counter, rank = time.perf_counter, torch.distributed.get_rank()
     time.perf_counter = lambda: perf_counter() + seconds * rank
     block = {"interval": 3, "min_improvement": 0.0, "trace": {"path": path, "steps": [2, 4]}}
@@ -75,7 +79,7 @@ def train_with_shifted_clocks(path: str, seconds: float) -> list[int]:
     return engine.partition
 
 
-def test_the_timeline_of_sleeping_layers_on_ranks_whose_clocks_differ(tmp_path: Path) -> None:
+def test_the_timeline_is_correct_on_ranks_whose_clocks_differ(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "trace.json"
     partitions = run(3, train_with_shifted_clocks, str(path), 1000.0)
     events = read(path)
@@ -95,7 +99,7 @@ def test_the_timeline_of_sleeping_layers_on_ranks_whose_clocks_differ(tmp_path: 
         assert all(found[0, stage, "forward", 1]["dur"] > 4000 for stage in range(3))
         for what in ("migrate", "decide"):
             assert [(0, stage, what, None) in found for stage in range(3)] == [step == 3] * 3
-    # The last stage was the slow one: the first waits for its gradients.
+    # The last stage is the slow one, so the first waits for its gradients.
     wait = named(events, 2)[0, 1, "wait for gradient", 0]
     assert wait["cat"] == "wait" and wait["dur"] > 5000
     received = named(events, 2)[0, 1, "receive gradient", 0]
@@ -125,7 +129,7 @@ def test_a_trace_changes_nothing(tmp_path: Path) -> None:
 
 
 def train_half_frozen(path: str) -> None:
-    """On ranks that were put aside for 0.02 s when they began to record."""
+    """Train on ranks that were suspended for 0.02 s when they began to record."""
     begin = trace.begin
     trace.begin = lambda clock: (*begin(clock)[:2], 0.01)
     engine, data = sleeping_engine({"interval": 0, "trace": {"path": path, "steps": [2, 2]}}, [0.002] * 4, 2)
@@ -135,7 +139,7 @@ def train_half_frozen(path: str) -> None:
     engine.train_batch(data)
 
 
-def test_a_stage_that_is_frozen_does_no_backward_work(tmp_path: Path) -> None:
+def test_a_frozen_stage_shows_no_backward_pass(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     run(2, train_half_frozen, str(path))
     assert all(e["args"]["clock_error_microseconds"] >= 10_000 for e in read(path) if e["ph"] == "i")
@@ -145,7 +149,7 @@ def test_a_stage_that_is_frozen_does_no_backward_work(tmp_path: Path) -> None:
 
 
 def offsets_of_shifted_clocks(seconds: float) -> tuple[float, float]:
-    """Each rank's clock is so far ahead of the one before it; rank 0 is slow now and then to tell its time."""
+    """Measure clocks that are ``seconds`` ahead of those of the rank before; rank 0 is slow to answer now and then."""
     rank, calls = torch.distributed.get_rank(), count()
     comm = Communicator(None, torch.device("cpu"), timeout_seconds=30)
 
@@ -157,7 +161,7 @@ def offsets_of_shifted_clocks(seconds: float) -> tuple[float, float]:
     return comm.clock_offset(now)
 
 
-def test_clocks_are_told_apart_within_the_error_that_is_named() -> None:
+def test_clock_offsets_are_within_the_reported_error() -> None:
     found = run(3, offsets_of_shifted_clocks, 1000.0)
     assert found[0] == (0.0, 0.0)
     for rank, (offset, error) in enumerate(found):
@@ -165,7 +169,7 @@ def test_clocks_are_told_apart_within_the_error_that_is_named() -> None:
 
 
 def cannot_write(folder: str) -> tuple[str, int]:
-    """What a path says that cannot be written to; steps after a file went away in the middle."""
+    """Return the error of a path that cannot be written, and the steps trained after a file vanished."""
     trace = {"path": f"{folder}/file/trace.json", "steps": [1, 3]}
     Path(folder, "file").write_text("no folder")
     try:
@@ -183,14 +187,14 @@ def cannot_write(folder: str) -> tuple[str, int]:
     return message, engine.global_steps
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused_and_a_lost_one_ends_no_training(tmp_path: Path) -> None:
     for message, steps in run(2, cannot_write, str(tmp_path)):
         assert message.startswith(f'dynmo.trace.path = "{tmp_path}/file/trace.json": cannot be written: ')
         assert steps == 3
 
 
 def instructions_when_not_traced(path: str) -> list[Any]:
-    """For each batch, of which the second is profiled and the fourth traced: is it carried out as DeepSpeed does?"""
+    """Tell, per batch, whether DeepSpeed's instructions run. The second is profiled, the fourth traced."""
     maps: list[dict[type, Any]] = []
     engine = build(Case(dynmo={"interval": 0, "trace": {"path": path, "steps": [4, 4]}}))
     data, run = batches(engine), PipelineEngine._exec_schedule
@@ -208,6 +212,6 @@ def instructions_when_not_traced(path: str) -> list[Any]:
     return [found == maps[0] for found in maps]
 
 
-def test_a_batch_that_is_not_traced_runs_what_it_ran_before(tmp_path: Path) -> None:
+def test_an_untraced_batch_runs_deepspeeds_instructions(tmp_path: Path) -> None:
     for found in run(2, instructions_when_not_traced, str(tmp_path / "trace.json")):
         assert found == [True, False, True, False, True]

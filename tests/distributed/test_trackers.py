@@ -1,4 +1,4 @@
-"""Dropout under a tracker's ``fork()`` in a tensor-parallel layer is its own and its slice's, on any stage."""
+"""Dropout under a tracker's ``fork()`` in a tensor-parallel layer depends on layer and slice, not on the stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLICED = Case(slices=2)
 
 
 class ForkingBlock(SlicedBlock):
-    """Drops in the part that is split over the slices, and alike in what is not; notes what it drew."""
+    """Applies dropout to the split part and to the rest, and records its random numbers."""
 
     def __init__(self, index: int, checkpointed: bool) -> None:
         super().__init__(index)
@@ -96,10 +96,10 @@ class Generators:
 
 
 def make_tracker(which: str, engine: Any) -> Any:
-    """Seeded as its library does: by the slice and, Megatron's, by the stage too."""
+    """Make a tracker seeded as by its library: by the slice and, for Megatron's, by the stage, too."""
     mine, stage = engine.grid.get_slice_parallel_rank(), engine.stage_id
     if which == "deepspeed":
-        mpu = SimpleNamespace(  # DeepSpeed 0.19.8 fails with its own grid
+        mpu = SimpleNamespace(  # because DeepSpeed 0.19.8 fails with its own grid
             get_model_parallel_rank=engine.grid.get_slice_parallel_rank,
             get_model_parallel_world_size=engine.grid.get_slice_parallel_world_size,
             get_model_parallel_group=engine.grid.get_slice_parallel_group,
@@ -129,7 +129,7 @@ def tracked() -> dict[str, list[int]]:
 
 
 def train(case: Case, which: str, moves: Sequence[Sequence[int]] = (), checkpointed: bool = False) -> dict[str, Any]:
-    """Five batches and an evaluation."""
+    """Train five batches and evaluate."""
     sys.modules[MEGATRON] = ModuleType(MEGATRON)
     sys.modules[MEGATRON]._CUDA_RNG_STATE_TRACKER = None  # type: ignore[attr-defined]
     engine = build(case, lambda case: forking_layers(case, Checkpointed if checkpointed else Plain))
@@ -157,7 +157,7 @@ def still(which: str) -> list[dict[str, Any]]:
 
 
 def drawn(results: list[dict[str, Any]], index: int, name: str | None = None) -> set[tuple[int, str, float]]:
-    """By a slice, on all stages; ``name``: from this state only."""
+    """Return the random numbers of a slice on all stages, from the state ``name`` or from all."""
     of_slice = [result["drawn"] for result in results if result["slice"] == index]
     return {draw for found in of_slice for draw in found if name in (None, draw[1])}
 
@@ -175,17 +175,17 @@ def test_moves_change_nothing(which: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_repeats_the_draws(reentrant: bool) -> None:
+def test_recomputation_repeats_the_random_numbers(reentrant: bool) -> None:
     case = Case(slices=2, checkpoint_interval=1, reentrant=reentrant)
     check_same(run(4, train, case, "deepspeed", MOVES), still("deepspeed"))
 
 
-def test_a_layer_that_checkpoints_itself_repeats_its_draws() -> None:
+def test_a_layer_that_checkpoints_itself_repeats_its_random_numbers() -> None:
     check_same(run(4, train, SLICED, "deepspeed", MOVES, True), still("deepspeed"))
 
 
 @pytest.mark.parametrize("which", ["deepspeed", "megatron", "own"])
-def test_slices_draw_alike_where_their_states_are_alike_only(which: str) -> None:
+def test_slices_share_random_numbers_only_from_equal_states(which: str) -> None:
     results = still(which)
     assert drawn(results, 0, OF_ALL) == drawn(results, 1, OF_ALL)
     one, other = drawn(results, 0, OF_SLICE), drawn(results, 1, OF_SLICE)
@@ -199,7 +199,7 @@ def test_the_number_of_stages_changes_nothing() -> None:
     assert all(drawn(whole_model, index) == drawn(still("megatron"), index) for index in range(2))
 
 
-def test_without_streams_they_are_the_ranks() -> None:
+def test_without_streams_random_numbers_are_the_ranks() -> None:
     case = Case(slices=2, dynmo={"interval": 0, "randomness": {"per_layer": False}})
     stays, moves = (run(4, train, case, "deepspeed", moves) for moves in ((), MOVES))
     assert stays[0]["losses"] != moves[0]["losses"]
@@ -207,7 +207,7 @@ def test_without_streams_they_are_the_ranks() -> None:
 
 
 class Closed:
-    """Tells nothing of its states."""
+    """A tracker that does not give its states."""
 
 
 def error_of(call: Any) -> str:
@@ -219,7 +219,7 @@ def error_of(call: Any) -> str:
 
 
 def closed_trackers() -> list[str]:
-    """Megatron's is refused before an engine is made and before a batch, one of the user's when it is given."""
+    """Return the errors of a closed Megatron tracker, before an engine and before a batch, and of a user's tracker."""
     module: Any = ModuleType(MEGATRON)
     module.get_cuda_rng_tracker = Closed
     sys.modules[MEGATRON] = module
@@ -234,7 +234,7 @@ def closed_trackers() -> list[str]:
     return messages
 
 
-def test_trackers_that_do_not_tell_their_states_are_refused() -> None:
+def test_trackers_without_readable_states_are_refused() -> None:
     for early, own, late in run(2, closed_trackers):
         assert f"random states of {MEGATRON} (Closed) cannot be enumerated" in early
         assert "it has no get_states and no set_states" in early and late == early

@@ -1,4 +1,4 @@
-"""scripts/train.py stopped, or killed, and resumed: to the bit what it is in one go."""
+"""scripts/train.py stopped or killed, and resumed, equals an uninterrupted run, to the bit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STEPS = 8
 
 
 @pytest.mark.parametrize(("name", "killed_in"), [("freezing and pruning", None), ("egeria", 7)])
-def test_a_resumed_run_is_the_run_in_one_go(name: str, killed_in: int | None, tmp_path: Path) -> None:
-    """Its schedule too, though it is not told the steps again; from the last checkpoint that is whole."""
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, killed_in: int | None, tmp_path: Path) -> None:
+    """Also its schedule, without the flag --steps, and from the last complete checkpoint."""
     arguments = flags(tmp_path, name, STEPS)
     folder = tmp_path / "saved"
     saving = ["--save", str(folder), "--save-interval", "3"]
@@ -34,7 +34,7 @@ def test_a_resumed_run_is_the_run_in_one_go(name: str, killed_in: int | None, tm
     if killed_in is None:
         begun = run(2, run_script, [*arguments, *saving, "--stop-at", "4"])
         assert begun[0]["losses"] == in_one_go[0]["losses"][:4]
-        (folder / "latest").write_text("global_step3")  # what counts is the checkpoint that the run's own file names
+        (folder / "latest").write_text("global_step3")  # the checkpoint that the run's own file names counts instead
         done = 4
     else:
         run(2, run_script, [*arguments, *saving], killed_in)
@@ -47,8 +47,8 @@ def test_a_resumed_run_is_the_run_in_one_go(name: str, killed_in: int | None, tm
     assert whole(resumed) == whole(in_one_go)
 
 
-def test_a_run_that_stopped_to_be_launched_anew_is_resumed(tmp_path: Path) -> None:
-    """At the size that launch.json says; in the middle of a step, whose end the cases have still to see."""
+def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
+    """It resumes at the size in launch.json, in the middle of a step, whose end the cases have not seen yet."""
     arguments = flags(tmp_path, "freezing and pruning", STEPS)
     in_one_go = run(2, run_script, arguments)
     folder = tmp_path / "saved"
@@ -66,7 +66,7 @@ def test_a_run_that_stopped_to_be_launched_anew_is_resumed(tmp_path: Path) -> No
 
 
 def reported(arguments: list[str]) -> tuple[list[float], str]:
-    """The losses of a run that writes its report from rank 0, and what rank 0 had to say of it."""
+    """Return the losses of a run that writes its report from rank 0, and what rank 0 printed."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         run = prepare(arguments)
@@ -75,7 +75,7 @@ def reported(arguments: list[str]) -> tuple[list[float], str]:
         return train(run, engine, build_cases(run, engine), record).losses, said.getvalue()
 
 
-def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> None:
     arguments = flags(tmp_path, "dense", 3)
     plain = run(2, run_script, arguments)[0]["losses"]
     (first, said), (second, nothing) = run(2, reported, [*arguments, "--report", "/dev/full"])
@@ -102,7 +102,7 @@ def test_a_resume_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path
 
 
 def losses_apart(arguments: list[str]) -> dict[str, Any]:
-    """What scripts/train.py reports, and beside it a plain pipeline and an evaluation of the first batch."""
+    """Return the losses that scripts/train.py reports, those of a plain pipeline, and those of an evaluation."""
     run = prepare(arguments)
     module = PipelineModule(
         layers=model_layers(run.model), num_stages=run.stages, loss_fn=language_model_loss, partition_method="uniform"
@@ -126,7 +126,7 @@ def losses_apart(arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["moe auxiliary loss", "dense"])
-def test_the_losses_are_told_apart_and_training_is_the_same(name: str, tmp_path: Path) -> None:
+def test_reported_losses_are_separate_and_do_not_change_training(name: str, tmp_path: Path) -> None:
     results = run(4, losses_apart, [*flags(tmp_path, name, 3), "--stages", "2"])
     first = results[0]
     assert first["losses"][0] == pytest.approx(first["evaluated"], rel=1e-6)  # evaluations have no auxiliary losses
@@ -137,8 +137,8 @@ def test_the_losses_are_told_apart_and_training_is_the_same(name: str, tmp_path:
     assert whole(results) == whole([{**rank, "state": rank["plain"]} for rank in results])
 
 
-def test_freed_ranks_go_on_as_replicas_of_a_model_that_changes(tmp_path: Path) -> None:
-    """Frozen and pruned layers, with sharded state, on 2 stages, then on 1 in two copies: but for the order of sums."""
+def test_freed_ranks_become_replicas_of_a_dynamic_model(tmp_path: Path) -> None:
+    """Frozen and pruned layers with sharded state train on 2 stages, then in two replicas of 1 stage."""
     arguments = flags(tmp_path, "freezing and pruning", STEPS)
     path = tmp_path / "config.json"
     settings = {**json.loads(path.read_text()), "zero_optimization": {"stage": 1}}
@@ -146,16 +146,16 @@ def test_freed_ranks_go_on_as_replicas_of_a_model_that_changes(tmp_path: Path) -
     kept = run(2, run_script, arguments)
     repack = {"freed_ranks": "replicas"}
     path.write_text(json.dumps({**settings, "dynmo": {**settings["dynmo"], "repack": repack}}))
-    folded = run(2, run_script, arguments, None, None, 3)
-    assert [result["replica"] for result in folded] == [0, 1]
-    assert folded[1]["losses"] == folded[0]["losses"] == pytest.approx(kept[0]["losses"], rel=1e-4)
-    assert [loss for _, loss in folded[0]["validation"]] == pytest.approx(
+    repacked = run(2, run_script, arguments, None, None, 3)
+    assert [result["replica"] for result in repacked] == [0, 1]
+    assert repacked[1]["losses"] == repacked[0]["losses"] == pytest.approx(kept[0]["losses"], rel=1e-4)
+    assert [loss for _, loss in repacked[0]["validation"]] == pytest.approx(
         [loss for _, loss in kept[0]["validation"]], rel=1e-4
     )
 
 
-def test_replicas_that_would_share_out_experts_are_not_made(tmp_path: Path) -> None:
-    """Each would have other experts: the freed rank is released instead."""
+def test_freed_ranks_are_released_if_experts_are_split_over_replicas(tmp_path: Path) -> None:
+    """Experts are split over replicas, so the freed rank is released instead."""
     arguments = flags(tmp_path, "moe auxiliary loss", 3)
     path = tmp_path / "config.json"
     settings = json.loads(path.read_text())

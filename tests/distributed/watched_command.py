@@ -1,4 +1,4 @@
-"""A command of ours that is watched for what it leaves: processes, shared memory, locks, files and folders."""
+"""Run one of our commands, and find what it leaves: processes, shared memory, locks, files and folders."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Found = TypeVar("Found")
 
 
 class WatchedCommand:
-    """A command in a session of its own, with a home, a temporary folder and torch's extensions to itself.
+    """A command in its own session, with its own home, temporary folder and folder of torch's extensions.
 
-    The extensions hold the lock of a job that was killed while it compiled DeepSpeed's shared-memory operator: who
-    would load that operator waits for ever. Processes are known by a variable of their environment.
+    The extensions hold the lock of a job that was killed while it compiled DeepSpeed's shared-memory operator, so a
+    process that loads that operator waits forever. Processes are recognised by a variable of their environment.
     """
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._mark = uuid.uuid4().hex
         home, extensions = folder / "home", folder / "extensions"
-        temporary = Path(tempfile.mkdtemp())  # holds sockets, whose paths have to be short
+        temporary = Path(tempfile.mkdtemp())  # for sockets, whose paths must be short
         self._folders = [home, temporary, extensions]
         home.mkdir()
         lock = extensions / "deepspeed_shm_comm" / "lock"
@@ -71,11 +71,11 @@ class WatchedCommand:
         self._guard.__exit__(None, None, None)
 
     def processes(self, part: str = "") -> list[psutil.Process]:
-        """Those that run, with ``part`` in their command line."""
+        """Return the running processes with ``part`` in their command line."""
         return [process for process, line in self._running() if part in line]
 
     def until(self, look: Callable[[], Found]) -> Found:
-        """What ``look`` finds, once it finds something."""
+        """Wait until ``look`` finds something, and return it."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not (found := look()):
             assert time.monotonic() < deadline and self.launcher.poll() is None, self._output.read_text()
@@ -83,10 +83,10 @@ class WatchedCommand:
         return found
 
     def left(self, besides: str = "nothing") -> list[str]:
-        """What is there, once the launcher has ended, that was not there before; none as soon as nothing is.
+        """Return what is left after the launcher has ended, as soon as nothing is, or at the deadline.
 
         Args:
-            besides: what may stay has this in its path.
+            besides: a part of paths that may stay.
         """
         self.launcher.wait(PATIENCE_SECONDS)
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -104,7 +104,7 @@ class WatchedCommand:
         return [*running, *sorted(self._lasting() - self._before)]
 
     def _running(self) -> list[tuple[psutil.Process, str]]:
-        """With their command lines; one can end at any moment."""
+        """Return the running processes with their command lines. They may end at any moment."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -113,7 +113,7 @@ class WatchedCommand:
         return found
 
     def _lasting(self) -> set[str]:
-        """Shared memory and files. Other programs' memory comes and goes; DeepSpeed's is named after its port."""
+        """Return shared memory and files. Of DeepSpeed's shared memory only that of the command's port counts."""
         files = [path for folder in self._folders for path in folder.rglob("*")]
         shared = [
             path

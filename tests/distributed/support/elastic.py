@@ -93,7 +93,7 @@ def train_and_repack(case: Case, sizes: Sizes, steps: int, halve_rates_at: int |
     """
     engine = build(case)
     data = batches(engine)
-    found: dict[str, Any] = {"home": dist.get_rank(), "losses": {}, "released": []}
+    found: dict[str, Any] = {"launch_rank": dist.get_rank(), "losses": {}, "released": []}
     while engine.global_steps < steps:
         loss = engine.train_batch(data).item()
         found["losses"][engine.global_steps] = loss
