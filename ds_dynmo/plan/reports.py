@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -145,8 +146,8 @@ class RepackReport(_BetweenPlacements):
         decide_seconds, migrate_seconds: as in a :class:`RebalanceReport`.
         world_seconds: to set up process groups of another size.
         verdict: why ranks were released, taken back or neither.
-        copies: by what the launch's number of replicas is multiplied afterwards: more than 1 where freed ranks became
-            replicas.
+        replica_multiplier: the number of replicas afterwards over that of the launch: more than 1 where freed ranks
+            became replicas. ``copies`` is its old name, also in JSON lines.
     """
 
     step: int
@@ -163,7 +164,14 @@ class RepackReport(_BetweenPlacements):
     migrate_seconds: float
     world_seconds: float
     verdict: str = ""
-    copies: int = 1
+    replica_multiplier: int = 1
+
+    @property
+    def copies(self) -> int:
+        """The old name of :attr:`replica_multiplier`."""
+        message = "RepackReport.copies is an old name: write replica_multiplier"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.replica_multiplier
 
     @property
     def old_stages(self) -> int:
@@ -177,7 +185,7 @@ class RepackReport(_BetweenPlacements):
 
     def as_record(self) -> dict[str, Any]:
         """Return a dict for one JSON line."""
-        return _record("repack", self)
+        return {**_record("repack", self), "copies": self.replica_multiplier}
 
 
 def _record(kind: str, report: RebalanceReport | MeasuredReport | RepackReport) -> dict[str, Any]:

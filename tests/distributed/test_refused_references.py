@@ -116,7 +116,7 @@ def _refusal_to_repack(engine: Any, stages: int, stay: bool) -> tuple[bool, str]
 
 
 def repack_or_refuse(freed_ranks: str) -> dict[str, Any]:
-    """Re-pack to one stage and back, first with layers that cannot leave. Return refusals, stages and copies."""
+    """Re-pack to one stage and back, first with layers that cannot leave. Return refusals, stages and replicas."""
     dynmo = {"interval": 0, "repack": {"release": "park", "freed_ranks": freed_ranks}}
     specs = [LayerSpec(Embedding, 1), *[LayerSpec(Peeking, i) for i in range(5)], LayerSpec(Head, 2)]
     engine = build(Case(stages=2, blocks=4, micro_batches=4, dynmo=dynmo), lambda _: specs)
@@ -131,15 +131,15 @@ def repack_or_refuse(freed_ranks: str) -> dict[str, Any]:
             engine.wait_for_recall()
             break
     engine.train_batch(data)
-    return {"refusals": refusals, "stages": engine.num_stages, "copies": engine.repacks[0].copies}
+    return {"refusals": refusals, "stages": engine.num_stages, "replicas": engine.repacks[0].replica_multiplier}
 
 
-@pytest.mark.parametrize(("freed_ranks", "times", "copies"), [("release", 1, 1), ("replicas", 2, 2)])
+@pytest.mark.parametrize(("freed_ranks", "times", "replicas"), [("release", 1, 1), ("replicas", 2, 2)])
 def test_layers_that_cannot_leave_are_refused_before_the_old_world_ends(
-    freed_ranks: str, times: int, copies: int
+    freed_ranks: str, times: int, replicas: int
 ) -> None:
     first, *_ = run(2, repack_or_refuse, freed_ranks)
-    assert first["stages"] == 2 and first["copies"] == copies and len(first["refusals"]) == times
+    assert first["stages"] == 2 and first["replicas"] == replicas and len(first["refusals"]) == times
     for harmless, message in first["refusals"]:
         assert harmless and "peeks[0] is on the meta device" in message
 

@@ -127,7 +127,7 @@ def test_freed_stages_become_replicas(tmp_path: Path, precision: str, replicas: 
     of_one = replicas
     assert repacked[0]["shapes"][1::2] == [(2, 2 * of_one, 2), (1, 4 * of_one, 1), (4, of_one, 4), (4, of_one, 4)]
     reports = repacked[0]["reports"]
-    assert [report.copies for report in reports] == [2, 4, 1]
+    assert [report.replica_multiplier for report in reports] == [2, 4, 1]
     assert not any(report.released_ranks or report.recalled_ranks for report in reports)
 
 

@@ -239,7 +239,7 @@ class Repacker:
             done = self._resize(new)
         self.ranks.has_new = False
         if self._balancer.profile is not None:
-            after = self._decision.predicted_seconds(new)  # with the present number of copies
+            after = self._decision.predicted_seconds(new)  # with the present number of replicas
         report = RepackReport(
             step=step,
             reason=str(request),
@@ -255,7 +255,7 @@ class Repacker:
             migrate_seconds=done.migrate_seconds,
             world_seconds=done.world_seconds,
             verdict=verdict,
-            copies=self.world.replica_multiplier,
+            replica_multiplier=self.world.replica_multiplier,
         )
         self._reporter.repacked(report, engine.global_samples)
         return report

@@ -30,8 +30,8 @@ def repack_line(report: RepackReport) -> str:
     text += f"{report.old_stages} -> {report.new_stages} stages, {list(report.new_partition)}"
     if report.released_ranks:
         text += f", ranks {list(report.released_ranks)} released"
-    if report.copies > 1:
-        text += f", {report.copies} times as many replicas as at the launch"
+    if report.replica_multiplier > 1:
+        text += f", {report.replica_multiplier} times as many replicas as at the launch"
     if report.recalled_ranks:
         text += f", ranks {list(report.recalled_ranks)} taken back"
     text += (
