@@ -3,6 +3,7 @@
 
     scripts/partitioners.py                 # all tables, 2000 instances per row; some minutes
     scripts/partitioners.py --instances 100
+    scripts/partitioners.py --orders        # the last table alone: how long it takes to find an order; seconds
     scripts/partitioners.py --large         # also DeepSpeed's balancer on 1000 layers x 128 stages; minutes
 
 Gaps are to the optimum that ``balanced`` finds. "pairs" is what stages reach that only even out with a neighbour. Odd
@@ -33,6 +34,7 @@ from ds_dynmo.partitioners import (
     makespan,
     uniform,
 )
+from ds_dynmo.schedules import PassBytes, PassCosts, best_schedule, one_f_one_b_limit
 
 Cells = tuple[object, ...]
 SEED = 0
@@ -56,7 +58,16 @@ def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=2000, help="random instances per row (default: %(default)s)")
     parser.add_argument("--large", action="store_true", help="time DeepSpeed's balancer on the largest models too")
+    parser.add_argument("--orders", action="store_true", help="print the last table alone, of orders of passes")
     arguments = parser.parse_args(given)
+    if not arguments.orders:
+        of_balancers(arguments)
+        print()
+    print("One order of passes: layers x0.7 to x1.3, a pass in two parts takes 5% longer; medians of 5 pipelines")
+    print_table(("stages x micro-batches", "milliseconds of 1 core: median, least, most", "over bound"), orders())
+
+
+def of_balancers(arguments: argparse.Namespace) -> None:
     print("Diffusion without memory limits; gap = bottleneck / optimum - 1", flush=True)
     print_table(QUALITY, quality(arguments.instances))
     print("\nDiffusion within memory limits that bind (starts that fit; in flight and sizes as in the memory model)")
@@ -202,6 +213,22 @@ def random_pipeline(rng: random.Random, num_layers: int, num_stages: int, micro_
     forward = tuple(rng.uniform(0.5, 1.5) for _ in range(num_layers))
     backward = tuple(seconds * rng.uniform(0.5, 3) for seconds in forward)
     return PipelineModel(forward, backward, micro_batches, (1.0,) * num_stages)
+
+
+def orders() -> Iterator[Cells]:
+    """Time the search of an order, a row per size."""
+    for num_stages, micro_batches in ((8, 16), (24, 48), (64, 256)):
+        rng, seconds, over = random.Random(SEED), [], []
+        for _ in range(5):
+            forward, first, second = ([rng.uniform(0.7, 1.3) for _ in range(num_stages)] for _ in range(3))
+            costs = PassCosts.chain(forward, first, second, [(i + w) / 1.05 for i, w in zip(first, second)])
+            sizes = PassBytes.equal(num_stages)
+            began = time.process_time()
+            found = best_schedule(costs, micro_batches, sizes, one_f_one_b_limit(sizes, micro_batches))
+            seconds.append(1e3 * (time.process_time() - began))
+            over.append(found.iteration_seconds / found.lower_bound_seconds - 1)
+        times = f"{median(seconds):.0f}, {min(seconds):.0f}, {max(seconds):.0f}"
+        yield f"{num_stages} x {micro_batches}", times, f"{median(over):.1%}"
 
 
 def milliseconds(balancer: Callable[..., Any], *arguments: Any, repeats: int, **options: Any) -> str:

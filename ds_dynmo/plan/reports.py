@@ -41,7 +41,8 @@ class RebalanceReport(_BetweenPlacements):
         imbalance_before, imbalance_after: predicted, the paper's equation 2.
         layers_moved: in the whole pipeline (one data-parallel replica).
         bytes_moved: in the whole pipeline (one data-parallel replica): weights, optimizer state and buffers.
-        profile_seconds, decide_seconds, migrate_seconds: to gather the profile, to decide and to move layers.
+        profile_seconds, decide_seconds, migrate_seconds: that training waited while the profile was gathered, for the
+            decision, and while layers moved.
         load_signals: per layer, None where a layer does not report one.
         iteration_seconds_before, iteration_seconds_after: predicted by simulating the schedule, without the
             optimizer's step and messages: before under the schedule that was in force, after under the one that is now.
@@ -52,6 +53,8 @@ class RebalanceReport(_BetweenPlacements):
             DeepSpeed's 1F1B is in force, or there is no profile.
         lower_bound_seconds: below which no schedule's iteration can be at ``new_placement``; None: none was searched.
         own_schedule: the class of the schedule that the user's engine runs in place of that; "": it has none.
+        search_seconds: that the decision took in a process of its own, while a batch trained; None: training waited for
+            all of it.
     """
 
     step: int
@@ -76,6 +79,7 @@ class RebalanceReport(_BetweenPlacements):
     schedule_splits: int | None = None
     lower_bound_seconds: float | None = None
     own_schedule: str = ""
+    search_seconds: float | None = None
 
     @property
     def schedule(self) -> str:

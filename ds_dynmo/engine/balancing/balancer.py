@@ -10,23 +10,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.utils import logger
 
+from ds_dynmo.engine.balancing.background import BegunDecision, DecisionProcess
 from ds_dynmo.engine.balancing.cost_model import CostModel
-from ds_dynmo.engine.balancing.decentralized import decide_among_neighbours
+from ds_dynmo.engine.balancing.decision_maker import DecisionMaker
 from ds_dynmo.engine.balancing.memory import MemoryLimit
-from ds_dynmo.engine.balancing.ordering import ScheduleChoice
-from ds_dynmo.engine.balancing.policy import (
-    Decision,
-    DecisionInput,
-    accept_move,
-    costs_and_speeds,
-    decide,
-    predict,
-)
+from ds_dynmo.engine.balancing.policy import Decision, predict
 from ds_dynmo.engine.balancing.reports import measured_report, rebalance_report
 from ds_dynmo.engine.balancing.trigger import Reason, Request, Trigger
 from ds_dynmo.engine.events import LayersMoved
@@ -41,6 +34,8 @@ from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 from ds_dynmo.schedules import PassCosts, Schedule
 
+Result = TypeVar("Result")
+
 
 class Balancer:
     """Decides where layers go.
@@ -50,6 +45,7 @@ class Balancer:
         memory: the limit of a rank.
         trigger: says which batches are profiled and when a decision is due.
         cost_model: what the run has learnt about its layers, its stages and its moves.
+        decisions: makes what decisions are calculated from.
         profile: the latest, the same on every rank; None before the first.
         last_move_step: ``global_steps`` when layers last moved; None: they never did.
         failure: why the latest automatic decision was not carried out; None: none failed since a profile was requested.
@@ -76,12 +72,15 @@ class Balancer:
         self.memory = MemoryLimit(stage)
         self.trigger = Trigger(stage.config)
         self.cost_model = CostModel()
+        self.decisions = DecisionMaker(stage, groups, self.memory, self.cost_model)
         self.profile: Profile | None = None
         self.last_move_step: int | None = None
         self.failure: Exception | None = None
         self._move_seconds = 0.0  # of moves since the last profile, on this rank
         self._profile_seconds = 0.0  # that gathering the latest profile took
         self._waits_for_profile = False
+        self._process = DecisionProcess()
+        self._begun: BegunDecision | None = None
         stage.layers_moved.subscribe("what was measured and learnt is of the stages before", self._layers_moved)
 
     # -- after a batch --------------------------------------------------------------------------------
@@ -93,6 +92,9 @@ class Balancer:
             What asks for a decision now; None: nothing does.
         """
         self.trigger.batch_done(self._stage.engine.global_steps)
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self._carry_out_or_drop(begun)
         batches = self._profiler.batches
         outcome, decision = self.trigger.outcome_due(batches), self.trigger.decision_due(batches)
         if not outcome and not decision:
@@ -108,16 +110,47 @@ class Balancer:
         return self.trigger.pending if decision and not self._waits_for_profile else None
 
     def rebalance_or_stay(self, request: Request) -> None:
-        """Decide and go there; if that is impossible, warn on rank 0 and continue as before. Collective."""
+        """Decide and go there; if that is impossible, warn on rank 0 and continue as before. Collective.
+
+        A decision that takes long is only begun: the next batch trains meanwhile, and layers move at its end.
+        """
         try:
-            self.rebalance(request, profile_seconds=self._profile_seconds)
+            if self.profile is not None and self.decisions.takes_long(self.profile):
+                self._begin(request)
+            else:
+                self.rebalance(request, profile_seconds=self._profile_seconds)
         except (PartitionError, MigrationError) as error:
             self._stay(error)
 
     def report_profile(self) -> None:
         """Write the latest profile once, after the decision that was taken from it."""
-        if not self._waits_for_profile:
+        if not self._waits_for_profile and self._begun is None:
             self._reporter.profiled(self.profile)
+
+    def _begin(self, request: Request) -> None:
+        """Let a process decide while the next batch trains. Collective."""
+        with self._stage.timeline.phase("decide", "begin to decide"):
+            began = time.perf_counter()
+            calculate = self._calculated(partial(self._calculation, request))
+            self._process.begin(calculate)
+            waited = time.perf_counter() - began
+        self._begun = BegunDecision(request, calculate, self._profile_seconds, waited)
+        self.trigger.decision_begun()
+
+    def _carry_out_or_drop(self, begun: BegunDecision) -> None:
+        """Wait for the decision, and go there, unless something has come in between. Collective."""
+        if not self.trigger.deciding:
+            self._process.close()
+            return
+        try:
+            began = time.perf_counter()
+            self._comm.enter("rebalance")
+            with self._stage.timeline.phase("decide", "wait for the decision"):
+                decision, search_seconds = self._calculated(partial(self._process.finish, begun.calculate))
+            seconds = begun.profile_seconds, begun.waited_seconds + time.perf_counter() - began
+            self._carry_out(decision, begun.request, seconds, search_seconds)
+        except (PartitionError, MigrationError) as error:
+            self._stay(error)
 
     def _stay(self, error: Exception) -> None:
         raise_unless_harmless(error)
@@ -187,7 +220,7 @@ class Balancer:
             began = time.perf_counter()
             self._comm.enter("rebalance")
             self.profile, move_seconds = layer_sizes.gather_profile(self._stage, self._profiler, self._move_seconds)
-            schedules = self._schedules(self.memory.bytes())
+            schedules = self.decisions.schedules(self.memory.bytes())
             self.cost_model.profiled(self.of_whole_batch(self.profile), move_seconds, self.groups, schedules)
             self._move_seconds = 0.0
             self._profiler.forget()
@@ -204,63 +237,42 @@ class Balancer:
         assert self.profile is not None
         began = time.perf_counter()
         self._comm.enter("rebalance")
-        limit = self.memory.bytes()
+        with self._stage.timeline.phase("decide", "decide"):
+            decision = self._calculated(lambda: self._calculation(request)())
+        return self._carry_out(decision, request, (profile_seconds, time.perf_counter() - began))
+
+    def _calculation(self, request: Request) -> Callable[[], Decision]:
+        """A decision from the latest profile. Collective."""
+        assert self.profile is not None
+        limit, batches = self.memory.bytes(), self.trigger.batches_to_gain
+        return self.decisions.calculation(self.profile, limit, request.reason, batches)
+
+    def _calculated(self, calculate: Callable[[], Result]) -> Result:
+        """Return ``calculate()``; if it fails on this rank alone, let the others know."""
         try:
-            decision = self.decide(self.profile, limit, request.reason)
+            return calculate()
         except (PartitionError, MigrationError):
             raise  # the same on every rank
         except Exception as error:  # a balancer of the user's own that fails here: the others have to hear of it
             logger.error(f"rank {self._stage.engine.global_rank} cannot decide where layers go: {error!r}")
             self._comm.agree(None)
             raise AssertionError("no plan cannot be agreed on") from error
+
+    def _carry_out(
+        self,
+        decision: Decision,
+        request: Request,
+        profile_and_decide_seconds: tuple[float, float],
+        search_seconds: float | None = None,
+    ) -> RebalanceReport:
         self.cost_model.decided(decision)
-        seconds = (profile_seconds, time.perf_counter() - began)
-        return self.go_to(decision.placement, request, decision=decision, profile_and_decide_seconds=seconds)
-
-    def decide(self, profile: Profile, limit_bytes: int | None, reason: Reason) -> Decision:
-        """Decide where layers should go; the same on every rank. Collective if ``dynmo.decentralized`` is set."""
-        with self._stage.timeline.phase("decide", "decide"):
-            memory = self.memory.model(profile, limit_bytes)
-            in_force = self._in_force(profile)
-            given = self.decision_input(profile, limit_bytes, smoothed=reason.is_automatic, in_force=in_force)
-            tradeoff = self.cost_model.move_tradeoff(self.trigger.batches_to_gain) if reason.is_automatic else None
-            if not self._config.decentralized:
-                return decide(given, self._config, memory, tradeoff, self.groups)
-            layers, stage_id = self._stage.layers, self._stage.engine.stage_id
-            costs, speeds = costs_and_speeds(given, self._config)
-            own_costs = [costs[index] for index in layers.indices]
-            speed = speeds[stage_id] if speeds else 1.0
-            proposed = decide_among_neighbours(
-                own_costs, given.placement, memory, stage_id, self._comm, speed=speed, groups=self.groups
-            )
-            return accept_move(given, proposed, self._config, memory, tradeoff, self.groups)
-
-    @property
-    def _chooses_schedule(self) -> bool:
-        return self._stage.schedule.is_ours and self._stage.placement.num_stages > 1
-
-    def decision_input(
-        self, profile: Profile, limit_bytes: int | None, *, smoothed: bool, in_force: Schedule | None = None
-    ) -> DecisionInput:
-        """Make the input of a decision where layers are, with the schedules that it may choose from.
-
-        Args:
-            in_force: what predictions of the present iteration count with; None: DeepSpeed's 1F1B.
-        """
-        schedules = self._schedules(limit_bytes, in_force)
-        return self.cost_model.decision_input(profile, self._stage.placement, smoothed=smoothed, schedules=schedules)
-
-    def _schedules(self, limit_bytes: int | None, in_force: Schedule | None = None) -> ScheduleChoice | None:
-        schedule = self._stage.schedule
-        if not schedule.is_ours:
-            return None
-        interval = self.memory.checkpoint_interval
-        return ScheduleChoice(self._config.schedule, interval, limit_bytes, in_force, schedule.back_to_back)
-
-    def _in_force(self, profile: Profile) -> Schedule | None:
-        """The schedule of the batches that ``profile`` is of; None: DeepSpeed's 1F1B."""
-        schedule, num_stages = self._stage.schedule, self._stage.placement.num_stages
-        return schedule.in_force(num_stages, profile.micro_batches) if self._chooses_schedule else None
+        return self.go_to(
+            decision.placement,
+            request,
+            decision=decision,
+            profile_and_decide_seconds=profile_and_decide_seconds,
+            search_seconds=search_seconds,
+        )
 
     def go_to(
         self,
@@ -269,19 +281,21 @@ class Balancer:
         *,
         decision: Decision | None = None,
         profile_and_decide_seconds: tuple[float, float] = (0.0, 0.0),
+        search_seconds: float | None = None,
         settles: bool = True,
     ) -> RebalanceReport:
         """Move layers to ``new``, train by the schedule that was found for it, and report it. Collective.
 
         Args:
             decision: that ``new`` comes from; None: it was given, and the latest profile says which schedule is best.
+            search_seconds: as in a :class:`RebalanceReport`.
             settles: drop a decision that is pending.
         """
         decided_from = self.profile if decision is not None else None
         if decision is None and self.profile is not None:
             began = time.perf_counter()
-            given = self.decision_input(
-                self.profile, self.memory.bytes(), smoothed=False, in_force=self._in_force(self.profile)
+            given = self.decisions.decision_input(
+                self.profile, self.memory.bytes(), smoothed=False, in_force=self.decisions.in_force(self.profile)
             )
             decision = predict(given, new)
             profile_and_decide_seconds = 0.0, time.perf_counter() - began
@@ -306,6 +320,7 @@ class Balancer:
                 reason=str(request),
                 bytes_moved=moved_bytes,
                 seconds=(*profile_and_decide_seconds, migrate_seconds),
+                search_seconds=search_seconds,
                 load_signals=tuple(layer.load_signal for layer in self.profile.layers) if self.profile else (),
                 own_schedule=self._stage.schedule.own,
             )
@@ -316,7 +331,7 @@ class Balancer:
 
     def _train_by(self, found: Schedule | None, costs: PassCosts | None) -> None:
         """Train by ``found``, made for ``costs``, from the next batch on; None: by DeepSpeed's 1F1B. Collective."""
-        if self._chooses_schedule:
+        if self.decisions.chooses_schedule:
             agreed = self._comm.agree_on_schedule(found.hash if found is not None else "", costs)
             self._stage.schedule.decide(found, agreed)
 
@@ -348,7 +363,8 @@ class Balancer:
 
     def forget_profile(self) -> None:
         """Drop the profile: this rank has no layers any more."""
-        self.profile = None
+        self.profile, self._begun = None, None
+        self._process.close()
 
     def of_whole_batch(self, profile: Profile) -> Profile:
         """Return ``profile`` as if one pipeline ran the micro-batches of all its extra replicas too."""
@@ -356,6 +372,7 @@ class Balancer:
 
     def _layers_moved(self, moved: LayersMoved) -> None:
         self.last_move_step = moved.step
+        self.trigger.decision_dropped()
         self._profiler.forget(batches_too=True)
         if moved.stages_changed:  # what was learnt of the layers holds
             self.cost_model.stages_changed()
@@ -364,7 +381,7 @@ class Balancer:
             if self.profile is not None:
                 micro_batches = self._stage.engine.micro_batches
                 self.profile = replace(self.profile, placement=moved.placement, micro_batches=micro_batches)
-                given = self.decision_input(self.profile, self.memory.bytes(), smoothed=False)
+                given = self.decisions.decision_input(self.profile, self.memory.bytes(), smoothed=False)
                 found, passes = given.pipeline.shortest_schedule(given.partition), given.pipeline.passes
                 if found is None or passes is None:
                     self._train_by(None, None)

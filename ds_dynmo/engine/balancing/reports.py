@@ -37,6 +37,7 @@ def rebalance_report(
     seconds: tuple[float, float, float],
     load_signals: tuple[float | None, ...],
     own_schedule: str = "",
+    search_seconds: float | None = None,
 ) -> RebalanceReport:
     """Report a decision that was carried out.
 
@@ -44,6 +45,7 @@ def rebalance_report(
         decision: None: there was no profile to predict from.
         seconds: of profile, decide and migrate.
         own_schedule: of the user's engine.
+        search_seconds: as in a :class:`RebalanceReport`.
     """
     return RebalanceReport(
         step=step,
@@ -68,4 +70,5 @@ def rebalance_report(
         migrate_seconds=seconds[2],
         load_signals=load_signals,
         own_schedule=own_schedule,
+        search_seconds=search_seconds,
     )

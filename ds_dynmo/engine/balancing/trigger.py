@@ -61,6 +61,7 @@ class Trigger:
         self._pending = Request(Reason.INITIAL) if config.initial_partition == "profile" else None
         self._placed = False
         self._urgent = False
+        self._deciding = False
         self._outcome_wanted = True  # the first profile of a run, and the first after each move
         self._unchanged = 0  # batches since the start, or since the model last changed
         self._span = 0  # batches between the model's last two changes
@@ -69,6 +70,11 @@ class Trigger:
     def pending(self) -> Request | None:
         """The request for the decision that is pending; None: no decision is."""
         return self._pending
+
+    @property
+    def deciding(self) -> bool:
+        """Is the pending decision being calculated while batches train?"""
+        return self._deciding
 
     @property
     def warm(self) -> bool:
@@ -91,12 +97,13 @@ class Trigger:
     def model_changed(self, reason: str) -> None:
         """Request a decision, as layers cost something else from here on."""
         self._span, self._unchanged = self._unchanged, 0
+        self.decision_dropped()
         self.ask(Request(Reason.MODEL_CHANGED, reason))
 
     def ask(self, request: Request) -> None:
         """Profile the next batch, even in the warm-up, and decide after it; do neither if switched off."""
         if self._config.enabled:
-            self._pending, self._urgent = request, True
+            self._pending, self._urgent, self._deciding = request, True, False
 
     def profile_batch(self, step: int) -> bool:
         """Is the batch that will end with ``step`` to be profiled?"""
@@ -105,8 +112,8 @@ class Trigger:
         if not self.warm:
             return False
         if not self._config.enabled:
-            return self._pending is not None
-        return self._outcome_wanted or self._pending is not None or self._due_within(step, self._config.profile.batches)
+            return self._undecided
+        return self._outcome_wanted or self._undecided or self._due_within(step, self._config.profile.batches)
 
     def batch_done(self, step: int) -> None:
         """Count the batch that ended with ``step``."""
@@ -117,7 +124,7 @@ class Trigger:
 
     def decision_due(self, profiled_batches: int) -> bool:
         """Is a decision pending, and the profile long enough to take it?"""
-        return self._pending is not None and profiled_batches >= self._config.profile.batches
+        return self._undecided and profiled_batches >= self._config.profile.batches
 
     def outcome_due(self, profiled_batches: int) -> bool:
         """Is the outcome of the last move not recorded yet, and the profile long enough for that?"""
@@ -127,10 +134,18 @@ class Trigger:
         """Note that the outcome of the last move was recorded."""
         self._outcome_wanted = False
 
+    def decision_begun(self) -> None:
+        """Note that the pending decision is being calculated: no batch is profiled for it any more."""
+        self._deciding, self._urgent = True, False
+
+    def decision_dropped(self) -> None:
+        """Note that what is being calculated is of no use: the pending decision is taken from another profile."""
+        self._deciding = False
+
     def decided(self, moved: bool) -> None:
         """Note that a decision was taken."""
         self._placed = not self._config.enabled and self._config.initial_partition == "profile"
-        self._pending, self._urgent = None, False
+        self._pending, self._urgent, self._deciding = None, False, False
         if moved:
             self.moved()
 
@@ -156,11 +171,15 @@ class Trigger:
         for name in self._SAVED:
             setattr(self, name, state[name])
         self._placed = state.get("_placed", False)  # older checkpoints lack it
-        self._pending = _request_saved(state)
+        self._pending, self._deciding = _request_saved(state), False
         if not self._config.enabled:
             self._urgent = False
             places = self._config.initial_partition == "profile" and not self._placed
             self._pending = Request(Reason.INITIAL) if places else None
+
+    @property
+    def _undecided(self) -> bool:
+        return self._pending is not None and not self._deciding
 
     def _due(self, step: int) -> bool:
         config = self._config

@@ -84,7 +84,7 @@ class StageDecision:
 
     def _iteration_seconds(self, profile: Profile, placement: Placement) -> float:
         """Predict under the schedule that batches would be trained by."""
-        given = self._balancer.decision_input(profile, self._limit_bytes, smoothed=False)
+        given = self._balancer.decisions.decision_input(profile, self._limit_bytes, smoothed=False)
         return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
 
     def _gather_facts(self) -> RankFacts:
@@ -148,7 +148,7 @@ class StageDecision:
             return held.overflow(self.plan(Placement.chain(partition)).moves) if held is not None else None
 
         return Planner(
-            given=balancer.decision_input(whole, self._limit_bytes, smoothed=smoothed),
+            given=balancer.decisions.decision_input(whole, self._limit_bytes, smoothed=smoothed),
             config=self._config,
             memory=balancer.memory.model(whole, self._limit_bytes),
             most=self.most_stages,
