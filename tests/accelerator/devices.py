@@ -1,7 +1,7 @@
 """The accelerators of this machine, and ranks that have one each.
 
-Everything here is skipped on a machine without them, and in a run of other tests too, which is on the CPU. On a
-machine that has some: ``scripts/test.sh -n 0 tests/accelerator``.
+These tests are skipped on a machine without accelerators, and in a run of other tests, which uses the CPU. On a machine
+with accelerators run ``scripts/test.sh -n 0 tests/accelerator``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.distributed.harness import run
 
 ACCELERATOR = get_accelerator()
 PRESENT = 0 if ACCELERATOR.device_name() == "cpu" else ACCELERATOR.device_count()
-SECONDS = 900.0  # a rank imports everything anew, and compiles
+SECONDS = 900.0  # every rank imports everything, and compiles
 
 
 def needs(count: int) -> Any:
@@ -27,25 +27,25 @@ def needs(count: int) -> Any:
 
 
 def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(*args)`` on ranks with an accelerator each; the results in rank order."""
+    """Call ``function(*args)`` on ranks with an accelerator each, and return the results in rank order."""
     backend = ACCELERATOR.communication_backend_name()
     return run(num_ranks, repeatably, function, args, seconds=SECONDS, backend=backend)
 
 
 def repeatably(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call ``function`` with the algorithms that give the same bits each time, where there are such."""
+    """Call ``function`` with deterministic algorithms, where there are any."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     return function(*args)
 
 
 def each(function: Callable[..., Any], calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    """``function(*call)`` for each of ``calls``, in turn, in one process."""
+    """Call ``function(*call)`` for each of ``calls``, in turn, in one process."""
     return [function(*call) for call in calls]
 
 
 def device_seconds(call: Callable[[], Any]) -> float:
-    """How long the device computes for ``call``, as torch's profiler says: the kernels' own time."""
+    """Return the seconds that the device computes for ``call``: the kernels' own time, by torch's profiler."""
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         call()
         ACCELERATOR.synchronize()

@@ -1,4 +1,4 @@
-"""The engine's clock on an accelerator against the device's own profiler."""
+"""The engine's clock on an accelerator, compared with the device's own profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.accelerator.devices import ACCELERATOR, device_seconds, needs, run_on
 from tests.distributed.support.configs import Case, config
 
 WIDTH = 2048
-COUNTS = [2, 8, 4]  # products of each layer
+COUNTS = [2, 8, 4]  # matrix products of each layer
 
 
 class Products(nn.Module):
@@ -31,7 +31,7 @@ class Products(nn.Module):
 
 
 def clocked() -> tuple[list[float], list[float]]:
-    """Seconds of each layer by events and by the device's profiler, one layer after the other."""
+    """Return each layer's seconds, by events and by the device's profiler, one layer after the other."""
     clock, device = EventClock(ACCELERATOR), ACCELERATOR.current_device_name()
     layers, hidden = [Products(count).to(device) for count in COUNTS], torch.ones(WIDTH, WIDTH, device=device)
     expected = [device_seconds(lambda layer=layer: layer(hidden)) for layer in layers]  # warms up, too
@@ -43,7 +43,7 @@ def clocked() -> tuple[list[float], list[float]]:
 
 
 def profiled() -> tuple[list[float], list[float]]:
-    """Forward seconds of each layer in the engine's profile and by the device's profiler."""
+    """Return each layer's forward seconds, in the engine's profile and by the device's profiler."""
     torch.manual_seed(0)
     module = PipelineModule(
         layers=[LayerSpec(Products, count) for count in COUNTS],
@@ -65,7 +65,7 @@ def profiled() -> tuple[list[float], list[float]]:
 
 @needs(1)
 @pytest.mark.parametrize("measure", [clocked, profiled])
-def test_events_take_as_long_as_the_devices_profiler_says(measure: Any) -> None:
+def test_events_agree_with_the_devices_profiler(measure: Any) -> None:
     ((measured, expected),) = run_on_devices(1, measure)
     assert measured == pytest.approx(expected, rel=0.2)
     assert measured[1] == pytest.approx(4 * measured[0], rel=0.2)

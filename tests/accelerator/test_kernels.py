@@ -1,4 +1,4 @@
-"""FlexAttention and grouped products give what the dense computation does, and the same gradients."""
+"""Outputs and gradients of FlexAttention and grouped products equal those of the dense computation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(made: torch.Tensor, given: list[torch.Tensor], expected: torch.Tensor,
 
 @needs(1)
 @pytest.mark.parametrize("name", bucket_assignments())
-def test_attention_within_buckets(name: str) -> None:
+def test_flex_equals_bucket_attention(name: str) -> None:
     buckets, reference = bucket_assignments()[name], states()
     given = on_device(reference)
     made = bucket_attention(*given, buckets.to(given[0].device), BUCKETS)
@@ -45,7 +45,7 @@ def test_attention_within_buckets(name: str) -> None:
 
 @needs(1)
 @pytest.mark.parametrize("name", keeps())
-def test_attention_of_kept_queries_and_keys(name: str) -> None:
+def test_flex_equals_kept_attention(name: str) -> None:
     kept, reference = keeps()[name], states()
     given = on_device(reference)
     made = kept_attention(*given, *(keep.to(given[0].device) for keep in kept))
@@ -53,7 +53,7 @@ def test_attention_of_kept_queries_and_keys(name: str) -> None:
 
 
 @needs(1)
-def test_grouped_products() -> None:
+def test_grouped_products_equal_dense_ones() -> None:
     counts = [3, 0, 5]
     generator = torch.Generator().manual_seed(0)
     reference = [

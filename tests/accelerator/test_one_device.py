@@ -18,7 +18,7 @@ from tests.distributed.support.training import train_frozen
 
 
 def train_every_case(precision: str) -> dict[str, tuple[list[float], list[float]] | str]:
-    """By case, the losses of two runs that are alike, or how one failed."""
+    """Return, by case, the losses of two equal runs, or the error of one."""
     found: dict[str, tuple[list[float], list[float]] | str] = {}
     for name, model in CASES.items():
         run = CaseRun(model, stages=1, precision=precision)
@@ -31,7 +31,7 @@ def train_every_case(precision: str) -> dict[str, tuple[list[float], list[float]
 
 @needs(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_every_case_trains_and_repeats_itself(precision: str) -> None:
+def test_every_case_trains_and_is_deterministic(precision: str) -> None:
     (found,) = run_on_devices(1, train_every_case, precision)
     assert found.keys() == CASES.keys()
     failures = {name: losses for name, losses in found.items() if isinstance(losses, str)}
@@ -44,19 +44,19 @@ def test_every_case_trains_and_repeats_itself(precision: str) -> None:
 @needs(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_freezing_rebuilds_the_optimizer_and_takes_effect(precision: str) -> None:
-    """Two leading layers are frozen after two batches, and train again after five."""
+    """Two leading layers freeze after two batches, and thaw after five."""
     (found,) = run_on_devices(1, train_frozen, Case(stages=1, precision=precision), {2: 2, 5: 0}, {})
     assert not found["thawed"] and all(map(math.isfinite, found["losses"]))
 
 
 def save_and_load(case: Case, folder: str) -> list[dict[str, Any]]:
-    """What a run does after it saved, and what one does that goes on from there."""
+    """Return the results of a run after it saved, and of one that resumes from there."""
     return [save_and_continue(case, folder), load_and_continue(case, folder)]
 
 
 @needs(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_saved_and_loaded(precision: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint(precision: str, tmp_path: Path) -> None:
     ((saved, loaded),) = run_on_devices(1, save_and_load, Case(stages=1, precision=precision), str(tmp_path))
     check_same([saved], [loaded])
 

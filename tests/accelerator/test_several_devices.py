@@ -1,4 +1,4 @@
-"""Moves and re-packing between accelerators: bitwise as if nothing had moved. Nothing is left of a released stage."""
+"""Moves and re-packing between accelerators change no bit, and a released stage leaves nothing on its device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOVES = ([0, 2, 8], [0, 7, 8], [0, 1, 8], [0, 4, 8])
 
 
 def check_moves(case: Case, moves: Any) -> None:
-    """The same run with a move after every batch, and without: 1F1B, six micro-batches."""
+    """Compare runs with a move after every batch and without moves, under 1F1B with six micro-batches."""
     ranks = run_on_devices(case.ranks, each, train, ((case, (), 6, 1), (case, moves, 6, 1)))
     still, on_the_move = ([rank[run] for rank in ranks] for run in range(2))
     assert on_the_move[0]["moved"] > 0 and on_the_move[0]["partition"] == list(moves[-1])
@@ -33,7 +33,7 @@ def test_moves_change_nothing(precision: str) -> None:
 
 
 @needs(2)
-def test_tied_layers_meet_and_part() -> None:
+def test_tied_layers_come_to_one_stage_and_part() -> None:
     check_moves(Case(stages=2, tied=True, micro_batches=6), MOVES)
 
 
@@ -59,9 +59,9 @@ def test_moves_change_nothing_in_any_case(name: str) -> None:
 
 @needs(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_parked_ranks_come_back(precision: str) -> None:
-    """2 -> 1 -> 2 stages, as if nobody had been away."""
-    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, of which there are fewer
+def test_recalled_ranks_train_as_if_never_parked(precision: str) -> None:
+    """2 -> 1 -> 2 stages equal a run without re-packing."""
+    clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, whose number changes
     case = Case(stages=2, precision=precision, dynmo=PARK, dropout=True, clip=clip)
     came_back = run_on_devices(2, train_and_repack, case, {2: 1, 4: 2}, 6)
     stayed = run_on_devices(2, train_alone, case, 6)
@@ -69,7 +69,7 @@ def test_parked_ranks_come_back(precision: str) -> None:
 
 
 def release() -> tuple[bool, int, int]:
-    """Of this rank: was it released, and the bytes allocated on its device before and after."""
+    """Return whether this rank was released, and the bytes allocated on its device before and after."""
     engine = build(Case(stages=2, blocks=40, dynmo=PARK))
     data = batches(engine)
     engine.train_batch(data)

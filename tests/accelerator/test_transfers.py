@@ -1,4 +1,4 @@
-"""Layers that travel beside a batch: on a stream of their own, in the right order."""
+"""Layers that travel during a batch, on a stream of their own: the streams wait for each other where they must."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def long_work(device: torch.device) -> None:
 
 
 def pass_through_the_stream() -> tuple[float, float]:
-    """A tensor that the compute stream writes, the transfer stream copies, and the compute stream reads."""
+    """Write a tensor on the compute stream, copy it on the transfer stream, and read it on the compute stream."""
     device = torch.device(ACCELERATOR.current_device_name())
     stream = TransferStream(device)
     source = torch.zeros(SIZE, device=device)
@@ -40,7 +40,7 @@ def pass_through_the_stream() -> tuple[float, float]:
 
 
 @needs(1)
-def test_what_is_sent_has_been_computed_and_what_arrives_is_waited_for() -> None:
+def test_transfers_wait_for_compute_and_compute_for_arrivals() -> None:
     assert run_on_devices(1, pass_through_the_stream) == [(1.0, 1.0)]
 
 

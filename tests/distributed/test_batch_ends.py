@@ -34,7 +34,7 @@ NO_NORM = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}}
 
 
 class Hidden(torch.autograd.Function):
-    """Scales by a weight whose gradient can be put off."""
+    """Scales by a weight whose gradient can be deferred."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, layers: tuple[Scale], anchor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_more_memory_trains_the_same() -> None:
 
 
 def read_late(case: Case, readers: list[int], steps: int = 5) -> dict[str, Any]:
-    """Train, with moves; only some ranks ever read a loss, and only in the end."""
+    """Train with moves. Only some ranks read a loss, and only at the end."""
     engine = build(case)
     data, losses = batches(engine), []
     for step in range(steps):
@@ -177,7 +177,7 @@ def read_late(case: Case, readers: list[int], steps: int = 5) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("precision", "replicas", "clip"), [("fp32", 1, 0.0), ("bf16", 2, 1.0)])
-def test_one_rank_may_read_and_none_has_to(precision: str, replicas: int, clip: float) -> None:
+def test_any_rank_or_none_may_read_the_loss(precision: str, replicas: int, clip: float) -> None:
     case = replace(FREE, precision=precision, replicas=replicas, clip=clip)
     everyone = list(range(case.ranks))
     stock = replace(case, dynmo={"interval": 0})
@@ -191,7 +191,7 @@ def test_one_rank_may_read_and_none_has_to(precision: str, replicas: int, clip: 
 
 
 class TwoLosses(PipelineModule):  # type: ignore[misc]
-    """Has more losses than the one that it trains by."""
+    """A module with additional losses, which do not train."""
 
     passes = 0
 
@@ -282,7 +282,7 @@ def with_much_between(case: Case, folder: str, reads: bool) -> dict[str, Any]:
     return {**found, "evaluations": [float(value) for value in evaluations]}
 
 
-def test_what_comes_between_batches(tmp_path: Path) -> None:
+def test_calls_between_batches_change_nothing(tmp_path: Path) -> None:
     case = replace(FREE, dynmo={**PARK, **OURS})
     read, unread = run_each(3, with_much_between, (case, str(tmp_path), True), (case, str(tmp_path), False))
     assert [result["losses"] for result in unread] == [result["losses"] for result in read]

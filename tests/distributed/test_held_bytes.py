@@ -1,4 +1,4 @@
-"""What stages hold of the passes of transformer blocks is what is predicted for the order that they run."""
+"""The peak bytes that stages hold of transformer blocks' passes are those predicted for the order that they run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EVERY = [(kind, precision, how) for kind in SCHEDULES for precision in PRECISION
 
 
 @pytest.mark.parametrize("cases", [OFTEN, pytest.param(EVERY, marks=pytest.mark.fuzz)], ids=["some", "every"])
-def test_peaks_are_those_predicted(cases: list[tuple[str, str, str]]) -> None:
+def test_measured_peaks_equal_predicted_ones(cases: list[tuple[str, str, str]]) -> None:
     for case, results in zip(cases, run_each(4, measure_one, *((SIZES, *case) for case in cases))):
         row: dict[str, Any] = results[0]
         assert all(other == row for other in results)
         pairs = list(zip(row["measured_bytes"], row["predicted_bytes"], strict=True))
         if case[0] == "stock":
-            pairs.pop()  # DeepSpeed keeps the outputs of micro-batches that are over
+            pairs.pop()  # DeepSpeed keeps the outputs of finished micro-batches
         for measured, predicted in pairs:
             assert measured == pytest.approx(predicted, rel=0.05), row

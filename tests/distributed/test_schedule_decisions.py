@@ -1,4 +1,4 @@
-"""A decision under a schedule of ours goes where the simulated iteration is shortest, and reports that."""
+"""Decisions under our own schedules choose the shortest simulated iteration, and report it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = [(4.0, 0.0), (4.0, 2.0), (8.0, 1.0), (2.0, 16.0), (16.0, 0.5), (16.0, 
 
 
 class SplitLayer(UnsteadyLayer):
-    """Says that the two parts of its backward pass take half of it each."""
+    """A layer whose backward pass has two parts of equal seconds."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -70,7 +70,7 @@ def decided(block: dict[str, Any]) -> Any:
     return gather((reports, seconds, engine.partition, running and running.schedule.hash))
 
 
-def test_it_goes_where_the_simulated_iteration_is_shortest() -> None:
+def test_decisions_choose_the_shortest_simulated_iteration() -> None:
     results = run(3, decided, {"schedule": {"kind": "zero_bubble"}, "min_improvement": 0.0})[0]
     (first, again), seconds, partition, _ = results[0]
     assert all(result[1:] == results[0][1:] for result in results), "ranks differ"
@@ -109,7 +109,7 @@ def test_an_order_stays_within_the_memory_limit() -> None:
     assert max(limited) <= limit < max(free)
 
 
-def test_reports_say_1f1b_where_that_is_in_force() -> None:
+def test_reports_name_1f1b_if_it_is_in_force() -> None:
     report: RebalanceReport = run(3, decided, {"min_improvement": 0.0})[0][0][0][0]
     assert report.schedule_splits is None and report.lower_bound_seconds is None
     assert report.schedule.startswith("1f1b, predicted")
@@ -117,7 +117,7 @@ def test_reports_say_1f1b_where_that_is_in_force() -> None:
 
 
 def repacked(partitions: dict[int, list[int]]) -> Any:
-    """Re-pack after the steps given; per step the order that ran, and that which the profile says is shortest."""
+    """Re-pack after the given steps. Return, per step, the order that ran and the shortest one by the profile."""
     told_clock.UnsteadyLayer = SplitLayer  # type: ignore[misc]
     block = {"interval": 0, "schedule": {"kind": "zero_bubble"}, "repack": {"release": "park"}}
     engine, data = unsteady_engine(block, SECONDS, [1.0] * 3, 0.0)
@@ -138,8 +138,8 @@ def repacked(partitions: dict[int, list[int]]) -> Any:
     return seen, reports, found and found.iteration_seconds
 
 
-def test_after_a_repacking_the_order_is_from_the_profile() -> None:
-    """Also on the rank that was away."""
+def test_after_a_repacking_the_order_comes_from_the_profile() -> None:
+    """Also on the rank that was parked."""
     results = run(3, repacked, {2: [0, 3, 7], 5: [0, 2, 5, 7]})
     seen, reports, iteration_seconds = results[0]
     (parked,) = (rank for rank, result in enumerate(results) if len(result[0]) < 6)
@@ -169,7 +169,7 @@ def sent_to(partitions: list[list[int]]) -> Any:
     return gather((reports, seen))
 
 
-def test_a_partition_that_is_given_gets_the_order_for_it() -> None:
+def test_an_explicit_partition_gets_its_own_order() -> None:
     partitions = [[0, 1, 2, 7], [0, 2, 5, 7], [0, 3, 4, 7]]
     results = run(3, sent_to, partitions)[0]
     reports, seen = results[0]

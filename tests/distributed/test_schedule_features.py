@@ -1,4 +1,4 @@
-"""What works under DeepSpeed's 1F1B works under a schedule of ours: workloads of other tests, to the bit."""
+"""Features that work under DeepSpeed's 1F1B work under our own schedules, to the bit: workloads of other tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
 
 
 def under(kind: str, function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """Run a workload under a schedule, where it names none; how many batches ran by a schedule of ours, too."""
+    """Run a workload under a schedule, unless it names one. Return also how many batches ran our own schedule."""
     ours, begin = [], ScheduleInForce.begin
 
     def watched(self: ScheduleInForce, steps: Any) -> None:
@@ -57,7 +57,7 @@ def under(kind: str, function: Callable[..., Any], *args: Any) -> tuple[Any, int
         ScheduleInForce.begin = begin  # type: ignore[method-assign]
 
 
-DIFFER = {"attributes", "reports", "summaries"}  # have seconds in them, or buffers
+DIFFER = {"attributes", "reports", "summaries"}  # they hold seconds, or buffers
 
 
 def comparable(found: Any) -> Any:
@@ -72,7 +72,7 @@ def check_as_under_1f1b(ranks: int, function: Callable[..., Any], *args: Any, un
     """Layers are at the same places under both, so each rank has the same.
 
     Args:
-        unsplit: no batch runs by a schedule of ours.
+        unsplit: no batch runs our own schedule.
     """
     stock, ours = (run(ranks, under, kind, function, *args) for kind in ("1f1b", "zero_bubble"))
     assert [count for _, count in stock] == [0] * ranks
@@ -85,7 +85,7 @@ def check_as_under_1f1b(ranks: int, function: Callable[..., Any], *args: Any, un
 
 
 def watched_by_the_user() -> dict[str, Any]:
-    """What hooks on parameters, callbacks, ``engine.loss`` and evaluations between batches see."""
+    """Return what hooks on parameters, callbacks, ``engine.loss`` and evaluations between batches see."""
     engine = build(Case(stages=3, micro_batches=5))
     data, seen = batches(engine), {}
     for name, parameter in engine.module.named_parameters():
@@ -109,7 +109,7 @@ def watched_by_the_user() -> dict[str, Any]:
 
 
 class Counting(Block):
-    """Sends a tensor of numbers that it keeps, and changes for the next micro-batch."""
+    """Sends a tensor of numbers that it holds and changes for the next micro-batch."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -283,7 +283,7 @@ FEATURES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.fuzz if one.fuzz else ()) for name, one in FEATURES.items()]
 )
-def test_as_under_1f1b(name: str) -> None:
+def test_features_work_as_under_1f1b(name: str) -> None:
     if name == "peft":
         pytest.importorskip("peft")
     one = FEATURES[name]
@@ -360,7 +360,7 @@ def with_sends_of_its_own() -> str:
     return error_of(lambda: engine.train_batch(data))
 
 
-def test_messages_that_go_another_way_are_refused() -> None:
+def test_own_sends_are_refused() -> None:
     message = run(2, with_sends_of_its_own)[0]
     assert "_INSTRUCTION_MAP[SendActivation] = tests.distributed.test_schedule_features.sends_by_itself" in message
     assert 'dynmo.schedule.kind to "1f1b"' in message
@@ -388,7 +388,7 @@ def originals() -> tuple[Any, ...]:
 
 
 def after_a_failure() -> bool:
-    """On the rank whose layer failed: is everything as before the batch?"""
+    """Tell whether, on the rank whose layer failed, everything is as before the batch."""
     block = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
     engine = build(Case(stages=3, micro_batches=5, dynmo=block), failing_layers)
     data, sends = batches(engine), originals()

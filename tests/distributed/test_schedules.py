@@ -1,4 +1,4 @@
-"""A schedule of ours trains what DeepSpeed's 1F1B trains, to the bit, wherever layers are."""
+"""Training under our own schedules equals DeepSpeed's 1F1B, to the bit, wherever layers are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train_in_two_parts(case: Case, moves: list[list[int]], steps: int, every: in
 
 
 def check_same(case: Case, moves: list[list[int]] | None = None, steps: int = 5, every: int = 1) -> None:
-    """Under 1F1B layers stay; under a schedule of ours they may move before every batch."""
+    """Compare with 1F1B, under which layers stay; under our own schedule they may move before every batch."""
     ours = replace(case, dynmo={**(case.dynmo or {}), **ZERO_BUBBLE})
     calls = (case, [], steps, every), (ours, moves or [], steps, every)
     still, moved = run_each(case.ranks, train_in_two_parts, *calls)
@@ -54,22 +54,22 @@ SHAPES = {
         for turn, shape in enumerate(SHAPES)
     ],
 )
-def test_as_under_1f1b(precision: str, shape: str) -> None:
+def test_training_equals_1f1b(precision: str, shape: str) -> None:
     check_same(Case(precision=precision, micro_batches=5, **SHAPES[shape]))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])
-def test_under_moves_before_every_batch(precision: str) -> None:
+def test_training_equals_1f1b_with_moves_before_every_batch(precision: str) -> None:
     case = Case(stages=3, precision=precision, micro_batches=4, groups="two")
     check_same(case, partitions(case, seed=5, count=4))
 
 
-def test_with_tied_layers_that_meet() -> None:
+def test_training_equals_1f1b_with_tied_layers_on_one_stage() -> None:
     case = Case(stages=3, tied=True, micro_batches=4, dropout=True)
     check_same(case, partitions(case, seed=6, count=4))
 
 
-def test_with_a_frozen_prefix_that_grows_and_melts() -> None:
+def test_training_equals_1f1b_while_a_prefix_freezes_and_thaws() -> None:
     case, frozen = Case(stages=3, micro_batches=4), {1: 3, 3: 5, 5: 0}
     moves = {2: [0, 1, 5, 8], 4: [0, 5, 7, 8]}
     ours = replace(case, dynmo=ZERO_BUBBLE)
@@ -79,7 +79,7 @@ def test_with_a_frozen_prefix_that_grows_and_melts() -> None:
 
 
 def decided(case: Case) -> list[Any]:
-    """Train, decide from a profile, and train on; the schedules that were in force."""
+    """Train, decide from a profile, and train on. Return the schedules in force."""
     engine = build(case)
     data, seen, losses = batches(engine), [], []
     for step in range(4):

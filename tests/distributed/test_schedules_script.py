@@ -1,4 +1,4 @@
-"""scripts/schedules.py: engines of DeepSpeed and of ours train the same weights, and every one has its figures."""
+"""scripts/schedules.py: DeepSpeed's engines and ours train the same weights, and each has its figures."""
 
 from __future__ import annotations
 

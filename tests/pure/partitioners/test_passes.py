@@ -1,4 +1,4 @@
-"""Partitions under schedules of ours: bounds, orders, memory, and the shortest iteration."""
+"""Partitions under our own schedules: bounds, orders, memory, and the shortest iteration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_dynmo.schedules import FoundSchedule, PassCosts, best_schedule, one_f_on
 def pipeline(
     rng: random.Random, layers: int = 7, stages: int = 3, micro_batches: int = 5, interval: int = 0
 ) -> PipelineModel:
-    """Random layers of which every third has no weight gradient, and the first is frozen now and then."""
+    """Make random layers; every third has no weight gradient, and the first is sometimes frozen."""
     forward = [rng.uniform(0.3, 1.7) for _ in range(layers)]
     backward = [2 * one * rng.uniform(0.7, 1.3) for one in forward]
     frozen = rng.choice([0, 1])

@@ -1,4 +1,4 @@
-"""Random pipelines, and how a timeline looks."""
+"""Random pipelines, and timelines as text."""
 
 import random
 
@@ -8,7 +8,7 @@ KINDS = ("spread", "layers", "frozen", "no weights", "heavy")
 
 
 def random_instance(rng: random.Random, most_stages: int = 8) -> tuple[PassCosts, int, PassBytes, tuple[int, ...]]:
-    """Costs of a chain, micro-batches, bytes, and 1F1B's peak as every stage's limit."""
+    """Return costs of a chain, micro-batches, bytes, and 1F1B's peak as every stage's limit."""
     stages = rng.choice([size for size in (2, 4, 6, 8) if size <= most_stages])
     micro_batches = rng.choice([stages, 3 * stages // 2, 2 * stages, 3 * stages, 4 * stages])
     kind = rng.choice(KINDS)
@@ -42,7 +42,7 @@ def random_instance(rng: random.Random, most_stages: int = 8) -> tuple[PassCosts
 
 
 def drawn(timeline: ScheduleTimeline) -> str:
-    """A row per stage, a column per second; a pass of two seconds is there twice."""
+    """Format a timeline with a row per stage and a column per second; a pass of two seconds appears twice."""
     steps = round(timeline.iteration_seconds)
     rows = [["step    ", *map(str, range(steps))]]
     for stage, order in enumerate(timeline.schedule.orders):

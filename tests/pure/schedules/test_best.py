@@ -1,4 +1,4 @@
-"""The best of the portfolio."""
+"""The best order of the portfolio."""
 
 import random
 import statistics
@@ -73,7 +73,7 @@ def test_the_same_numbers_give_the_same_schedule() -> None:
     assert first == second and first.schedule.hash == second.schedule.hash
 
 
-def test_where_splits_cost_too_much_nothing_is_split() -> None:
+def test_if_splits_cost_too_much_nothing_is_split() -> None:
     costs = PassCosts.chain([1.0] * 4, [2.0] * 4, [2.0] * 4, [2.0] * 4)
     found = best_schedule(costs, 8, PassBytes.equal(4), [4] * 4)
     assert found.schedule.splits == 0

@@ -1,4 +1,4 @@
-"""No order is shorter than the bound."""
+"""The lower bound: no order is shorter."""
 
 import random
 
@@ -33,13 +33,13 @@ def test_equal_passes_on_8_stages(micro_batches: int, chain: float, of_v: float)
     assert lower_bound(half, micro_batches, PassBytes.equal(16), [16] * 8) == of_v
 
 
-def test_one_micro_batch_goes_there_and_back() -> None:
+def test_one_micro_batch_passes_forward_and_back() -> None:
     costs = PassCosts.chain([1, 2, 4], [8, 16, 32], [1, 1, 1], link_seconds=0.5)
     assert lower_bound(costs, 1) == 7 + 56 + 4 * 0.5 + 1 == replay(zb_h1(3, 1), costs).iteration_seconds
 
 
-def test_little_memory_takes_turns() -> None:
-    # One micro-batch at a time: all of it there and back before the next.
+def test_with_little_memory_micro_batches_pass_one_at_a_time() -> None:
+    # One micro-batch at a time: each passes forward and back before the next begins.
     costs = PassCosts.equal(range(4))
     assert lower_bound(costs, 3, PassBytes.equal(4), [1] * 4) == 3 * 8 + 1
 
@@ -73,7 +73,7 @@ def test_no_order_of_a_v_is_shorter() -> None:
         assert orders and max(run(orders, 8, costs).done) >= lower_bound(costs, 8, sizes, limits) * (1 - 1e-9)
 
 
-def test_many_at_once_are_what_each_is() -> None:
+def test_bounds_of_many_pipelines_equal_those_of_each() -> None:
     rng = random.Random(4)
     several = [[[rng.uniform(0.5, 1.5) for _ in range(5)] for _ in range(4)] for _ in range(6)]
     arrays = np.array(several).transpose(1, 2, 0)  # [kind, chunk, pipeline]

@@ -1,4 +1,4 @@
-"""Splits that fill no gap are taken back."""
+"""Splits that fill no gap are fused again."""
 
 import random
 
@@ -29,7 +29,7 @@ def test_a_longer_target_fuses_what_moves_other_passes() -> None:
 
 
 def test_a_gradient_that_is_waited_for_leaves_first() -> None:
-    # Stage 0 waits for both gradients; its own last weight gradient keeps nobody waiting.
+    # Stage 0 waits for both gradients. Nobody waits for its own last weight gradient.
     made = fused(chain("F0 F1 I0 W0 I1 W1", "F0 I0 W0 F1 I1 W1"), PassCosts.equal(range(2)))
     assert str(made) == "stage 0: F0 F1 B0 B1\nstage 1: F0 B0 F1 I1 W1"
     assert replay(made, PassCosts.equal(range(2))).iteration_seconds == 8

@@ -25,7 +25,7 @@ def test_equal_passes_reach_the_bound_with_1f1bs_memory(micro_batches: int, seco
     assert max(peak_bytes(found, sizes)) == 8
 
 
-def test_going_back_first_starves_the_stages_behind() -> None:
+def test_backward_first_starves_the_stages_behind() -> None:
     costs = PassCosts.equal(range(8))
     found = made(costs, 12, PassBytes.equal(8), [8] * 8, Policy(alternate=False))
     assert replay(found, costs).iteration_seconds == 47
@@ -50,7 +50,7 @@ def test_orders_are_valid_and_fit() -> None:
                     assert all(peak <= limit for peak, limit in zip(peak_bytes(found, sizes), allowed, strict=True))
 
 
-def test_what_is_not_to_be_split_runs_in_one() -> None:
+def test_stages_that_must_not_split_run_backward_passes_in_one() -> None:
     costs = PassCosts.chain([1, 1, 1], [2, 1, 1], [0, 1, 1])
     kinds = [
         {action.kind for action in order} for order in made(costs, 6, PassBytes.equal(3), [3] * 3, Policy()).orders
@@ -59,7 +59,7 @@ def test_what_is_not_to_be_split_runs_in_one() -> None:
     assert made(costs, 6, PassBytes.equal(3), [3] * 3, Policy(split_first=0, split_last=0)).splits == 0
 
 
-def test_a_pass_whose_remains_do_not_fit_runs_in_one() -> None:
+def test_a_backward_pass_runs_in_one_if_its_first_part_does_not_fit() -> None:
     sizes = PassBytes((10, 10), (15, 15), (0, 0))  # more is held after the pass than before it
     found = made(PassCosts.equal(range(2)), 4, sizes, [20, 20], Policy())
     assert max(peak_bytes(found, sizes)) <= 20

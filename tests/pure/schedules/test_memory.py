@@ -1,4 +1,4 @@
-"""Peak bytes, by hand."""
+"""Peak bytes, calculated by hand."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from ds_dynmo.schedules import PassBytes, Schedule, one_f_one_b, one_f_one_b_lim
 from tests.pure.schedules.test_schedule import chain, order
 
 
-def test_activations_from_forward_to_input_gradient_and_what_is_held_until_the_weight_gradient() -> None:
+def test_activations_are_held_until_the_input_gradient_and_the_rest_until_the_weight_gradient() -> None:
     sizes = PassBytes((10, 10), (4, 4), (0, 0))
     # stage 0 holds       10 20 14 8  4  0                   stage 1: 10 4 0 10 0
     made = chain("F0 F1 I0 I1 W0 W1", "F0 I0 W0 F1 B1")
@@ -15,7 +15,7 @@ def test_activations_from_forward_to_input_gradient_and_what_is_held_until_the_w
     assert peak_bytes(made, PassBytes((10, 10), (30, 30), (0, 0))) == (60, 30)  # more after the pass than before it
 
 
-def test_a_recomputed_set_is_there_during_a_backward_pass() -> None:
+def test_recomputed_activations_are_held_during_a_backward_pass() -> None:
     made = chain("F0 F1 B0 I1 W1", "F0 B0 F1 B1")
     assert peak_bytes(made, PassBytes((1, 1), (5, 5), (9, 7))) == (2 + 9, 1 + 7)
 
@@ -42,7 +42,7 @@ def test_the_limit_is_what_1f1bs_fullest_stage_holds() -> None:
     assert peak_bytes(one_f_one_b(3, 8), PassBytes((3, 5, 1), (9, 9, 9), (0, 0, 0))) == (9, 10, 1)
 
 
-def test_bytes_that_are_none_are_refused() -> None:
+def test_invalid_bytes_are_refused() -> None:
     with pytest.raises(ScheduleError, match="2 activation, 1 held and 2 recomputed values"):
         PassBytes((1, 1), (1,), (1, 1))
     with pytest.raises(ScheduleError, match=r"held_bytes\[1\] is -1"):

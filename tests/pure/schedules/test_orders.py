@@ -1,4 +1,4 @@
-"""The fixed orders: their tables, which their docstrings show too, and how long they take."""
+"""The fixed orders: their tables, also in their docstrings, and their seconds."""
 
 import inspect
 import textwrap
@@ -43,7 +43,7 @@ TABLES: dict[Any, str] = {
 
 
 @pytest.mark.parametrize("generate", TABLES, ids=lambda one: one.__name__)
-def test_the_table(generate: Callable[[int, int], Schedule]) -> None:
+def test_the_docstring_shows_the_table(generate: Callable[[int, int], Schedule]) -> None:
     table = textwrap.dedent(TABLES[generate]).strip()
     assert drawn(replay(generate(3, 4), PassCosts.equal(range(3)))) == table
     assert textwrap.indent(table, "    ") in inspect.cleandoc(generate.__doc__ or "")
@@ -73,7 +73,7 @@ def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
     assert peak_bytes(zb_h1(4, 8), PassBytes.equal(4)) == (4, 4, 4, 4)
 
 
-def test_1f1b_is_deepspeeds() -> None:
+def test_1f1b_is_deepspeeds_order() -> None:
     assert str(one_f_one_b(2, 3)) == "stage 0: F0 F1 B0 F2 B1 B2\nstage 1: F0 B0 F1 B1 F2 B2"
     assert one_f_one_b(2, 3).splits == 0 and zb_h1(2, 3).splits == 6
     assert {action.kind for order in one_f_one_b(2, 3).orders for action in order} == {Kind.FORWARD, Kind.BACKWARD}

@@ -1,4 +1,4 @@
-"""Orders of long batches from those of shorter ones."""
+"""Orders of long batches, made by repeating those of shorter ones."""
 
 import pytest
 
@@ -41,6 +41,6 @@ def test_a_greedy_order_repeated_takes_the_bottlenecks_time_for_what_is_added() 
     assert peak_bytes(long, sizes) == peak_bytes(short, sizes)
 
 
-def test_what_never_repeats_is_not_repeated() -> None:
+def test_orders_without_a_period_are_not_repeated() -> None:
     never = chain("F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2", micro_batches=3)
     assert repeated(never.orders, 3, 4) is None

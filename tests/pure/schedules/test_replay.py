@@ -1,4 +1,4 @@
-"""The one simulator."""
+"""The simulator of schedules."""
 
 import random
 
@@ -87,7 +87,7 @@ def test_frozen_chunks_wait_for_no_gradient() -> None:
     assert frozen.iteration_seconds == 13.0
 
 
-def test_costs_that_are_none_are_refused() -> None:
+def test_invalid_costs_are_refused() -> None:
     with pytest.raises(ScheduleError, match="2 chunks need 2 weight_gradient_seconds, got 1"):
         PassCosts.chain([1, 1], [1, 1], [1], [1, 1])
     with pytest.raises(ScheduleError, match=r"forward_seconds\[1\] is nan"):

@@ -1,4 +1,4 @@
-"""A schedule checks itself, and says what is wrong with it."""
+"""A schedule checks itself, and names what is wrong."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ LETTERS = {kind.letter: kind for kind in Kind}
 
 
 def order(text: str, chunk: int) -> tuple[Action, ...]:
-    """``"F0 I0@2"``: a forward pass of ``chunk``, an input gradient of chunk 2."""
+    """Parse an order. ``"F0 I0@2"`` is a forward pass of ``chunk`` and an input gradient of chunk 2."""
     words = [word.partition("@") for word in text.split()]
     return tuple(Action(LETTERS[name[0]], int(other or chunk), int(name[1:])) for name, _, other in words)
 
@@ -23,7 +23,7 @@ def chain(*texts: str, micro_batches: int = 2) -> Schedule:
     return Schedule(tuple(range(len(texts))), micro_batches, tuple(order(text, at) for at, text in enumerate(texts)))
 
 
-def test_what_is_right_passes() -> None:
+def test_a_valid_schedule_is_accepted() -> None:
     made = chain("F0 F1 I0 I1 W0 W1", "F0 B0 F1 I1 W1")
     assert str(made) == "stage 0: F0 F1 I0 I1 W0 W1\nstage 1: F0 B0 F1 I1 W1"
     assert (made.num_stages, made.num_chunks, made.splits) == (2, 2, 3)
@@ -47,12 +47,12 @@ def test_what_is_right_passes() -> None:
         (("F0 F1 B0 B1", "F0 B0 F1 B1@0"), "stage 1 runs B1 of chunk 0, which stage 0 owns"),
     ],
 )
-def test_what_is_wrong_is_named(texts: tuple[str, ...], message: str) -> None:
+def test_an_invalid_schedule_is_refused_with_the_reason(texts: tuple[str, ...], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         chain(*texts)
 
 
-def test_a_circle_is_named_action_by_action() -> None:
+def test_a_cyclic_order_is_named_action_by_action() -> None:
     with pytest.raises(ScheduleError) as caught:
         chain("F0 B0 F1 B1", "F0 F1 B0 B1")
     assert str(caught.value) == (
