@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_dynmo.engine.comm.posted import PostedTensor
+from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.comm.posted import Posted, PostedTensor, wait_for_posted
 
 
 class Arrival:
@@ -128,3 +129,52 @@ def test_what_goes_wrong_is_raised_to_whoever_reads() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed by peer"):
             tensor.item()
+
+
+class Work:
+    """A broadcast that was posted; it fails if the others are gone."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails, self.waits = fails, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.fails:
+            raise RuntimeError("connection closed by peer")
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
+    """What broadcasts give, in their order."""
+    given = [Work(), Work(fails=True), Work()]
+    left = iter(given)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: next(left))
+    return given
+
+
+def test_a_process_that_ends_waits_for_what_it_sends(works: list[Work]) -> None:
+    posted = [Posted(torch.zeros(2), 0, None) for _ in works]
+    posted[2].wait()
+    wait_for_posted()
+    wait_for_posted()
+    assert [work.waits for work in works] == [1, 1, 1]
+
+
+def test_elements_share_one_wait(works: list[Work]) -> None:
+    posted = Posted(torch.tensor([1.0, 2.0]), 0, None)
+    first, second = posted.element(0), posted.element(1)
+    assert works[0].waits == 0
+    assert (first.item(), second.item(), first.item()) == (1.0, 2.0, 1.0)
+    assert works[0].waits == 1
+
+
+def test_never_more_than_one_is_under_way(works: list[Work]) -> None:
+    comm = Communicator.__new__(Communicator)
+    comm._posted = None
+    comm.post(torch.zeros(2), 0, None)
+    assert [work.waits for work in works] == [0, 0, 0]
+    comm.post(torch.zeros(2), 0, None)
+    assert [work.waits for work in works] == [1, 0, 0]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        comm.settle()
+    comm.settle()
