@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What rebalancing brings: every case under every balancer, side by side in one run, one table.
+"""Compare balancers on every case, side by side in one run, in one table.
 
     deepspeed --num_gpus 8 scripts/benchmark.py                             # emulated layers, any number of stages
     deepspeed --num_gpus 8 scripts/benchmark.py --case pruning --json pruning.json
     deepspeed --num_gpus 8 scripts/benchmark.py --balancer makespan --schedule 1f1b --schedule zero_bubble
     deepspeed --num_gpus 2 scripts/benchmark.py --compute real              # the models of ds_configs
 
-Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, through the
-real engine; "oracle" is told where they are even, and pays for nothing. "best static": speedup over the fastest of the
-static partitions that can be known before training (uniform, by parameters, balanced by a profile of the model before
-it changes); every balancer starts at the one that is predicted to be.
+Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, in the real
+engine. "oracle" knows true costs; its profiling and moves are not timed. "best static" is the speedup over the fastest
+static partition that can be known before training: uniform, by parameters, or balanced by a profile of the model before
+it changes. Every balancer starts at the one that is predicted to be the fastest.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse sizes that make no pipeline.
+    """Refuse sizes that do not make a pipeline.
 
     Raises:
         ConfigError: naming the option, its value and what is allowed.

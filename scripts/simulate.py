@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What rebalancing brings at any scale, simulated from the paper's load formulas or from a recorded run.
+"""Simulate what rebalancing gains at any scale, from the paper's load formulas or from a recorded run.
 
     python scripts/simulate.py                                     # the paper's settings, beside its figures
     python scripts/simulate.py --case pruning --stages 8 --micro-batches 16
@@ -7,10 +7,10 @@
     python scripts/simulate.py --report run.jsonl --stages 4       # load signals that scripts/train.py recorded
     python scripts/simulate.py --repack                            # fewer stages as a model is pruned
 
-Speedups are over the best static partition of the same dynamic model, of uniform, by parameters and balanced by the
-loads of the first iteration, where every balancer starts; and over the dense model. "full" is the time
-that the busiest stage works, as under a schedule almost without bubbles of its own, which is the paper's; "1F1B" is
-DeepSpeed's schedule, links included.
+Speedups are over the dense model, and over the best static partition of the same dynamic model: uniform, by parameters,
+or balanced by the loads of the first iteration. Every balancer starts at that one. "full" is the time that the slowest
+stage works, as under the paper's schedule, which has almost no bubbles of its own; "1F1B" is DeepSpeed's schedule,
+links included.
 """
 
 from __future__ import annotations

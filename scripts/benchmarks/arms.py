@@ -1,4 +1,4 @@
-"""Engines that take turns: one per balancer, timed on the slowest rank."""
+"""Engines that take turns, one per balancer, timed on the slowest rank."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Arm:
         return self.name in DYNAMIC
 
     def new_costs(self) -> Costs:
-        """Sum the seconds of the rebalances since the last call. Collective.
+        """Sum the seconds of the rebalances since the last call, on the slowest rank. Collective.
 
-        On the slowest rank. But gathering a profile begins with waiting for the others to end their batch, so its
-        seconds are those of the rank that waits least.
+        Gathering a profile begins with a wait for the other ranks' batch, so its seconds are those of the rank that
+        waits least.
         """
         reports = self.engine.reports[self._reports_seen :]
         self._reports_seen += len(reports)
@@ -56,7 +56,7 @@ class Arm:
 
 
 def chosen(asked: Sequence[str] | None, known: Statics) -> list[str]:
-    """Choose the arms that are run: those asked for and what they are compared with; of equal static ones, one."""
+    """Choose the arms to run: the requested ones and their baselines, and one of equal static arms."""
     return [arm for arm in ARMS if (not asked or arm in (*asked, *ALWAYS)) and arm not in known.alike]
 
 
@@ -83,7 +83,7 @@ def timed(batch: Callable[[], Any]) -> float:
 
 
 def profiling_seconds(arm: Arm, batch: Callable[[], Any], pairs: int) -> float:
-    """Measure by how much a profiled batch takes longer than a plain one, in turns, on an engine that never moves."""
+    """Measure the extra seconds of a profiled batch over a plain one, in turns, on an engine that never moves."""
     extra = []
     for pair in range(pairs):
         seconds = {}
@@ -97,7 +97,7 @@ def profiling_seconds(arm: Arm, batch: Callable[[], Any], pairs: int) -> float:
 
 @contextlib.contextmanager
 def engines_end_here() -> Iterator[None]:
-    """Destroy at the end the process groups that engines made within: each of them holds sockets and threads.
+    """Destroy at the end the process groups of engines made within, because each holds sockets and threads.
 
     Neither torch nor DeepSpeed has a public list of them.
     """

@@ -1,4 +1,4 @@
-"""Balancer "makespan" against "partition", where they differ: random layer costs, few micro-batches."""
+"""Compare balancers "makespan" and "partition" where they differ: random layer costs, few micro-batches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OPTIONS = {"draws": 8, "rounds": 3, "layers": 32, "micro_batches": 4, "forward_m
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time balancer "makespan" against "partition" where they differ: random layer costs, few micro-batches.
+    """Time balancers "makespan" and "partition" where they differ: random layer costs, few micro-batches.
 
-    Both partitions of a draw come from the costs that layers are told. They take turns on one engine.
+    Both partitions of a draw come from the true costs of layers. They take turns on one engine.
     """
     stages = torch.distributed.get_world_size()
     engine = make_engine("oracle", layers=arguments.layers, micro_batches=arguments.micro_batches, interval=0)

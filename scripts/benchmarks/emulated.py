@@ -35,7 +35,7 @@ PROBES = 6  # pairs of a profiled and a plain batch
 
 
 def emulated_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure the case; give its rows on rank 0, and none elsewhere."""
+    """Measure the case, and return its rows on rank 0; other ranks return an empty list."""
     benchmark = Benchmark(case, arguments)
     benchmark.measure()
     if torch.distributed.get_rank():
@@ -81,7 +81,7 @@ class Benchmark:
             say(f"{case.name}: {line}")
 
     def arm(self, name: str, schedule: str | None) -> Arm:
-        """Make the engine that is called ``name``; ``schedule``: None is DeepSpeed's."""
+        """Make the engine of the arm ``name``; with ``schedule`` None it is DeepSpeed's."""
         block: dict[str, Any] = {"initial_partition": list(self.statics.start(name))}
         if schedule is not None:
             block["schedule"] = {"kind": schedule}
@@ -121,7 +121,7 @@ class Benchmark:
             self.say(f"round {number + 1} of {self.rounds}")
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
-        """Time one iteration. Before it, off the clock, the oracle goes to where the loads of the last one are even."""
+        """Time one iteration. Before it, untimed, the oracle goes to the best partition for the last loads."""
         set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
         if arm.name == "oracle":
             self.go_to_best(arm, before)
@@ -146,7 +146,7 @@ class Benchmark:
             self.say(f"phase {number + 1} of {len(self.phases)}")
 
     def change(self, arm: Arm, phase: Phase, profiling: float) -> tuple[int, float, Costs]:
-        """Change the loads; a dynamic engine decides, and again an interval later, if the phase lasts.
+        """Change the loads. A dynamic engine decides, and again an interval later if the phase lasts.
 
         Returns:
             As :func:`until_settled`; zeros for a static engine.
@@ -175,7 +175,7 @@ class Benchmark:
         costs = arm.new_costs()
         return seconds - sum(costs), costs
 
-    # -- small parts -----------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------
 
     def timed_batch(self, arm: Arm) -> float:
         return timed(lambda: arm.engine.train_batch(self.batches))
@@ -188,7 +188,7 @@ class Benchmark:
         return told_seconds(phase, self.forward_seconds)
 
     def go_to_best(self, arm: Arm, phase: Phase) -> None:
-        """Move to where the true costs of ``phase`` are even."""
+        """Move to the best partition for the true costs of ``phase``."""
         costs = [forward + backward for forward, backward in zip(*self.passes(phase))]
         arm.engine.rebalance(balanced(costs, torch.distributed.get_world_size()))
 

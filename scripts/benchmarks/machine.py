@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and how much of it the machine had for itself."""
+"""The machine of a benchmark, and the share of its cores that its host gave to others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Machine:
-    """The machine, from when this is made on."""
+    """The machine, observed from the creation of this object on."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter(), _stolen_seconds()

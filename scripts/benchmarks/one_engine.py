@@ -1,4 +1,4 @@
-"""What one change, one profile and one rebalance gain and cost: twelve equal blocks, sleeping or real ones."""
+"""Measure what one change, one profile and one rebalance gain and cost, with twelve equal blocks, sleeping or real."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ds_dynmo.partitioners import bottleneck
 BLOCKS, FROZEN = 12, 6
 SLEEP_SECONDS = 0.005  # forward; backward twice that
 BY_HAND = {"interval": 0, "log": False}
-STAYING = {**BY_HAND, "min_improvement": 0.99}  # profiles when it is told to, and never moves by itself
+STAYING = {**BY_HAND, "min_improvement": 0.99}  # profiles on request, and never moves by itself
 OPTIONS = {"compute": "sleep", "pairs": 8, "micro_batches": 16, "hidden_size": 256, "sequence_length": 256}
 
 
@@ -42,7 +42,7 @@ class _Clock(torch.autograd.Function):
 
 
 class SelfTimed(nn.Module):
-    """A layer with clocks of its own, which a profile is compared with."""
+    """A layer with its own clocks, with which a profile is compared."""
 
     def __init__(self, typename: type[nn.Module], *arguments: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SelfTimed(nn.Module):
         self.clear(checkpointed=False)
 
     def clear(self, *, checkpointed: bool) -> None:
-        """Forget what was timed. Where ``checkpointed``, what runs with gradients counts as backward."""
+        """Drop all times. If ``checkpointed``, passes with gradients count as backward."""
         self.checkpointed = checkpointed
         self.forwards: list[float] = []
         self.recomputations: list[float] = []

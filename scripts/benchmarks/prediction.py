@@ -1,8 +1,8 @@
-"""How well the simulated 1F1B iteration predicts the measured one: random layer costs under random partitions.
+"""Measure how well the simulated 1F1B iteration predicts the real one: random layer costs under random partitions.
 
-"profile" and "fitted" assume sends as the engine's own decisions do: a gloo send ends with its receipt. The numbers of
-"fitted" come from every other draw, by least squares of the relative errors, and are tried on the draws between them,
-so that both halves see the same of what drifts on the machine.
+"profile" and "fitted" assume sends as the engine's decisions do: a gloo send ends with its receipt. The numbers of
+"fitted" come from every other draw, by least squares of the relative errors, and are tested on the draws between them,
+so that both halves see the same drift of the machine.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ OPTIONS = {"draws": 12, "batches": 3, "layers_per_stage": 3, "micro_batches": 16
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time random layer costs under random partitions, and compare with three predictions of the 1F1B iteration.
 
-    Layers sleep. "ideal": from the seconds that layers are told to sleep, with messages that take no time. "profile":
-    from a profiled batch's seconds per layer, which is what DynMo decides with. "fitted": plus what the engine takes
-    for a pass beside its layers, for a message, and once for an iteration.
+    Layers sleep. "ideal" uses the seconds that layers sleep, and messages that take no time. "profile" uses a profiled
+    batch's seconds per layer, as DynMo's decisions do. "fitted" adds the engine's seconds per pass, per message, and
+    per iteration.
     """
     check_at_least_1(arguments, "batches", "layers_per_stage", "micro_batches")
     if arguments.draws < 4:

@@ -1,9 +1,9 @@
 """Run every balancer on one of the models of ds_configs, side by side, on real text.
 
-Engines take turns batch by batch, so that other work on the machine slows all of them alike. Training is bitwise the
-same under every balancer, so the seconds of layers are profiled in one engine, that of "partition_time". True costs are
-not known, so there is no oracle. Static engines have the partitions that are made from a profile of the model before it
-changes. Of those that are alike one is run. All others start at the best of them, the dense model at the uniform one.
+Engines take turns batch by batch, so that other work on the machine slows all of them alike. Training is bitwise equal
+under every balancer, so layers are profiled in one engine, that of "partition_time". True costs are not known, so there
+is no oracle. Static partitions come from a profile of the model before it changes; of equal ones, one is run. All other
+engines start at the best of them, the dense model at the uniform one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROBES = 16  # pairs of a profiled and a plain batch: single batches differ by a
 
 
 def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure the case; give its rows on rank 0, and none elsewhere.
+    """Measure the case, and return its rows on rank 0; other ranks return an empty list.
 
     Raises:
         ConfigError: no layer was profiled.

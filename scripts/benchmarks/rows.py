@@ -1,4 +1,4 @@
-"""The benchmark's rows, computed from what was measured, without processes."""
+"""Compute the benchmark's rows from measurements, without processes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Make one row per balancer.
 
-    "over static" is over the static partition that came out fastest, which one could not even know before.
+    "over static" is over the fastest static partition, which is known only afterwards.
 
     Args:
         tokens: of one iteration.

@@ -1,4 +1,4 @@
-"""A rank that becomes slower in mid-run: throughput before, then without DynMo, with it, and at best."""
+"""Measure throughput when a rank becomes slow during a run: before, then without DynMo, with it, and at best."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MOST_INTERVALS = 12  # that an engine trains on until it has settled
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time engines before and after layers on one rank begin to take ``--factor`` times as long; nobody is told.
+    """Time engines before and after layers on one rank begin to take ``--factor`` times as long, unannounced.
 
     Engines take turns of one interval each, decisions included: a static partition, DynMo with each balancer, and the
-    oracle, which is handed the best partition for the true speeds. Layers are alike and sleep.
+    oracle, which gets the best partition for the true speeds. Layers are equal and sleep.
     """
     ranks = torch.distributed.get_world_size()
     if not 0 <= arguments.rank < ranks:
@@ -85,7 +85,7 @@ def time_all(arms: Sequence[Arm], arguments: argparse.Namespace) -> dict[str, li
 
 
 def settle(arms: Sequence[Arm], interval: int) -> dict[str, list[int]]:
-    """Train until two decisions in a row move nothing; give the numbers of batches after which each engine moved."""
+    """Train until two decisions in a row move nothing. Return after how many batches each engine moved."""
     moved: dict[str, list[int]] = {arm.name: [] for arm in arms}
     for arm in arms:
         began, quiet = arm.engine.global_steps, 0

@@ -25,7 +25,7 @@ FIRST_PROFILE = 3  # batches of the profile that static partitions are taken fro
 
 @dataclass
 class Trained:
-    """An engine with its model's dynamic cases and its text, and the seconds of its timed batches."""
+    """An engine with its model's dynamic cases, its text, and the seconds of its timed batches."""
 
     arm: Arm
     run: Run
@@ -68,7 +68,7 @@ def configuration(case: str) -> dict[str, Any]:
 
 
 def statics_of(case: str, steps: int) -> Statics:
-    """Profile the case's model over its first batch, again and again, so that nothing changes. Collective."""
+    """Profile the case's model on its first batch, repeated so that nothing changes. Collective."""
     profile = {"batches": FIRST_PROFILE, "warmup_batches": 1}
     block = {"interval": 0, "min_improvement": 0.99, "initial_partition": "uniform", "log": False, "profile": profile}
     trained = Trained.build("profile", case, block, steps)

@@ -42,7 +42,7 @@ PASSES = {
 
 
 class Bar(NamedTuple):
-    """A stretch of time in a row of a timeline; seconds since the timeline's beginning."""
+    """An interval in a row of a timeline, in seconds since the timeline's beginning."""
 
     category: str
     micro_batch: int | None
@@ -52,7 +52,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A timeline to be drawn: a title, and for each row a name and its bars."""
+    """A timeline to draw: a title, and a name and bars for each row."""
 
     title: str
     rows: tuple[tuple[str, tuple[Bar, ...]], ...]

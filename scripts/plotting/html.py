@@ -1,4 +1,4 @@
-"""A report of a run as one HTML file: its pictures, in the file itself, and tables."""
+"""The report of a run as one HTML file, with tables and embedded pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page(report: Report, pictures: Mapping[str, bytes]) -> str:
 
 
 def title(report: Report) -> str:
-    """Say what was run, in a line."""
+    """Describe the run in one line."""
     if report.start is None:
         return "A run"
     return f"{report.start['stop_at'] - report.start['first_step']} steps in {report.start['stages']} stages"

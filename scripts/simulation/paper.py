@@ -1,4 +1,4 @@
-"""What the paper publishes of each case, at the largest scale."""
+"""The paper's published figures of each case, at the largest scale."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Statics:
-    """The static partitions of a model, and what a profile of the model before it changes predicts for each.
+    """The static partitions of a model, with predictions from a profile of the model before it changes.
 
     Attributes:
         partitions: by the names in :data:`STATICS`.

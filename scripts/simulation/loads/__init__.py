@@ -1,6 +1,6 @@
-"""What the layers of the paper's six dynamic models cost, from its load formulas; for simulation and benchmark.
+"""Costs of the layers of the paper's six dynamic models, by its load formulas, for simulation and benchmark.
 
-Nothing here knows of engines, balancers or processes. All is deterministic by seed.
+They depend on no engine, balancer or process, and are deterministic by seed.
 """
 
 from simulation.loads.cases import CASES, Case

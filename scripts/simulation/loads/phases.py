@@ -17,7 +17,7 @@ class Phase:
     Attributes:
         iterations: how long the phase lasts.
         forward, backward: shares of a dense layer's forward and backward seconds.
-        trainable: share of a layer's parameters that train, pruned ones being none: what balancing by parameters sees.
+        trainable: share of a layer's parameters that train, without pruned ones, as balancing by parameters sees it.
     """
 
     iterations: int
