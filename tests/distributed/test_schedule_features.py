@@ -241,7 +241,7 @@ FEATURES = {
         4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),)
     ),
     "a layer used twice": Feature(
-        3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), used_twice, [[0, 4, 5, 7]])
+        3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
     ),
     "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
     "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),)),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.moe.experts import Experts
 from torch import nn
 
 from ds_dynmo.config import parse_block
@@ -16,7 +15,7 @@ from ds_dynmo.models.gpt import OutputHead
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from ds_dynmo.models.seeding import generator_for
-from tests.local.split_passes import WIDTH, Passes, check_same, inputs, mlp
+from tests.local.split_passes import WIDTH, Passes, check_same, inputs
 
 SIZES = {"layers": 2, "hidden_size": WIDTH, "heads": 2, "sequence_length": 10, "mlp_ratio": 2, "tied_embedding": False}
 MIXTRAL = {"hidden_size": WIDTH, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
@@ -81,14 +80,6 @@ def test_grouped_linear_with_one_thing_to_train(trained: str) -> None:
             return grouped_linear(rows if trained == "rows" else rows.detach(), self.weight, [3, 0, 4]) + 0 * rows
 
     assert check_same(Grouped(), inputs(7, WIDTH)) == ({"weight"} if trained == "weight" else set())
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_experts_of_deepspeed(ranks: int) -> None:
-    """They get ``[ranks, experts, capacity, width]``."""
-    deferred = check_same(Experts(mlp(), 3), inputs(ranks, 3, 4, WIDTH))
-    names = [f"{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")]
-    assert deferred == {f"deepspeed_experts.{expert}.{name}" for expert in range(3) for name in names}
 
 
 def pruned(share: float) -> nn.Module:

@@ -265,6 +265,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         lambda: Apart(lambda x, one: one(x.transpose(0, 1)).transpose(0, 1), linear()),
         ONE,
     ),
+    "four dimensions that are not contiguous": (
+        lambda: Apart(lambda x, one: one(x[None].transpose(1, 2)).transpose(1, 2)[0], linear()),
+        ONE,
+    ),
     "an input by columns": (lambda: Apart(lambda x, one: x + one(x[0].t().contiguous().t()), linear()), ONE),
     "a bias and an input that is not contiguous": (
         lambda: trains(Apart(lambda x, one: one(x.transpose(0, 1)).transpose(0, 1), linear()), "parts.0.bias"),
