@@ -258,6 +258,9 @@ FEATURES = {
         (Case(stages=3, clip=0.5, groups="two"), "in the middle", [[0, 2, 3, 8], [0, 5, 7, 8], [0, 1, 2, 8]], 5),
         fuzz=True,
     ),
+    "a tied head": Feature(
+        2, test_tied_classes.train, (Case(clip=0.5, precision="bf16"), "other attribute", [[0, 6, 8], [0, 1, 8]], 3)
+    ),
     "fewer stages and back": Feature(
         4,
         elastic.train_and_repack,

@@ -66,7 +66,7 @@ class ScheduledBatches:
         with (
             self._channels.batch(self._message_plan(steps), _lanes_alike(engine, present)),
             messages_through(self._channels),
-            self.gradients.splitting(self._modules() if any(self._splits) else [], tied=self._tied()),
+            self.gradients.splitting(self._modules() if any(self._splits) else []),
         ):
             yield
             if any(self._splits) and not self._named_fused:
@@ -104,11 +104,6 @@ class ScheduledBatches:
 
     def _modules(self) -> list[Any]:
         return [module for layer in self._stage.layers.modules().values() for module in layer.modules()]
-
-    def _tied(self) -> set[int]:
-        """Collect the ids of weights that other layers have too."""
-        layers = self._stage.layers
-        return {id(weight) for index in layers.indices for weight in layers.tied_weights(index)}
 
     def forget_shapes(self) -> None:
         """Messages may look other than before from now on."""

@@ -13,7 +13,7 @@ that whatever hangs on their gradients (DeepSpeed's hooks, the user's) sees each
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from itertools import zip_longest
@@ -104,15 +104,14 @@ class WeightGradients:
         self._hidden: dict[nn.Parameter, Any] = {}  # and our hook on each
 
     @contextmanager
-    def splitting(self, modules: Iterable[nn.Module], *, tied: Collection[int] = ()) -> Iterator[None]:
+    def splitting(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """While a batch runs, ``modules`` can put their weight gradients off; afterwards they are as they were.
 
         Args:
             modules: all of a stage.
-            tied: ids of weights that are not put off.
         """
         modules = list(dict.fromkeys(modules))
-        self._visible = {*tied, *split_modules.shared_weights(modules)}
+        self._visible = split_modules.shared_weights(modules)
         with ExitStack() as stack:
             stack.callback(self._forget)
             stack.enter_context(collected_by(self))
