@@ -4,8 +4,9 @@ A balancer sees what the engine would: the costs of the iteration before, of eac
 links. A move must lower the bottleneck by the engine's ``min_improvement``, and save more until the next rebalance than
 it takes. The engine also weighs the noise of its measurements; here there is none.
 
-An iteration is timed in two ways: ``1F1B`` is DeepSpeed's schedule with its filling and draining; ``full`` is the time
-that the busiest stage works, as under the paper's schedule, which has almost no bubbles of its own.
+An iteration is timed in three ways: ``1F1B`` is DeepSpeed's schedule with its filling and draining; ``zero bubble`` is
+ours, with the order that is shortest for the costs of that iteration; ``full`` is the time that the busiest stage
+works, below which no schedule can come. Moves are decided by ``full`` and ``1F1B``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, un
 from ds_dynmo.partitioners.registry import propose
 from simulation.loads import Case, Phase
 from simulation.statics import STATIC, STATICS, Statics
+from simulation.zero_bubble import zero_bubble_seconds
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]
@@ -94,21 +96,25 @@ class Outcome:
     """Means over the iterations of a run.
 
     Attributes:
-        full_seconds, schedule_seconds: of an iteration, ``full`` and ``1F1B``, moves included.
+        full_seconds, schedule_seconds, zero_bubble_seconds: of an iteration, ``full``, ``1F1B`` and ``zero bubble``,
+            moves included.
         move_seconds: of them, what moving layers takes.
-        full_bubble, schedule_bubble: share of stages x iteration without work.
+        full_bubble, schedule_bubble, zero_bubble_bubble: share of stages x iteration without work.
         imbalance: the paper's equation 2, of the replica that is slowest.
-        last_seconds: ``full`` seconds of an iteration at the end of the run.
+        last_seconds, last_zero_bubble_seconds: of an iteration at the end of the run, ``full`` and ``zero bubble``.
         moves: partitions that were moved to.
     """
 
     full_seconds: float
     schedule_seconds: float
+    zero_bubble_seconds: float
     move_seconds: float
     full_bubble: float
     schedule_bubble: float
+    zero_bubble_bubble: float
     imbalance: float
     last_seconds: float
+    last_zero_bubble_seconds: float
     moves: int
 
 
@@ -162,6 +168,21 @@ def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float
         setting.micro_batches * float(loads.mean()),
         imbalance,
     )
+
+
+def timed_iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float, float, float, float, float]:
+    """Give what :func:`iteration` does, and ``zero bubble`` seconds."""
+    starts = np.asarray(partition[:-1])
+    known_forward, known_backward = (np.add.reduceat(seconds, starts).tolist() for seconds in step.slowest())
+    seconds = zero_bubble_seconds(
+        (known_forward, known_backward),
+        np.add.reduceat(step.forward, starts, axis=1).T,
+        np.add.reduceat(step.backward, starts, axis=1).T,
+        np.diff(partition).tolist(),
+        setting.micro_batches,
+        setting.link_seconds,
+    )
+    return *iteration(step, partition, setting), seconds
 
 
 def proposal(step: Step, start: Partition, arm: str, setting: Setting) -> Partition:
@@ -241,7 +262,7 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
     for step in steps:
         known_after = iterations_until_known(step, arm, setting, begin)
         if known_after:
-            rows.append((min(known_after, step.iterations), *iteration(step, partition, setting)))
+            rows.append((min(known_after, step.iterations), *timed_iteration(step, partition, setting)))
         if (arm in DYNAMIC or arm == "oracle") and known_after <= step.iterations:
             new = proposal(step, partition, arm, setting)
             if worth_it(step, partition, new, arm, setting):
@@ -249,15 +270,25 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
                 moving += 0.0 if arm == "oracle" else move_seconds(partition, new, setting)
                 partition = new
         if step.iterations > known_after:
-            rows.append((step.iterations - known_after, *iteration(step, partition, setting)))
+            rows.append((step.iterations - known_after, *timed_iteration(step, partition, setting)))
         begin += step.iterations
     weights = [row[0] for row in rows]
-    full, scheduled, work, imbalance = (
-        float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 5)
+    full, scheduled, work, imbalance, zero_bubble = (
+        float(np.average([row[column] for row in rows], weights=weights)) for column in range(1, 6)
     )
     moving /= sum(weights)
     return Outcome(
-        full + moving, scheduled + moving, moving, 1 - work / full, 1 - work / scheduled, imbalance, rows[-1][1], moves
+        full + moving,
+        scheduled + moving,
+        zero_bubble + moving,
+        moving,
+        1 - work / full,
+        1 - work / scheduled,
+        1 - work / zero_bubble,
+        imbalance,
+        rows[-1][1],
+        rows[-1][5],
+        moves,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import simulate
-from simulation.loads import CASES, Phase
+from simulation.loads import CASES, Phase, Recorded
 from simulation.repacking import repack_rows, sustained_stages
 from simulation.runs import (
     DYNAMIC,
@@ -22,6 +23,7 @@ from simulation.runs import (
     known_statics,
     move_seconds,
     replay,
+    timed_iteration,
     worth_it,
 )
 from simulation.statics import label
@@ -94,6 +96,33 @@ def test_a_shorter_iteration_pays_even_if_the_bottleneck_stays() -> None:
     late, middle = (0, 1, 2, 6), (0, 1, 5, 6)  # four layers on one stage either way, 30 s or 27 s an iteration
     assert [iteration(even, partition, few)[1] for partition in (late, middle)] == [30, 27]
     assert all(worth_it(even, late, middle, arm, few) for arm in DYNAMIC)
+
+
+def test_zero_bubble_is_between_the_busiest_stage_and_1f1b() -> None:
+    dense, four = dense_steps(setting())[0], setting(stages=4)
+    full, schedule, _, _, zero_bubble = timed_iteration(dense, [0, 2, 4, 6, 8], four)
+    assert full < zero_bubble < schedule
+    assert zero_bubble >= full + 3 * 2  # the last stage waits for its first input
+    with_links = replace(four, message_bytes=1, link_bytes_per_second=4.0)
+    assert timed_iteration(dense, [0, 2, 4, 6, 8], with_links)[4] > zero_bubble
+
+
+def test_beside_a_stage_without_work_there_is_no_bubble_to_fill() -> None:
+    step = steps(HALF_FROZEN)[0]
+    assert timed_iteration(step, [0, 4, 8], setting())[4] == 96
+    balanced = timed_iteration(step, [0, 6, 8], setting())
+    assert 48 < balanced[4] < balanced[1]
+    static = replay([step], STATIC, setting())
+    assert (static.zero_bubble_seconds, static.zero_bubble_bubble, static.last_zero_bubble_seconds) == (96, 0.5, 96)
+
+
+def test_replicas_run_one_order_and_the_slowest_counts() -> None:
+    light, heavy = Phase.of([1] * 8), Phase.of([1] * 4 + [2] * 4)
+    alone = timed_iteration(steps(heavy)[0], [0, 4, 8], setting())[4]
+    assert timed_iteration(Step.of([light, heavy, light], 1.0), [0, 4, 8], setting(replicas=3))[4] == alone
+    crossed = Step.of([heavy, Phase.of([2] * 4 + [1] * 4)], 1.0)
+    slowest_layers = timed_iteration(steps(Phase.of([2] * 8))[0], [0, 4, 8], setting())[4]
+    assert alone <= timed_iteration(crossed, [0, 4, 8], setting(replicas=2))[4] < slowest_layers
 
 
 def test_the_bubble_is_the_share_of_an_iteration_without_work() -> None:
@@ -187,8 +216,14 @@ def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: 
     simulate.main(["--report", str(report), "--json", str(path), "--balancers", "oracle"])
     rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
     assert "recorded: 4 layers, 2 stages x 1 replicas" in capsys.readouterr().out
-    assert rows["oracle"]["speedup_over_static_at_end"] == pytest.approx(2)
-    assert rows["oracle"]["speedup_over_static"] == pytest.approx(1100 / (100 + 1000 / 2))
+    case = Recorded.read(report)
+    outcomes = compare(case, Setting.of(case), [*STATICS, "oracle"], count=1, seeds=1)
+    static, oracle = outcomes[STATIC], outcomes["oracle"]
+    assert static.last_seconds == pytest.approx(2 * oracle.last_seconds)
+    assert static.full_seconds == pytest.approx(oracle.full_seconds * 1100 / (100 + 1000 / 2))
+    at_end = static.last_zero_bubble_seconds / oracle.last_zero_bubble_seconds
+    assert rows["oracle"]["speedup_over_static_at_end"] == pytest.approx(at_end)
+    assert 1 < at_end < 2  # what fills the pipeline takes as long as before
 
 
 def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
