@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +119,7 @@ class Outcome:
     moves: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """The same phase on every replica: seconds per micro-batch, ``[replicas, layers]``."""
 
@@ -170,7 +171,10 @@ def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float
     )
 
 
-def timed_iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float, float, float, float, float]:
+@lru_cache(maxsize=1024)  # balancers often agree
+def timed_iteration(
+    step: Step, partition: tuple[int, ...], setting: Setting
+) -> tuple[float, float, float, float, float]:
     """Give what :func:`iteration` does, and ``zero bubble`` seconds."""
     starts = np.asarray(partition[:-1])
     known_forward, known_backward = (np.add.reduceat(seconds, starts).tolist() for seconds in step.slowest())
@@ -262,7 +266,7 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
     for step in steps:
         known_after = iterations_until_known(step, arm, setting, begin)
         if known_after:
-            rows.append((min(known_after, step.iterations), *timed_iteration(step, partition, setting)))
+            rows.append((min(known_after, step.iterations), *timed_iteration(step, tuple(partition), setting)))
         if (arm in DYNAMIC or arm == "oracle") and known_after <= step.iterations:
             new = proposal(step, partition, arm, setting)
             if worth_it(step, partition, new, arm, setting):
@@ -270,7 +274,7 @@ def replay(steps: Sequence[Step], arm: str, setting: Setting, start: Partition |
                 moving += 0.0 if arm == "oracle" else move_seconds(partition, new, setting)
                 partition = new
         if step.iterations > known_after:
-            rows.append((step.iterations - known_after, *timed_iteration(step, partition, setting)))
+            rows.append((step.iterations - known_after, *timed_iteration(step, tuple(partition), setting)))
         begin += step.iterations
     weights = [row[0] for row in rows]
     full, scheduled, work, imbalance, zero_bubble = (

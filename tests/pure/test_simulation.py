@@ -100,17 +100,17 @@ def test_a_shorter_iteration_pays_even_if_the_bottleneck_stays() -> None:
 
 def test_zero_bubble_is_between_the_busiest_stage_and_1f1b() -> None:
     dense, four = dense_steps(setting())[0], setting(stages=4)
-    full, schedule, _, _, zero_bubble = timed_iteration(dense, [0, 2, 4, 6, 8], four)
+    full, schedule, _, _, zero_bubble = timed_iteration(dense, (0, 2, 4, 6, 8), four)
     assert full < zero_bubble < schedule
     assert zero_bubble >= full + 3 * 2  # the last stage waits for its first input
     with_links = replace(four, message_bytes=1, link_bytes_per_second=4.0)
-    assert timed_iteration(dense, [0, 2, 4, 6, 8], with_links)[4] > zero_bubble
+    assert timed_iteration(dense, (0, 2, 4, 6, 8), with_links)[4] > zero_bubble
 
 
 def test_beside_a_stage_without_work_there_is_no_bubble_to_fill() -> None:
     step = steps(HALF_FROZEN)[0]
-    assert timed_iteration(step, [0, 4, 8], setting())[4] == 96
-    balanced = timed_iteration(step, [0, 6, 8], setting())
+    assert timed_iteration(step, (0, 4, 8), setting())[4] == 96
+    balanced = timed_iteration(step, (0, 6, 8), setting())
     assert 48 < balanced[4] < balanced[1]
     static = replay([step], STATIC, setting())
     assert (static.zero_bubble_seconds, static.zero_bubble_bubble, static.last_zero_bubble_seconds) == (96, 0.5, 96)
@@ -118,11 +118,11 @@ def test_beside_a_stage_without_work_there_is_no_bubble_to_fill() -> None:
 
 def test_replicas_run_one_order_and_the_slowest_counts() -> None:
     light, heavy = Phase.of([1] * 8), Phase.of([1] * 4 + [2] * 4)
-    alone = timed_iteration(steps(heavy)[0], [0, 4, 8], setting())[4]
-    assert timed_iteration(Step.of([light, heavy, light], 1.0), [0, 4, 8], setting(replicas=3))[4] == alone
+    alone = timed_iteration(steps(heavy)[0], (0, 4, 8), setting())[4]
+    assert timed_iteration(Step.of([light, heavy, light], 1.0), (0, 4, 8), setting(replicas=3))[4] == alone
     crossed = Step.of([heavy, Phase.of([2] * 4 + [1] * 4)], 1.0)
-    slowest_layers = timed_iteration(steps(Phase.of([2] * 8))[0], [0, 4, 8], setting())[4]
-    assert alone <= timed_iteration(crossed, [0, 4, 8], setting(replicas=2))[4] < slowest_layers
+    slowest_layers = timed_iteration(steps(Phase.of([2] * 8))[0], (0, 4, 8), setting())[4]
+    assert alone <= timed_iteration(crossed, (0, 4, 8), setting(replicas=2))[4] < slowest_layers
 
 
 def test_the_bubble_is_the_share_of_an_iteration_without_work() -> None:
