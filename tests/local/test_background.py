@@ -129,6 +129,7 @@ def test_it_ends_with_a_rank_that_is_killed_also_in_the_middle_of_a_calculation(
 def test_what_takes_long_depends_on_passes_and_on_whose_the_balancer_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not searches_long("makespan", 4, 8) and searches_long("makespan", 8, 16)
     assert not searches_long("partition", 8, 16) and searches_long("partition", 24, 48)
+    assert searches_long("partition", 8, 16, back_to_back=True)
 
     monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
 

@@ -46,13 +46,18 @@ class BegunDecision:
     waited_seconds: float
 
 
-def searches_long(balancer: str, num_stages: int, micro_batches: int) -> bool:
+def searches_long(balancer: str, num_stages: int, micro_batches: int, *, back_to_back: bool = False) -> bool:
     """Does a decision take longer than training should wait? The same on every rank, because it counts passes.
 
     Balancers of the user's own are called in the process that registered them, so these decisions never count as long.
+
+    Args:
+        back_to_back: an order is chosen by the seconds from one batch to the next.
     """
     ours = partitioners.get(balancer).__module__.startswith("ds_dynmo.")
     orders = 6 if partitioners.takes(balancer, "pipeline") else 2
+    if back_to_back:
+        orders *= 4  # of each one several batches are simulated
     return ours and 3 * num_stages * micro_batches * orders > _LONG
 
 

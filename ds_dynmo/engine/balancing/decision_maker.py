@@ -33,7 +33,8 @@ class DecisionMaker:
     def takes_long(self, profile: Profile) -> bool:
         """Is a decision to be calculated while a batch trains?"""
         shape = self._stage.placement.num_stages, profile.micro_batches
-        return self.chooses_schedule and searches_long(self._config.balancer, *shape)
+        back_to_back = self._stage.schedule.back_to_back
+        return self.chooses_schedule and searches_long(self._config.balancer, *shape, back_to_back=back_to_back)
 
     def calculation(
         self, profile: Profile, limit_bytes: int | None, reason: Reason, batches_to_gain: int
