@@ -90,8 +90,7 @@ def measured_peak(engine: Any, data: Iterator[Any]) -> int:
         for _, layer in local_layers(engine.module):
             # "always": DeepSpeed stops recomputing a segment by an exception, once it has what it needs
             stack.callback(layer.register_forward_hook(look, always_call=True).remove)
-        for steps in (TrainSchedule, ScheduleSteps):
-            stack.enter_context(_before_each_step(steps, look))
+        stack.enter_context(_before_each_step(ScheduleSteps if engine.stage.schedule.is_ours else TrainSchedule, look))
         stack.enter_context(live)
         engine.train_batch(data)
     return peak

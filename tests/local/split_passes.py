@@ -80,4 +80,6 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Zeros have signs."""
     if a is None or b is None:
         return a is b
+    if a.is_complex():
+        return same_bits(torch.view_as_real(a), torch.view_as_real(b))
     return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())

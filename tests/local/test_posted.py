@@ -148,6 +148,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """What broadcasts give, in their order."""
     given = [Work(), Work(fails=True), Work()]
     left = iter(given)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: next(left))
     return given
 
@@ -178,3 +179,23 @@ def test_never_more_than_one_is_under_way(works: list[Work]) -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
         comm.settle()
     comm.settle()
+
+
+def test_who_does_not_wait_finds_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``to_dlpack`` asks no Python."""
+    memory = torch.zeros(2)
+
+    class Arriving:
+        def wait(self) -> None:
+            memory.copy_(torch.tensor([2.5, 3.5]))
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: Arriving())
+    posted = Posted(memory, 1, None)
+    loss = posted.element(1)
+    assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(loss)).isnan()  # type: ignore[attr-defined]
+    assert loss.item() == 3.5
+    posted.wait()
+    sent = torch.ones(2)
+    Posted(sent, 0, None).wait()
+    assert sent.tolist() == [1.0, 1.0]

@@ -126,6 +126,14 @@ def test_a_schedule_applies_to_deepspeeds_own_only() -> None:
     assert ours.steps(alone) is alone
 
 
+def test_steps_that_a_program_put_into_deepspeeds_class_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As diffusion-pipe does, which loads data before messages are exchanged."""
+    ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
+    monkeypatch.setattr(deepspeeds.TrainSchedule, "steps", lambda self: iter(()))
+    deepspeed = given()
+    assert ours.steps(deepspeed) is deepspeed
+
+
 def test_a_decided_schedule_applies_to_its_shape_only() -> None:
     ours = ScheduleInForce(ScheduleConfig(kind="zero_bubble"))
     ours.decide(one_f_one_b(3, 4))

@@ -11,7 +11,7 @@ from torch import nn
 from ds_dynmo.engine.pipeline.weight_gradients import DeferredGradients, WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
-from tests.local.split_passes import WIDTH, check_same, finish, inputs, mlp, same_bits
+from tests.local.split_passes import WIDTH, check_same, finish, in_one, in_two, inputs, mlp, same_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -125,3 +125,92 @@ def test_a_users_kernel_defers_in_a_first_part_only() -> None:
         assert torch.equal(weight.grad, torch.full((3,), 2.0))
         finish(gradients)
     assert torch.equal(weight.grad, torch.full((3,), 4.0)) and len(seen) == 2
+
+
+# -- what is made of the same memory ---------------------------------------------------------------------
+
+
+class Placed(nn.Module):
+    """Adds places of its own to a product: for one sample, both get the same gradient."""
+
+    def __init__(self, product_first: bool) -> None:
+        super().__init__()
+        self.product, self.product_first = nn.Linear(WIDTH, WIDTH), product_first
+        self.places = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.product_first:
+            return torch.tanh(self.product(input) + self.places[None])
+        return torch.tanh(self.places[None] + self.product(input))
+
+
+@pytest.mark.parametrize("product_first", [True, False])
+def test_later_micro_batches_do_not_add_to_a_gradient_that_waits(product_first: bool) -> None:
+    assert check_same(Placed(product_first), inputs(1, 5, WIDTH), lag=2) == {"product.weight", "product.bias"}
+
+
+def test_gradients_kept_by_autograd_are_nobody_elses() -> None:
+    """With no pass in two parts either: messages are on their way while later passes run."""
+    places, gradients = nn.Module(), WeightGradients()
+    places.weight = nn.Parameter(torch.zeros(2, WIDTH))
+    with gradients.splitting([places], splits=False):
+        entering = torch.ones(2, WIDTH, requires_grad=True)
+        (entering.view(1, 2, WIDTH) + places.weight.view(1, 2, WIDTH)).tanh().sum().backward()
+        sent = entering.grad.clone()
+        (places.weight * 3).sum().backward()
+    assert torch.equal(entering.grad, sent)
+
+
+class Reusing(nn.Module):
+    """Writes each micro-batch's input over the last one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("room", torch.zeros(1, 5, WIDTH))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product(self.room.copy_(input.detach())) + input
+
+
+class Halving(torch.autograd.Function):
+    """Changes the gradient that it is given, which autograd asks nobody to do."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.mul_(0.5)
+
+
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        half = Halving.apply(input)
+        return torch.tanh(self.product(input) + half)
+
+
+@pytest.mark.parametrize("kind", [Reusing, Halved])
+def test_what_waits_and_is_changed_in_place_is_an_error(kind: type[nn.Module]) -> None:
+    passes = inputs(1, 5, WIDTH)
+    check_same(kind(), passes, lag=0) if kind is Reusing else in_one(kind(), passes)
+    with pytest.raises(ConfigError, match=r'of 5 rows, was changed in place .* dynmo.schedule.kind to "1f1b"'):
+        in_two(kind(), passes)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product(torch.complex(input, 1 - input)).abs()
+
+
+def test_products_of_complex_numbers_run_in_one() -> None:
+    assert check_same(Complex(), inputs(2, 5, WIDTH)) == set()

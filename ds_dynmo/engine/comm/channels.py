@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_dynmo.errors import ConfigError
+
 AHEAD = 2  # how many micro-batches' messages a receiver posts before it needs them
 
 
@@ -56,6 +58,29 @@ def kept(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
     return content.clone() if lane is Lane.ACTIVATION and not tensor.requires_grad else content
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor on its way, and how often its memory was written to when it was sent."""
+
+    work: Any
+    tensor: torch.Tensor
+    version: int
+
+    def finish(self) -> None:
+        """Wait until the tensor has left.
+
+        Raises:
+            ConfigError: it was changed meanwhile, so nobody knows what was sent.
+        """
+        self.work.wait()
+        if self.tensor._version != self.version:
+            raise ConfigError(
+                f"a tensor of shape {list(self.tensor.shape)} was changed in place after it was sent to another stage, "
+                "which under a schedule of ds_dynmo does not wait until it has arrived: let the stage's last layer "
+                'return a copy, or set dynmo.schedule.kind to "1f1b"'
+            )
+
+
 class Channels:
     """All lanes of one stage.
 
@@ -70,7 +95,7 @@ class Channels:
         self._device: Any = torch.device("cpu")
         self._receiving: dict[tuple[int, Lane], _Receiving] = {}
         self._layouts: dict[tuple[int, Lane], Layout] = {}  # of the last batch
-        self._sent: dict[tuple[int, Lane], deque[list[tuple[Any, torch.Tensor]]]] = {}
+        self._sent: dict[tuple[int, Lane], deque[list[_Sent]]] = {}
         self._taken: dict[tuple[int, Lane], int] = {}
         self._learned: Taken = {}
         self._alike: Collection[Lane] = ()
@@ -92,8 +117,8 @@ class Channels:
         yield
         for messages in self._sent.values():
             for message in messages:
-                for work, _ in message:
-                    work.wait()
+                for sent in message:
+                    sent.finish()
         # a message alone in its batch may have been announced, and the next not
         self._layouts = {key: one.layout for key, one in self._receiving.items() if one.total > 1}
         self._sent, self._receiving = {}, {}
@@ -107,7 +132,7 @@ class Channels:
     @contextmanager
     def sending(self, lane: Lane, dest_stage: int) -> Iterator[Sequence[Any]]:
         """Inside, what is sent to ``dest_stage`` is one message of ``lane``. Gives what is in it, as it grows."""
-        message: list[tuple[Any, torch.Tensor]] = []
+        message: list[_Sent] = []
         self._sent.setdefault((dest_stage, lane), deque()).append(message)
         self._lane = lane
         try:
@@ -147,8 +172,8 @@ class Channels:
             key = (neighbour, lane)
             messages = self._sent.get(key)
             while messages and self._taken.get(key, 0) < count:
-                for work, _ in messages.popleft():
-                    work.wait()
+                for sent in messages.popleft():
+                    sent.finish()
                 self._taken[key] = self._taken.get(key, 0) + 1
 
     # -- what stands in for DeepSpeed's functions -----------------------------------------------------
@@ -161,7 +186,7 @@ class Channels:
             return
         sent = kept(tensor, lane)
         work = dist.isend(sent, self._rank_of(dest_stage), tag=lane.value)
-        self._sent[dest_stage, lane][-1].append((work, sent))
+        self._sent[dest_stage, lane][-1].append(_Sent(work, sent, sent._version))
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
         """Receive ``tensor``; what was posted for it becomes its content, without a copy."""

@@ -28,6 +28,8 @@ class Posted:
 
     def __init__(self, tensor: torch.Tensor, src: int, group: Any) -> None:
         self.tensor = tensor
+        if dist.get_rank() != src:
+            tensor.fill_(torch.nan)  # for whoever gets at the memory without waiting
         self._work: Any = dist.broadcast(tensor, src, group=group, async_op=True)
         _UNDER_WAY.add(self)
 
@@ -37,9 +39,10 @@ class Posted:
         Raises:
             RuntimeError: another rank is gone.
         """
-        if self._work is not None:
+        work = self._work  # another thread may wait too
+        if work is not None:
             _UNDER_WAY.discard(self)
-            self._work.wait()
+            work.wait()
             self._work = None
 
     def element(self, index: int) -> PostedTensor:

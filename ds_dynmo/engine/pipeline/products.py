@@ -6,6 +6,7 @@ that no bit differs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +40,14 @@ class _Product(torch.autograd.Function):
         ctx.arguments = arguments
 
     @staticmethod
-    def defer(ctx: Any, operand: Operand, compute: Compute, held_bytes: int = 0) -> None:
-        """Put ``compute`` off, if this backward pass is asked for the gradients of weights."""
+    def defer(ctx: Any, operand: Operand, compute: Compute, held: Sequence[torch.Tensor], held_bytes: int = 0) -> None:
+        """Put ``compute`` off, if this backward pass is asked for the gradients of weights.
+
+        Args:
+            held: what it is made of, as it is now.
+        """
         if operand.owner is not None and torch._C._will_engine_execute_node(ctx.next_functions[-1][0]):  # the anchor's
-            defer_part(operand.owner, operand.part, compute, held_bytes=held_bytes)
+            defer_part(operand.owner, operand.part, _of_unchanged(held, compute), held_bytes=held_bytes)
 
     @staticmethod
     def check() -> None:
@@ -83,8 +88,9 @@ class Linear(_Product):
         rows, of_rows = _rows(input), _rows(gradient)
         sums_rows = input.dim() == 2 or input.is_contiguous()
         others = tuple(range(gradient.dim() - 1))
-        _Product.defer(ctx, weight, lambda: of_rows.t().mm(rows), rows.nbytes + of_rows.nbytes)
-        _Product.defer(ctx, bias, lambda: of_rows.sum(0) if sums_rows else gradient.sum(others))
+        held, held_bytes = (rows, of_rows), rows.nbytes + of_rows.nbytes
+        _Product.defer(ctx, weight, lambda: of_rows.t().mm(rows), held, held_bytes)
+        _Product.defer(ctx, bias, lambda: of_rows.sum(0) if sums_rows else gradient.sum(others), held[1:])
         to_input = None
         if ctx.needs_input_grad[0]:
             by_columns = rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
@@ -109,8 +115,9 @@ class Conv1D(_Product):
             return None, None, None, None
         (input,), (weight, bias) = ctx.saved_tensors, ctx.arguments
         rows, of_rows = _rows(input), _rows(gradient)
-        _Product.defer(ctx, weight, lambda: rows.t().mm(of_rows), rows.nbytes + of_rows.nbytes)
-        _Product.defer(ctx, bias, lambda: of_rows.sum(0))
+        held, held_bytes = (rows, of_rows), rows.nbytes + of_rows.nbytes
+        _Product.defer(ctx, weight, lambda: rows.t().mm(of_rows), held, held_bytes)
+        _Product.defer(ctx, bias, lambda: of_rows.sum(0), held[1:])
         to_input = of_rows.mm(weight.value.t()).view(input.shape) if ctx.needs_input_grad[0] else None
         return to_input, None, None, None
 
@@ -134,13 +141,32 @@ class GroupedMM(_Product):
         (rows,), (weight, transposed, offsets) = ctx.saved_tensors, ctx.arguments
         rows, of_rows = rows.detach(), gradient.detach()
         left, right = (of_rows, rows) if transposed else (rows, of_rows)
-        _Product.defer(
-            ctx, weight, lambda: torch._grouped_mm(left.mT, right, offs=offsets), rows.nbytes + of_rows.nbytes
-        )
+        held, held_bytes = (offsets, rows, of_rows), rows.nbytes + of_rows.nbytes
+        _Product.defer(ctx, weight, lambda: torch._grouped_mm(left.mT, right, offs=offsets), held, held_bytes)
         to_rows = None
         if ctx.needs_input_grad[0]:
             to_rows = torch._grouped_mm(of_rows, weight.value if transposed else weight.value.mT, offs=offsets)
         return to_rows, None, None, None, None
+
+
+def _of_unchanged(held: Sequence[torch.Tensor], compute: Compute) -> Compute:
+    """Wrap ``compute``, which is called later, so that it fails if anyone has changed what it is made of by then.
+
+    Autograd checks no more what was saved: it has given it to the backward pass already.
+    """
+    versions = [tensor._version for tensor in held]
+
+    def checked() -> torch.Tensor:
+        if versions != [tensor._version for tensor in held]:
+            raise ConfigError(
+                f"the input of a linear layer, or its output's gradient, of {len(held[-1])} rows, was changed in place "
+                "before the weights' gradient was calculated, which in a backward pass in two parts is later than "
+                "usual: a tensor is used for several micro-batches, or a backward function changes what it is given; "
+                'make a copy there, or set dynmo.schedule.kind to "1f1b"'
+            )
+        return compute()
+
+    return checked
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,6 +220,7 @@ def _is_plain(input: Any, weight: torch.Tensor) -> bool:
         and input.dim() > 1
         and input.numel() > 0
         and input.dtype == weight.dtype
+        and not input.is_complex()
         and weight.is_contiguous()
         and not torch.is_autocast_enabled(input.device.type)
     )

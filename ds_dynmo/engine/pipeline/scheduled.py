@@ -66,7 +66,7 @@ class ScheduledBatches:
         with (
             self._channels.batch(self._message_plan(steps), _lanes_alike(engine, present)),
             messages_through(self._channels),
-            self.gradients.splitting(self._modules() if any(self._splits) else []),
+            self.gradients.splitting(self._modules(), splits=any(self._splits)),
         ):
             yield
             if any(self._splits) and not self._named_fused:

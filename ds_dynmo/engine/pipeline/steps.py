@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as deepspeeds
 
 from ds_dynmo.config.dynmo import ScheduleConfig
+from ds_dynmo.engine.deepspeed_adapter.instruction_map import is_deepspeeds_1f1b
 from ds_dynmo.engine.pipeline.messages import receives, sends
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import (
@@ -190,7 +191,7 @@ class ScheduleInForce:
             given: DeepSpeed's, or those of an engine of the user's, which stay.
         """
         self._chosen = given
-        if self._config.kind == "1f1b" or type(given) is not deepspeeds.TrainSchedule or given.stages == 1:
+        if self._config.kind == "1f1b" or not is_deepspeeds_1f1b(given) or given.stages == 1:
             return given
         schedule = self.in_force(given.stages, given.micro_batches)
         if schedule is None:

@@ -101,29 +101,31 @@ class WeightGradients:
         self._collecting: DeferredGradients | None = None
         self._waiting: deque[DeferredGradients] = deque()
         self._visible: set[int] = set()
-        self._hidden: dict[nn.Parameter, Any] = {}  # and our hook on each
+        self._hidden: set[nn.Parameter] = set()
 
     @contextmanager
-    def splitting(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+    def splitting(self, modules: Iterable[nn.Module], *, splits: bool = True) -> Iterator[None]:
         """While a batch runs, ``modules`` can put their weight gradients off; afterwards they are as they were.
 
         Args:
             modules: all of a stage.
+            splits: are there passes in two parts in this batch?
         """
         modules = list(dict.fromkeys(modules))
         self._visible = split_modules.shared_weights(modules)
         with ExitStack() as stack:
             stack.callback(self._forget)
             stack.enter_context(collected_by(self))
-            for module, forward in split_modules.forwards(modules):
+            for parameter in {parameter for module in modules for parameter in module.parameters(recurse=False)}:
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_hook(partial(self._reached, parameter)).remove)
+            for module, forward in split_modules.forwards(modules if splits else []):
                 stack.callback(_set_forward, module, vars(module).get("forward"))
                 _set_forward(module, forward)
             yield
 
     def _forget(self) -> None:
-        for hook in self._hidden.values():
-            hook.remove()
-        self._hidden, self._visible = {}, set()
+        self._hidden, self._visible = set(), set()
         self._waiting.clear()
 
     @contextmanager
@@ -152,26 +154,29 @@ class WeightGradients:
     @property
     def hidden(self) -> Set[nn.Parameter]:
         """Parameters of which a gradient was put off in this batch."""
-        return self._hidden.keys()
+        return self._hidden
 
     def hides(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Say whether all ``parameters`` are hidden from autograd where they are used now."""
         if not self.puts_off or not self._visible.isdisjoint(map(id, parameters)):
             return False
-        for parameter in parameters:
-            if parameter not in self._hidden:
-                self._hidden[parameter] = parameter.register_hook(partial(self._reached, parameter))
+        self._hidden.update(parameters)
         return True
 
     def _reached(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """Where autograd sees a hidden parameter too (the model also uses it in a function), wait with that as well.
+        """Give autograd what it adds to ``parameter.grad`` now.
 
-        Uses of a parameter are added up before they reach what earlier micro-batches gave.
+        Where it sees a hidden parameter too (the model also uses it in a function), wait with that as well: uses of a
+        parameter are added up before they reach what earlier micro-batches gave.
+
+        Autograd may keep a gradient as ``parameter.grad``, and add those of later micro-batches in place. So where
+        something else holds its memory, it gets a copy: for one sample, ``linear(x) + places[None]`` makes one gradient
+        for both, and that of ``linear`` waits, as do messages.
         """
-        if self.add(parameter, lambda: gradient):
+        if parameter in self._hidden and self.add(parameter, lambda: gradient):
             _check_hooks(parameter)
             return torch.zeros_like(gradient)
-        return gradient
+        return gradient.clone() if _is_shared(gradient) else gradient
 
     def add(self, parameter: nn.Parameter, compute: Compute, *, part: Part = None, held_bytes: int = 0) -> bool:
         """Put ``compute`` off, if a first part runs. Returns whether it was."""
@@ -189,6 +194,14 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
         del module.forward
     else:
         module.forward = forward
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Does any other tensor have the same memory?"""
+    if tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # ``tensor`` and ``storage``
 
 
 def _check_hooks(parameter: nn.Parameter) -> None:

@@ -1,0 +1,35 @@
+"""What was sent may not be changed before it is known to have arrived."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_dynmo.engine.comm.channels import Channels, Lane
+from ds_dynmo.errors import ConfigError
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> Channels:
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    return Channels(lambda stage: stage)
+
+
+def test_a_change_in_place_of_what_was_sent_is_an_error(channels: Channels) -> None:
+    output = torch.ones(2, 3, requires_grad=True) * 2
+    with pytest.raises(ConfigError, match=r"shape \[2, 3\] was changed in place .*to another stage"):
+        with channels.batch({}, ()):
+            with channels.sending(Lane.ACTIVATION, 1):
+                channels.send(output, 1)
+            output.detach().zero_()
+
+
+def test_what_needs_no_gradient_may_be_changed(channels: Channels) -> None:
+    mask = torch.ones(2, 3)
+    with channels.batch({}, ()):
+        with channels.sending(Lane.ACTIVATION, 1):
+            channels.send(mask, 1)
+        mask.zero_()
