@@ -208,7 +208,7 @@ class ScheduleInForce:
         if self.running is not None:
             self.running.begun = True
         if torch.is_grad_enabled():  # else it is an evaluation
-            is_own = type(steps) not in (ScheduleSteps, deepspeeds.TrainSchedule)
+            is_own = type(steps) is not ScheduleSteps and not is_deepspeeds_1f1b(steps)
             self.own = type(steps).__name__ if is_own else ""
             self._others_ran = is_own or steps is not self._chosen
 
