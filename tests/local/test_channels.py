@@ -20,11 +20,11 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> Channels:
 
 def test_a_change_in_place_of_what_was_sent_is_an_error(channels: Channels) -> None:
     output = torch.ones(2, 3, requires_grad=True) * 2
-    with pytest.raises(ConfigError, match=r"shape \[2, 3\] was changed in place .*to another stage"):
-        with channels.batch({}, ()):
-            with channels.sending(Lane.ACTIVATION, 1):
-                channels.send(output, 1)
-            output.detach().zero_()
+    changed = r"shape \[2, 3\] was changed in place .*to another stage"
+    with pytest.raises(ConfigError, match=changed), channels.batch({}, ()):
+        with channels.sending(Lane.ACTIVATION, 1):
+            channels.send(output, 1)
+        output.detach().zero_()
 
 
 def test_what_needs_no_gradient_may_be_changed(channels: Channels) -> None:
