@@ -64,7 +64,7 @@ def _first_of_prepare(engine: Any) -> tuple[Any, str]:
 
 HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
-    "decide": lambda engine: setattr(engine.balancer, "decide", broken),
+    "decide": lambda engine: setattr(engine.balancer.decisions, "calculation", broken),
     "prepare": lambda engine: setattr(*_first_of_prepare(engine), broken),
     "pack": lambda engine: setattr(engine.stage.state, "content", broken),
 }
@@ -89,8 +89,8 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             assert error.harmless
             message = str(error)
     if engine.global_rank == rank:
-        for owner in (engine.balancer, engine.stage.state, _first_of_prepare(engine)[0]):
-            for name in ("decide", "prepare", "take", "content"):
+        for owner in (engine.balancer.decisions, engine.stage.state, _first_of_prepare(engine)[0]):
+            for name in ("calculation", "prepare", "take", "content"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)
