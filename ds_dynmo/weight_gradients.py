@@ -66,9 +66,9 @@ def waits(*weights: Any) -> bool:
     """
     if _collector is None or not is_split():
         return False
-    return all(type(weight) is nn.Parameter and weight.requires_grad for weight in weights) and _collector.hides(
-        weights
-    )
+    if not all(type(weight) is nn.Parameter and weight.requires_grad for weight in weights):
+        return False
+    return not torch.is_autocast_enabled(weights[0].device.type) and _collector.hides(weights)
 
 
 def defer_weight_gradient(parameter: nn.Parameter, compute: Compute, *, held_bytes: int = 0) -> None:

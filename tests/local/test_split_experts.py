@@ -82,6 +82,19 @@ def test_grouped_linear_with_one_thing_to_train(trained: str) -> None:
     assert check_same(Grouped(), inputs(7, WIDTH)) == ({"weight"} if trained == "weight" else set())
 
 
+def test_under_autocast_grouped_weights_of_its_type_are_not_deferred() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, WIDTH, WIDTH, dtype=torch.bfloat16))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return grouped_linear(rows, self.weight, [3, 0, 4])
+
+    assert check_same(Grouped(), inputs(7, WIDTH, dtype=torch.bfloat16)) == set()
+
+
 def pruned(share: float) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     layer = PrunableLinear(nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator)), csr_from=0.5)

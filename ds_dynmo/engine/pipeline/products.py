@@ -222,5 +222,4 @@ def _is_plain(input: Any, weight: torch.Tensor) -> bool:
         and input.dtype == weight.dtype
         and not input.is_complex()
         and weight.is_contiguous()
-        and not torch.is_autocast_enabled(input.device.type)
     )
