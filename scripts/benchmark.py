@@ -24,7 +24,15 @@ from benchmarks.emulated import emulated_rows
 from benchmarks.machine import Machine
 from benchmarks.real import real_rows
 from benchmarks.rows import print_rows, print_schedules
-from command_line import CommandParser, check_at_least_1, num_processes, write_json
+from command_line import (
+    CommandParser,
+    check_at_least_1,
+    check_layers,
+    num_processes,
+    refusals_of,
+    settings_of,
+    write_json,
+)
 from ds_dynmo.errors import ConfigError
 from simulation.loads import CASES
 from simulation.runs import ARMS
@@ -65,8 +73,8 @@ def check(arguments: argparse.Namespace) -> None:
         ConfigError: naming the option, its value and what is allowed.
     """
     stages = num_processes("8 scripts/benchmark.py")
-    if arguments.compute == "emulated" and arguments.layers < stages:
-        raise ConfigError(f"--layers {arguments.layers}: should be at least the number of stages, {stages}")
+    if arguments.compute == "emulated":
+        check_layers(arguments, stages)
     check_at_least_1(arguments, "micro_batches", "rounds", "batches")
     if arguments.steps < arguments.rounds:
         raise ConfigError(f"--steps {arguments.steps}: should be at least the rounds, {arguments.rounds}")
@@ -74,13 +82,10 @@ def check(arguments: argparse.Namespace) -> None:
 
 def main(given: list[str]) -> None:
     arguments = parse(given)
-    try:
+    with refusals_of("benchmark.py"):
         check(arguments)
-    except ConfigError as error:
-        raise SystemExit(f"benchmark.py: error: {error}") from error
     begin_rank()
     measure = emulated_rows if arguments.compute == "emulated" else real_rows
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
     table, machine = [], Machine()
     for name in arguments.case or CASES:
         with engines_end_here():
@@ -89,7 +94,7 @@ def main(given: list[str]) -> None:
         if torch.distributed.get_rank() == 0:
             print_rows(rows)
             print(machine, flush=True)
-            write_json(arguments.json, {"machine": machine.record(), "settings": settings, "rows": table})
+            write_json(arguments.json, {"machine": machine.record(), "settings": settings_of(arguments), "rows": table})
     print_schedules(table)
     torch.distributed.barrier()
 

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.arms import engines_end_here, say, turns
 from benchmarks.trained import CONFIGS, Trained, configuration, statics_of
-from command_line import CommandParser, num_processes, print_table, write_json
+from command_line import CommandParser, num_processes, print_table, refusals_of, write_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import LANGUAGE_MODEL_LOSS
 from startup import begin_rank
@@ -102,7 +102,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("cases", nargs="+", choices=found)
     parser.add_argument("--steps", type=int, default=200, help="steps of each run, default %(default)s")
     arguments = parser.parse_args(given)
-    try:
+    with refusals_of("cases.py"):
         num_processes("2 scripts/cases.py")
         begin_rank()
         rows: list[dict[str, Any]] = []
@@ -113,8 +113,6 @@ def main(given: list[str]) -> None:
             if torch.distributed.get_rank() == 0:
                 show(new)
                 write_json(arguments.json, rows)  # after each case, because later ones may fail
-    except ConfigError as error:
-        raise SystemExit(f"cases.py: error: {error}") from error
     torch.distributed.barrier()
 
 

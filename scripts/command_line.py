@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
+@contextmanager
+def refusals_of(command: str) -> Iterator[None]:
+    """End ``command`` with a message, and no traceback, where it is given what it cannot run with."""
+    try:
+        yield
+    except ConfigError as error:
+        raise SystemExit(f"{command}: error: {error}") from error
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Collect the options that say what is measured, for its JSON."""
+    return {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
+
+
 def check_at_least_1(arguments: argparse.Namespace, *options: str) -> None:
     """Refuse counts and sizes below 1. An option that is not given is None and passes.
 
@@ -32,6 +47,16 @@ def check_at_least_1(arguments: argparse.Namespace, *options: str) -> None:
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: should be at least 1")
+
+
+def check_layers(arguments: argparse.Namespace, stages: int) -> None:
+    """Refuse fewer layers than stages.
+
+    Raises:
+        ConfigError: naming the option and its value.
+    """
+    if arguments.layers < stages:
+        raise ConfigError(f"--layers {arguments.layers}: should be at least the number of stages, {stages}")
 
 
 def num_processes(command: str) -> int:

@@ -21,8 +21,7 @@ import torch
 
 from benchmarks import differences, held_bytes, one_engine, prediction, slowed
 from benchmarks.machine import Machine
-from command_line import CommandParser, num_processes, write_json
-from ds_dynmo.errors import ConfigError
+from command_line import CommandParser, num_processes, refusals_of, write_json
 from startup import begin_rank
 
 COMMANDS = {
@@ -77,13 +76,11 @@ def parse(given: list[str]) -> argparse.Namespace:
 def main(given: list[str]) -> None:
     arguments = parse(given)
     module, measure = COMMANDS[arguments.what]
-    try:
+    with refusals_of(f"emulate.py {arguments.what}"):
         num_processes(f"2 scripts/emulate.py {arguments.what}")
         begin_rank()
         machine = Machine()
         found = measure(arguments)
-    except ConfigError as error:
-        raise SystemExit(f"emulate.py {arguments.what}: error: {error}") from error
     if torch.distributed.get_rank() == 0:
         module.show(found, arguments)
         print(machine)

@@ -27,7 +27,15 @@ from benchmarks.arms import engines_end_here
 from benchmarks.machine import Machine
 from benchmarks.scaling import LOADS, SPLITS
 from benchmarks.schedules import ARMS, AUTO, STOCK, measure, show
-from command_line import CommandParser, check_at_least_1, num_processes, write_json
+from command_line import (
+    CommandParser,
+    check_at_least_1,
+    check_layers,
+    num_processes,
+    refusals_of,
+    settings_of,
+    write_json,
+)
 from ds_dynmo.errors import ConfigError
 from startup import begin_rank
 
@@ -64,8 +72,7 @@ def check(arguments: argparse.Namespace) -> None:
         ConfigError: naming the option, its value and what is allowed.
     """
     stages = num_processes("8 scripts/schedules.py")
-    if arguments.layers < stages:
-        raise ConfigError(f"--layers {arguments.layers}: should be at least the number of stages, {stages}")
+    check_layers(arguments, stages)
     check_at_least_1(arguments, "micro_batches", "batches", "back_to_back", "hidden_size", "sequence_length")
     if not arguments.memory >= 1:
         raise ConfigError(f"--memory {arguments.memory:g}: should be at least 1")
@@ -79,19 +86,16 @@ def check(arguments: argparse.Namespace) -> None:
 
 def main(given: list[str]) -> None:
     arguments = parse(given)
-    try:
+    with refusals_of("schedules.py"):
         check(arguments)
-    except ConfigError as error:
-        raise SystemExit(f"schedules.py: error: {error}") from error
     begin_rank()
     machine = Machine()
     with engines_end_here():
         found = measure(arguments)
     if torch.distributed.get_rank() == 0:
-        settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
         show(found, arguments)
         print(machine, flush=True)
-        write_json(arguments.json, {"machine": machine.record(), "settings": settings, **found})
+        write_json(arguments.json, {"machine": machine.record(), "settings": settings_of(arguments), **found})
     torch.distributed.barrier()
     if found["differing_weights"]:
         raise SystemExit(1)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from command_line import CommandParser, check_at_least_1, print_table, write_json
+from command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
@@ -125,14 +125,12 @@ def main(given: list[str]) -> None:
     parser.add_argument("--experts", type=int, default=0, help="of the feed-forward part, default: it is dense")
     parser.add_argument("--pairs", type=int, default=60, help="of passes, default %(default)s")
     arguments = parser.parse_args(given)
-    try:
+    with refusals_of("split_passes.py"):
         check_at_least_1(arguments, "sequence_length", "batch")
         if arguments.pairs < 2:
             raise ConfigError(f"--pairs {arguments.pairs}: should be at least 2")
         torch.set_num_threads(1)
         rows = [measure(hidden_size, arguments) for hidden_size in arguments.hidden_size]
-    except ConfigError as error:
-        raise SystemExit(f"split_passes.py: error: {error}") from error
     cells = [
         (
             row["hidden_size"],

@@ -38,7 +38,7 @@ _ALL = 1000  # up to so many partitions all are simulated
 _BATCH = 192  # neighbours simulated at once; fewer would not be faster
 _NEIGHBOURS = 1200  # neighbours considered in a round
 _SIMULATED = 12  # under schedules of ours
-_ACTIONS = 1500  # of the partitions of which an order is searched, together: one action takes 0.1 to 1 ms
+_ACTIONS = 1500  # of the partitions of which an order is searched, together
 _GAIN = 0.002  # of an iteration, below which no order is searched
 _TIE = 1e-9  # relative difference below which two iterations take the same time
 

@@ -125,7 +125,10 @@ class _Simulation:
         return leads[::-1]
 
     def run(self, most_seconds: float) -> list[list[Action]] | None:
-        """As :func:`greedy`."""
+        """As :func:`greedy`.
+
+        One loop over local names, and no calls: it turns once for each action of each order that is tried.
+        """
         owners, chunks, splits, in_one = self._owners, self._chunks, self._splits, self._in_one
         alternate, lead, needed, links = self._alternate, self._lead, self._needed, self._links
         activations, held, for_split = self._activations, self._held, self._for_split

@@ -211,6 +211,7 @@ SCHEDULES: dict[str, tuple[Schedule, PassCosts | None]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_come_to_the_right_micro_batch(name: str) -> None:
+    """Each stage asserts what it receives (``Stage._receive``); one that fails or waits forever fails ``run``."""
     schedule, costs = SCHEDULES[name]
     planned, sizes = plans(schedule, costs), (announced, same, same, announced, without_gradients, same)
     run(*[(schedule, each, planned) for each in sizes])
