@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_dynmo.models.moe.grouped_linear import grouped_linear
+from ds_dynmo.models.moe.grouped_linear import grouped_linear, has_kernel
 from ds_dynmo.models.sparse_attention.kernels import bucket_attention, kept_attention
 from tests.accelerator.devices import ACCELERATOR, needs
 from tests.local.test_sparse_attention import (
@@ -64,3 +64,30 @@ def test_grouped_products_equal_dense_ones() -> None:
     expected = torch.cat([F.linear(rows, weight) for rows, weight in parts])
     given = on_device(reference)
     check(grouped_linear(*given, counts), given, expected, reference)
+
+
+@needs(1)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 120], [0, 0, 1, 0], [64, 64, 64, 64]])
+def test_grouped_products_in_bf16_equal_a_loop(counts: list[int], offset: int) -> None:
+    """One kernel, where the device has it. Operands may lie at any place, and groups may have no rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        values = torch.randn(torch.Size(shape).numel() + offset, generator=generator).bfloat16()
+        on_device = values.to(ACCELERATOR.current_device_name())
+        return on_device[offset:].view(shape).requires_grad_()
+
+    rows, weight, towards = drawn(sum(counts), 64), drawn(len(counts), 128, 64), drawn(sum(counts), 128)
+    device = rows.device
+    if device.type == "cuda" and hasattr(F, "grouped_mm"):
+        assert has_kernel(rows, 128) == (torch.cuda.get_device_capability(device) >= (8, 0))
+    made = grouped_linear(rows, weight, counts)
+    found = torch.autograd.grad(made, (rows, weight), towards)
+    reference = [tensor.detach().float().requires_grad_() for tensor in (rows, weight)]
+    parts = zip(reference[0].split(counts), reference[1])
+    expected = torch.cat([F.linear(part, matrix) for part, matrix in parts])
+    wanted = torch.autograd.grad(expected, reference, towards.detach().float())
+    for mine, exact in zip([made, *found], [expected, *wanted], strict=True):
+        torch.testing.assert_close(mine.float(), exact, atol=0.1, rtol=2e-2)
+    assert not any(found[1][group].any() for group, count in enumerate(counts) if not count)

@@ -1,14 +1,23 @@
-"""Apply a linear layer to each group of rows: what each expert does to its own tokens."""
+"""Apply a linear layer to each group of rows: what each expert does to its own tokens.
+
+Where torch has one kernel for the products of all groups, it is used, else a loop. On a CPU both compute the same bits;
+the kernel is faster where groups are many and small.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ds_dynmo.weight_gradients import defer_weight_gradient, waits
+
+_grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
+ALIGNMENT = 16  # bytes: what the kernel asks of rows and of where a matrix begins
 
 __all__ = ["grouped_linear"]
 
@@ -72,7 +81,25 @@ class _Split(torch.autograd.Function):
         return of_rows, None, None, None
 
 
+def has_kernel(rows: torch.Tensor, outputs: int) -> bool:
+    """Has torch one kernel for the products of all groups of ``rows``, with weights ``[groups, outputs, inputs]``?
+
+    That depends neither on counts nor on where a tensor lies in memory: a layer computes the same after a move.
+    """
+    device, dtype = rows.device, rows.dtype
+    if _grouped_mm is None or not len(rows):
+        return False
+    if any(width * dtype.itemsize % ALIGNMENT for width in (rows.shape[1], outputs)):
+        return False
+    if device.type == "cpu":
+        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ampere = (8, 0)
+    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= ampere
+
+
 def _products(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    if has_kernel(rows, weight.shape[1]):
+        return _in_one(_aligned(rows), _aligned(weight).mT, counts)
     outputs = rows.new_empty(rows.shape[0], weight.shape[1])
     for group, of_group in _groups(counts):
         torch.mm(rows[of_group], weight[group].t(), out=outputs[of_group])
@@ -80,6 +107,8 @@ def _products(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> to
 
 
 def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    if has_kernel(gradient, weight.shape[2]):
+        return _in_one(_aligned(gradient), _aligned(weight), counts)
     of_rows = gradient.new_empty(gradient.shape[0], weight.shape[2])
     for group, of_group in _groups(counts):
         torch.mm(gradient[of_group], weight[group], out=of_rows[of_group])
@@ -87,13 +116,30 @@ def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, counts: list[int]) ->
 
 
 def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    of_weight = rows.new_empty(len(counts), gradient.shape[1], rows.shape[1])
-    for group, of_group in _groups(counts):
-        torch.mm(gradient[of_group].t(), rows[of_group], out=of_weight[group])
+    if has_kernel(rows, gradient.shape[1]):
+        of_weight = _in_one(_aligned(gradient).t(), _aligned(rows), counts)
+    else:
+        of_weight = rows.new_empty(len(counts), gradient.shape[1], rows.shape[1])
+        for group, of_group in _groups(counts):
+            torch.mm(gradient[of_group].t(), rows[of_group], out=of_weight[group])
     for group, count in enumerate(counts):
         if not count:
             of_weight[group].zero_()
     return of_weight
+
+
+def _in_one(left: torch.Tensor, right: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Call the kernel. Groups lie in the dimensions that are not the weight's."""
+    assert _grouped_mm is not None
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=left.device)
+    products: torch.Tensor = _grouped_mm(left, right, offs=ends)
+    return products
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Give ``tensor`` row by row in memory, from an aligned place on. It is no parameter that a module may watch."""
+    contiguous = tensor.detach().contiguous()
+    return contiguous if contiguous.data_ptr() % ALIGNMENT == 0 else contiguous.clone()
 
 
 def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
