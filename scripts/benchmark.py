@@ -4,24 +4,30 @@
     deepspeed --num_gpus 8 scripts/benchmark.py                             # emulated layers, any number of stages
     deepspeed --num_gpus 8 scripts/benchmark.py --case pruning --json pruning.json
     deepspeed --num_gpus 8 scripts/benchmark.py --balancer makespan --schedule 1f1b --schedule zero_bubble
+    deepspeed --num_gpus 8 scripts/benchmark.py --recorded scripts/recordings   # loads of real training
     deepspeed --num_gpus 2 scripts/benchmark.py --compute real              # the models of ds_configs
 
-Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, in the real
-engine. "oracle" knows true costs; its profiling and moves are not timed. "best static" is the speedup over the fastest
-static partition that can be known before training: uniform, by parameters, or balanced by a profile of the model before
-it changes. Every balancer starts at the one that is predicted to be the fastest.
+Set OMP_NUM_THREADS=1: one thread per stage. Emulated layers sleep as long as their case's load model says, or as long
+as layers took in a run of scripts/train.py, in the real engine. "oracle" knows true costs; its profiling and moves are
+not timed. "best static" is the speedup over the fastest static partition that can be known before training: uniform, by
+parameters, or balanced by a profile of the model before it changes. Every balancer starts at the one that is predicted
+to be the fastest.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.arms import ALWAYS, engines_end_here
-from benchmarks.emulated import emulated_rows
-from benchmarks.machine import Machine
+from benchmarks.emulated import LAYERS, RECORDED_BATCHES, emulated_rows, layers_of
+from benchmarks.machine import Machine, num_cores
 from benchmarks.real import real_rows
 from benchmarks.rows import print_rows, print_schedules
 from command_line import (
@@ -34,7 +40,7 @@ from command_line import (
     write_json,
 )
 from ds_dynmo.errors import ConfigError
-from simulation.loads import CASES
+from simulation.loads import CASES, RECORDED_HELP, Case, Recorded, chosen_cases
 from simulation.runs import ARMS
 from startup import begin_rank
 
@@ -49,7 +55,8 @@ def parse(given: list[str]) -> argparse.Namespace:
         help="beside the static partitions and the dense model; default: all; may be repeated",
     )
     parser.add_argument("--compute", choices=["emulated", "real"], default="emulated", help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=32, help="of emulated models, default %(default)s")
+    parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
+    parser.add_argument("--layers", type=int, help=f"of emulated models; default: {LAYERS}, or the recording's")
     parser.add_argument("--micro-batches", type=int, default=12, help="of emulated batches, default %(default)s")
     parser.add_argument("--forward-ms", type=float, help="of a mean emulated layer; default: 5, 12 at interval 1")
     parser.add_argument(
@@ -60,41 +67,65 @@ def parse(given: list[str]) -> argparse.Namespace:
         "repeated: an engine for each",
     )
     parser.add_argument("--rounds", type=int, default=2, help="turns of each balancer, default %(default)s")
-    parser.add_argument("--batches", type=int, default=1, help="of an emulated turn, default %(default)s")
-    parser.add_argument("--steps", type=int, default=90, help="of a real run, default %(default)s")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        help=f"of an emulated turn; default: 1, and {RECORDED_BATCHES} where recorded loads change in every iteration",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="of a real run, default %(default)s")
+    parser.add_argument("--few-cores", action="store_true", help="run real models on fewer cores than stages")
     parser.add_argument("--seed", type=int, default=0, help="of the load models, default %(default)s")
     return parser.parse_args(given)
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Refuse sizes that do not make a pipeline.
+def checked_cases(arguments: argparse.Namespace) -> list[Case]:
+    """Read the cases, and refuse sizes that do not make a pipeline, or a measurement.
 
     Raises:
         ConfigError: naming the option, its value and what is allowed.
     """
     stages = num_processes("8 scripts/benchmark.py")
-    if arguments.compute == "emulated":
-        check_layers(arguments, stages)
-    check_at_least_1(arguments, "micro_batches", "rounds", "batches")
+    check_at_least_1(arguments, "layers", "micro_batches", "rounds", "batches")
     if arguments.steps < arguments.rounds:
         raise ConfigError(f"--steps {arguments.steps}: should be at least the rounds, {arguments.rounds}")
+    cases = chosen_cases(arguments.case, arguments.recorded)
+    if arguments.compute == "emulated":
+        for case in cases:
+            layers = layers_of(case, arguments)
+            case.dense(layers)  # refuses another number than the recording's
+            check_layers(layers, stages, f"{case.path}: layers" if isinstance(case, Recorded) else "--layers")
+        return cases
+    if arguments.recorded is not None:
+        raise ConfigError("--recorded: is replayed by emulated layers, not with --compute real")
+    if stages > num_cores() and not arguments.few_cores:
+        raise ConfigError(
+            f"--compute real: {stages} processes on {num_cores()} cores measure nothing; "
+            "start at most one for each core, or pass --few-cores"
+        )
+    return cases
 
 
 def main(given: list[str]) -> None:
     arguments = parse(given)
     with refusals_of("benchmark.py"):
-        check(arguments)
+        cases = checked_cases(arguments)
     begin_rank()
-    measure = emulated_rows if arguments.compute == "emulated" else real_rows
-    table, machine = [], Machine()
-    for name in arguments.case or CASES:
+    table, machine = list[dict[str, Any]](), Machine()
+
+    def keep(rows: Sequence[dict[str, Any]]) -> None:
+        """Write what is known so far, for a run that is killed."""
+        figures = {"machine": machine.record(), "settings": settings_of(arguments), "rows": [*table, *rows]}
+        write_json(arguments.json, figures)
+
+    measure = emulated_rows if arguments.compute == "emulated" else partial(real_rows, keep=keep)
+    for case in cases:
         with engines_end_here():
-            rows = measure(CASES[name], arguments)
+            rows = measure(case, arguments)
         table += rows
         if torch.distributed.get_rank() == 0:
             print_rows(rows)
             print(machine, flush=True)
-            write_json(arguments.json, {"machine": machine.record(), "settings": settings_of(arguments), "rows": table})
+            keep([])
     print_schedules(table)
     torch.distributed.barrier()
 

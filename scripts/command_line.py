@@ -14,12 +14,17 @@ from ds_dynmo.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Accepts ``--json FILE``, and ``--local_rank`` of DeepSpeed's launcher. Shows a docstring as it is."""
+    """Accepts ``--json FILE``, and ``--local_rank`` of DeepSpeed's launcher. Shows a docstring as it is.
 
-    def __init__(self, description: str | None, **settings: Any) -> None:
+    Args:
+        has_figures: there are some to write.
+    """
+
+    def __init__(self, description: str | None, *, has_figures: bool = True, **settings: Any) -> None:
         settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, **settings)
-        self.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+        if has_figures:
+            self.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
         self.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
@@ -49,14 +54,14 @@ def check_at_least_1(arguments: argparse.Namespace, *options: str) -> None:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: should be at least 1")
 
 
-def check_layers(arguments: argparse.Namespace, stages: int) -> None:
+def check_layers(layers: int, stages: int, where: str = "--layers") -> None:
     """Refuse fewer layers than stages.
 
     Raises:
-        ConfigError: naming the option and its value.
+        ConfigError: naming the option, or where the layers are from, and both numbers.
     """
-    if arguments.layers < stages:
-        raise ConfigError(f"--layers {arguments.layers}: should be at least the number of stages, {stages}")
+    if layers < stages:
+        raise ConfigError(f"{where} {layers}: should be at least the number of stages, {stages}")
 
 
 def num_processes(command: str) -> int:
@@ -81,4 +86,4 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 def write_json(path: Path | None, figures: Any) -> None:
     """Write ``figures`` to ``path``, if one is given."""
     if path is not None:
-        path.write_text(json.dumps(figures, indent=2) + "\n")
+        path.write_text(json.dumps(figures, indent=2, default=str) + "\n")

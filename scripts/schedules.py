@@ -72,7 +72,7 @@ def check(arguments: argparse.Namespace) -> None:
         ConfigError: naming the option, its value and what is allowed.
     """
     stages = num_processes("8 scripts/schedules.py")
-    check_layers(arguments, stages)
+    check_layers(arguments.layers, stages)
     check_at_least_1(arguments, "micro_batches", "batches", "back_to_back", "hidden_size", "sequence_length")
     if not arguments.memory >= 1:
         raise ConfigError(f"--memory {arguments.memory:g}: should be at least 1")

@@ -4,7 +4,7 @@
     python scripts/simulate.py                                     # the paper's settings, beside its figures
     python scripts/simulate.py --case pruning --stages 8 --micro-batches 16
     python scripts/simulate.py --case moe --interval 10 --link-gbps 50
-    python scripts/simulate.py --report run.jsonl --stages 4       # load signals that scripts/train.py recorded
+    python scripts/simulate.py --recorded run.jsonl --stages 4     # what scripts/train.py --record wrote
     python scripts/simulate.py --repack                            # fewer stages as a model is pruned
 
 Speedups are over the dense model, and over the best static partition of the same dynamic model: uniform, by parameters,
@@ -21,9 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser, check_at_least_1, print_table, write_json
+from command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
 from ds_dynmo.errors import ConfigError, PartitionError
-from simulation.loads import CASES, Case, Recorded
+from simulation.loads import CASES, RECORDED_HELP, chosen_cases
 from simulation.paper import AVERAGE_GPUS, PAPER
 from simulation.repacking import repack_rows, sustained_stages
 from simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
@@ -129,9 +129,7 @@ def print_repacking(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    cases: list[Case] = [CASES[name] for name in arguments.case or CASES]
-    if arguments.report:
-        cases = [Recorded.read(arguments.report)]
+    cases = chosen_cases(arguments.case, arguments.recorded)
     arms = [arm for arm in ARMS if arm in (*STATICS, "dense", *arguments.balancers)]
     rows = []
     for case in cases:
@@ -148,7 +146,7 @@ def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all; may be repeated")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="a report of scripts/train.py in place of cases")
+    parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
     parser.add_argument("--layers", type=int, help="default: the paper's for the case")
     parser.add_argument("--stages", type=int, help="default: the paper's, 24 or 16")
     parser.add_argument("--replicas", type=int, help="default: the paper's, 30 or 8")
@@ -167,8 +165,7 @@ def main(given: list[str]) -> None:
         rows = print_repacking(arguments) if arguments.repack else print_cases(arguments)
     except (ConfigError, PartitionError) as error:
         parser.error(str(error))
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    write_json(arguments.json, {"arguments": settings, "rows": rows})
+    write_json(arguments.json, {"arguments": settings_of(arguments), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from ds_dynmo.models import (
 )
 from startup import init_distributed
 from training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
+from training.recording import Recording
 from training.report import (
     History,
     Progress,
@@ -111,6 +112,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
     history = History()
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
+    recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
     caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
     if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
         progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
@@ -133,6 +135,7 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
         history.decisions_seen(engine)
         if engine.global_rank == 0:
             record(step_record(run, engine, history))
+            recording.batch()
         for case in cases:
             case.after_batch(step + 1)
         progress.step(step + 1, history)
@@ -244,7 +247,7 @@ def main(arguments: list[str]) -> int:
         numbers = summary(run, engine, history)
         record(numbers)
         closing = [
-            *closing_table(run, engine, history),
+            *(closing_table(run, engine, history) if run.record is None else [f"recorded in {run.record}"]),
             *repack_lines(engine),
             *case_lines(history),
             closing_line(history, numbers),

@@ -5,6 +5,9 @@ iterations. Otherwise a run of 10,000 iterations is cut down to its phases. In e
 change and decides; if the phase lasts, it decides once more an interval later. Then the settled pipelines are timed in
 turns. A phase counts as its iterations times that, plus the measured costs of as many rebalances as it has intervals.
 
+Recorded loads are those of :mod:`simulation.loads.recorded`. Where they change in every iteration, turns are spread
+over the recording.
+
 Static engines have the partitions that are made from the loads of the first phase or iteration. Of those that are alike
 one is run. All others start at the best of them, the dense model at the uniform one.
 """
@@ -15,6 +18,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,12 +28,13 @@ from benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from benchmarks.rows import Costs, Measured, Passes, Slice, rows_by_schedule
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.partitioners import PipelineModel, balanced
-from simulation.loads import Case, Phase
+from simulation.loads import Case, Phase, Recorded
 from simulation.runs import DYNAMIC, Setting
 from simulation.statics import Statics
 
 PHASES = 4  # of a run whose loads last, in each of which there are all rounds
 CHANGING_ROUNDS = 3  # for each of them, where loads change in every iteration
+LAYERS, RECORDED_BATCHES = 32, 5  # of made-up loads; of a turn, where recorded loads change in every iteration
 LASTING_MS, CHANGING_MS = 5.0, 12.0  # a forward pass of a mean layer; longer where every iteration has a decision
 PROBES = 6  # pairs of a profiled and a plain batch
 
@@ -61,10 +66,16 @@ class Benchmark:
         self.lasting = case.interval > 1
         self.batches = data()
         self.began = time.perf_counter()
-        self.dense = Phase.of([1.0] * arguments.layers)
+        self.layers = layers_of(case, arguments)
+        self.dense = case.dense(self.layers)
         self.rounds = arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
-        count = PHASES if self.lasting else 1 + self.rounds * arguments.batches
-        self.phases = case.phases(arguments.layers, count, seed=arguments.seed)
+        self.turns: list[list[Phase]] = []
+        if self.lasting:
+            self.phases = case.phases(self.layers, PHASES, seed=arguments.seed)
+        else:
+            size = arguments.batches or (RECORDED_BATCHES if isinstance(case, Recorded) else 1)
+            self.turns = case.turns(self.layers, self.rounds, size, seed=arguments.seed)
+            self.phases = list(chain(*self.turns))
         mean_ms = arguments.forward_ms or (LASTING_MS if self.lasting else CHANGING_MS)
         self.mean_share = statistics.fmean(phase.mean_share() for phase in self.phases)
         self.forward_seconds = mean_ms / 1e3 / self.mean_share  # of a dense layer
@@ -85,7 +96,7 @@ class Benchmark:
         block: dict[str, Any] = {"initial_partition": list(self.statics.start(name))}
         if schedule is not None:
             block["schedule"] = {"kind": schedule}
-        sizes = {"layers": self.arguments.layers, "micro_batches": self.arguments.micro_batches}
+        sizes = {"layers": self.layers, "micro_batches": self.arguments.micro_batches}
         return Arm(name, make_engine(name, **sizes, interval=self.case.interval, block=block), schedule)
 
     def measure(self) -> None:
@@ -109,15 +120,15 @@ class Benchmark:
     # -- loads that change in every iteration ----------------------------------------------------------
 
     def measure_changing(self, profiling: float) -> None:
-        size = self.arguments.batches
-        for arm in self.arms:  # the first iteration, before which nothing is known, is not counted
-            set_loads(arm.engine, self.phase_of(arm, self.phases[0]), self.forward_seconds)
-            self.timed_batch(arm), arm.new_costs()
-        for number in range(self.rounds):
+        last = None
+        for number, phases in enumerate(self.turns):
             for arm in turns(self.arms, number):
-                for place in range(1 + number * size, 1 + (number + 1) * size):
-                    before, phase = self.phases[place - 1 : place + 1]
+                if phases[0] is not last:  # the iteration before is not counted: nothing was known before it
+                    set_loads(arm.engine, self.phase_of(arm, phases[0]), self.forward_seconds)
+                    self.timed_batch(arm), arm.new_costs()
+                for before, phase in zip(phases, phases[1:]):
                     arm.rounds[number].append(self.one_iteration(arm, phase, before, profiling))
+            last = phases[-1]
             self.say(f"round {number + 1} of {self.rounds}")
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
@@ -138,7 +149,7 @@ class Benchmark:
             begun = [(arm, *self.change(arm, phase, profiling)) for arm in self.arms]
             for turn in range(self.arguments.rounds):
                 for arm, unsettled, unsettled_seconds, costs in turns(begun, turn):
-                    batch = statistics.fmean(self.timed_batch(arm) for _ in range(self.arguments.batches))
+                    batch = statistics.fmean(self.timed_batch(arm) for _ in range(self.arguments.batches or 1))
                     seconds = unsettled_seconds + (phase.iterations - unsettled) * batch + sum(costs)
                     passes = self.passes(self.phase_of(arm, phase))
                     done = Slice(phase.iterations, seconds, passes, tuple(arm.engine.partition), costs)
@@ -194,6 +205,11 @@ class Benchmark:
 
     def say(self, what: str) -> None:
         say(f"{self.case.name}: {what}, {time.perf_counter() - self.began:.0f} s")
+
+
+def layers_of(case: Case, arguments: argparse.Namespace) -> int:
+    """Give the number of emulated layers: the requested one, or the recording's."""
+    return int(arguments.layers or (case.layers if isinstance(case, Recorded) else LAYERS))
 
 
 def known_after(case: Case) -> int:

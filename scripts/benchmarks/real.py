@@ -9,6 +9,8 @@ engines start at the best of them, the dense model at the uniform one.
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,48 +22,74 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.plan import Profile
 from simulation.loads import Case
 from simulation.statics import Statics
+from train import ends_part
 
 REFERENCE = "partition_time"  # its engine profiles the layers
-PROBES = 16  # pairs of a profiled and a plain batch: single batches differ by a tenth, a profile adds a hundredth
+DEFAULTS = (REFERENCE, "makespan")  # balancers, where none is asked for
+PROBES = 6  # pairs of a profiled and a plain batch
+SAID = 10  # progress lines
 
 
-def real_rows(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
+def real_rows(
+    case: Case, arguments: argparse.Namespace, keep: Callable[[list[dict[str, object]]], None]
+) -> list[dict[str, object]]:
     """Measure the case, and return its rows on rank 0; other ranks return an empty list.
+
+    Args:
+        keep: is given the rows so far after each round, on rank 0.
 
     Raises:
         ConfigError: no layer was profiled.
     """
+    began = time.perf_counter()
     known = statics_of(case.name, arguments.steps)
-    asked = [*arguments.balancer, REFERENCE] if arguments.balancer else None
+    asked = [*(arguments.balancer or DEFAULTS), REFERENCE]
     arms = [arm for arm in chosen(asked, known) if arm != "oracle"]
     trained = {arm: train(case.name, arm, known, arguments.steps) for arm in arms}
-    say(f"{case.name}: engines are built")
+    say(f"{case.name}: {len(arms)} engines are built, {time.perf_counter() - began:.0f} s")
     dense, reference = trained["dense"], trained[REFERENCE]
     dense.batch(0)
     dense.batch(0)
     profiling = profiling_seconds(dense.arm, lambda: dense.batch(0), PROBES)
     size = arguments.steps // arguments.rounds
     profiles: list[Profile | None] = []
+    table: list[dict[str, object]] = []
     for number in range(arguments.rounds):
         for step in range(number * size, (number + 1) * size):
             for one in turns(list(trained.values()), step):
                 one.timed_batch(step)
+            if ends_part(step, size * arguments.rounds, SAID):
+                passed = time.perf_counter() - began
+                say(f"{case.name}: step {step + 1} of {size * arguments.rounds}, {passed:.0f} s")
         for one in trained.values():
             costs, partition = costs_of(one.arm, size, profiling), tuple(one.arm.engine.partition)
             one.arm.rounds.append([Slice(size, sum(one.seconds[-size:]), ((), ()), partition, costs)])
         profiles.append(reference.arm.engine.profile)
-        say(f"{case.name}: round {number + 1} of {arguments.rounds}")
-    first = next((profile for profile in profiles if profile is not None), None)
-    if first is None:
+        table = rows_so_far(case.name, trained, profiles, known)
+        if table:
+            keep(table)
+    if profiles[-1] is None:
         raise ConfigError(f"--steps {arguments.steps}: too few, no layer was profiled in them")
-    if torch.distributed.get_rank():
+    return table
+
+
+def rows_so_far(
+    case: str, trained: dict[str, Trained], profiles: list[Profile | None], known: Statics
+) -> list[dict[str, object]]:
+    """Make the rows of the rounds so far on rank 0; none on other ranks, or before a profile.
+
+    Args:
+        profiles: of the dynamic model, at the end of each round.
+    """
+    first = next((profile for profile in profiles if profile is not None), None)
+    if first is None or torch.distributed.get_rank():
         return []
     measured = {}
     for arm, one in trained.items():
-        seen = [dense.arm.engine.profile] * arguments.rounds if one is dense else [each or first for each in profiles]
+        seen = [one.arm.engine.profile] * len(profiles) if arm == "dense" else [each or first for each in profiles]
         rounds = [[replace(done[0], passes=passes_of(profile))] for done, profile in zip(one.arm.rounds, seen)]
-        measured[arm] = Measured(rounds, reference.arm.engine.micro_batches)
-    return rows(case.name, measured, reference.tokens, known)
+        measured[arm] = Measured(rounds, one.arm.engine.micro_batches)
+    return rows(case, measured, trained[REFERENCE].tokens, known)
 
 
 def train(case: str, arm: str, known: Statics, steps: int) -> Trained:

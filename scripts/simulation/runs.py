@@ -149,9 +149,9 @@ def steps_of(case: Case, setting: Setting, count: int, seed: int) -> list[Step]:
     return [Step.of(phases, setting.forward_seconds) for phases in zip(*replicas)]
 
 
-def dense_steps(setting: Setting) -> list[Step]:
+def dense_steps(case: Case, setting: Setting) -> list[Step]:
     """Make one iteration of the model that never changes; its replicas are alike."""
-    return [Step.of([Phase.of([1.0] * setting.layers)], setting.forward_seconds)]
+    return [Step.of([case.dense(setting.layers)], setting.forward_seconds)]
 
 
 def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
@@ -323,5 +323,5 @@ def compare(case: Case, setting: Setting, arms: Sequence[str], *, count: int, se
         if arm != "dense"
     }
     if "dense" in arms:
-        outcomes["dense"] = replay(dense_steps(setting), STATIC, setting)
+        outcomes["dense"] = replay(dense_steps(case, setting), STATIC, setting)
     return outcomes

@@ -19,6 +19,14 @@ RESUME_FILE = "dynmo_train.json"
 LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
 RUN = "run"  # name under which RunFacts is shared
 STEPS = 150
+RECORDING = {  # in the "dynmo" block: every batch is profiled, and no decision moves a layer
+    "enabled": True,
+    "interval": 1,
+    "start_step": 0,
+    "stop_step": None,
+    "min_improvement": 0.99,
+    "profile": {"batches": 1, "warmup_batches": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,17 @@ class Run:
     """A run whose every setting has been checked.
 
     Attributes:
+        name: of the configuration.
         steps: batches of the whole run, of which schedules are fractions.
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
         resumed: the content of :data:`RESUME_FILE` of the resumed run; None for a new run.
         join: HOST:PORT of the run that these processes join; None: they are their own run.
+        record: where to record what layers cost; None: nowhere.
+        interval: between decisions, as configured: a recording has one after every batch.
     """
 
+    name: str
     settings: dict[str, Any]
     model: ModelConfig
     text: ByteText
@@ -46,6 +58,8 @@ class Run:
     resume: Path | None
     resumed: dict[str, Any] | None
     join: str | None
+    record: Path | None
+    interval: int
 
     @property
     def first_step(self) -> int:
@@ -79,6 +93,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
     parser.add_argument("--stages", type=int, help="pipeline stages (default: the number of processes)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write JSON lines of the run, for scripts/plot.py")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="record what each layer costs in each batch")
     parser.add_argument(
         "--trace", nargs=3, metavar=("FILE", "FIRST", "LAST"), help="write the timeline of these steps, for Perfetto"
     )
@@ -145,11 +160,18 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         settings["dynmo"]["report"] = str(report)
     elif report is None and dynmo is not None and dynmo.report is not None:
         report = Path(dynmo.report)
-    if report is not None:
-        with refusing("--report", report):
-            report.parent.mkdir(parents=True, exist_ok=True)
-            report.open("a").close()
+    if args.record is not None:
+        assert dynmo is not None
+        if dynmo.repack.enabled:
+            raise ConfigError(f"--record {args.record}: needs dynmo.repack.enabled = false: stages must stay")
+        settings["dynmo"] |= RECORDING
+    for option, path in (("--report", report), ("--record", args.record)):
+        if path is not None:
+            with refusing(option, path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a").close()
     return Run(
+        name=Path(args.deepspeed_config).stem,
         settings=settings,
         model=model,
         text=text,
@@ -163,6 +185,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         resume=args.resume,
         resumed=resumed,
         join=args.join,
+        record=args.record,
+        interval=0 if dynmo is None else dynmo.interval,
     )
 
 
@@ -180,6 +204,7 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
         (model.pruning, "model.pruning", "stock DeepSpeed cannot sum over its stages"),
         (args.join, f"--join {args.join}", "stock DeepSpeed has no run that can be joined"),
         (args.trace, f"--trace {args.trace and args.trace[0]}", "stock DeepSpeed records none"),
+        (args.record, f"--record {args.record}", "stock DeepSpeed profiles no layer"),
     ):
         if asked:
             raise ConfigError(f'{name}: needs a "dynmo" block, {why}')

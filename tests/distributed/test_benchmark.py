@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from benchmark import parse
 from benchmarks.arms import engines_end_here
 from benchmarks.emulated import emulated_rows
-from simulation.loads import CASES
+from simulation.loads import CASES, Recorded
 from simulation.runs import ARMS, DYNAMIC
 from tests.distributed.harness import run
+from tests.recordings import write_recording
 
 NUMBERS = (
     "tokens_per_second",
@@ -84,3 +86,20 @@ def test_each_schedule_has_an_engine_of_its_own() -> None:
     first, second = ran["makespan", "1f1b"], ran["makespan", "zero_bubble"]
     assert first["speedup_over_first_schedule"] == 1 < len(rows)
     assert first["tokens_per_second"] != second["tokens_per_second"]
+
+
+def replayed(path: Path, *flags: str) -> list[dict[str, Any]]:
+    """Replay a recording with small sizes."""
+    arguments = parse(["--micro-batches", "2", "--forward-ms", "1", "--rounds", "1", "--balancer", "oracle", *flags])
+    with engines_end_here():
+        return emulated_rows(Recorded.read(path), arguments)
+
+
+@pytest.mark.parametrize("interval", [25, 1])
+def test_recorded_loads_are_replayed(interval: int, tmp_path: Path) -> None:
+    shares = [[1, 1, 1, 1]] * 10 + [[0.1, 0.1, 2, 2]] * 10
+    path = write_recording(tmp_path / "a.jsonl", shares, changed=[10], interval=interval)
+    rows = {row["balancer"]: row for row in run(2, replayed, path, "--batches", "2")[0]}
+    assert rows["oracle"]["partitions"][-1] == [0, 3, 4] and rows["static_uniform"]["partitions"] == [[0, 2, 4]]
+    assert rows["oracle"]["imbalance"] < rows["static_uniform"]["imbalance"] and rows["dense"]["imbalance"] == 0
+    assert {row["case"] for row in rows.values()} == {"a case"}

@@ -14,6 +14,7 @@ from deepspeed.pipe import PipelineModule
 import ds_dynmo
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import language_model_loss, model_layers
+from simulation.loads import Recorded
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import state, whole
@@ -84,6 +85,25 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> N
     first, said = run(2, reported, [*arguments, "--report", str(tmp_path / "report.jsonl")])[0]
     records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
     assert [record["train_loss"] for record in records if record["kind"] == "step"] == first and said == ""
+
+
+def test_a_recording_has_the_loads_of_every_batch_and_changes_no_number(tmp_path: Path) -> None:
+    """Its run keeps layers where they are; the other one's move."""
+    arguments = flags(tmp_path, "freezing and pruning", STEPS)
+    path = tmp_path / "loads.jsonl"
+    recorded = run(2, run_script, [*arguments, "--record", str(path)])
+    plain = run(2, run_script, arguments)
+    assert recorded[0]["losses"] == plain[0]["losses"] and whole(recorded) == whole(plain)
+    header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(2, STEPS + 1))  # the first batch warms up
+    assert {"processor", "cores", "threads", "torch", "model", "micro_batches", "steps"} < header.keys()
+    case = Recorded.read(path)
+    assert (case.name, case.interval, case.layers, case.stages) == ("config", 2, header["partition"][-1], 2)
+    assert any("freezing: first 2 layers" in line.get("changed", "") for line in lines)
+    frozen = next(one for one in case.iterations if not any(one.trainable[:2]))
+    assert frozen.backward[:2] == (0, 0) and min(frozen.backward[2:]) > 0
+    assert any(case.iterations[-1].backward[:2])  # they train again
+    assert "load_signals" in lines[0] and sum("static_bytes" in line for line in lines) < len(lines)
 
 
 def failure_to_save(arguments: list[str]) -> str:

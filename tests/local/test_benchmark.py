@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import emulate
-from benchmark import check, parse
+from benchmark import checked_cases, parse
 from benchmarks.arms import chosen
 from benchmarks.emulated import until_settled
 from benchmarks.emulation import EmulatedBlock
@@ -17,6 +19,7 @@ from ds_dynmo.partitioners import PipelineModel
 from simulation.loads import CASES
 from simulation.runs import ARMS
 from simulation.statics import Statics
+from tests.recordings import write_recording
 
 
 @pytest.mark.parametrize("command", emulate.COMMANDS)
@@ -29,17 +32,34 @@ def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
     ("flags", "message"),
     [
         (["--layers", "7"], "--layers 7: should be at least the number of stages, 8"),
+        (["--layers", "0"], "--layers 0: should be at least 1"),
         (["--rounds", "0"], "--rounds 0: should be at least 1"),
         (["--micro-batches", "0"], "--micro-batches 0: should be at least 1"),
         (["--steps", "1"], "--steps 1: should be at least the rounds, 2"),
+        (["--compute", "real"], "8 processes on 2 cores measure nothing; start at most one for each core"),
+        (["--recorded", "RECORDING", "--compute", "real"], "--recorded: is replayed by emulated layers"),
+        (["--recorded", "RECORDING"], "a.jsonl: layers 6: should be at least the number of stages, 8"),
+        (["--recorded", "RECORDING", "--layers", "9"], "--layers 9: .*a.jsonl is a recording of 6 layers"),
     ],
 )
 def test_sizes_that_do_not_make_a_pipeline_are_refused(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr("benchmark.num_cores", lambda: 2)
+    recording = str(write_recording(tmp_path / "a.jsonl", [[1] * 6] * 9))
+    flags = [recording if flag == "RECORDING" else flag for flag in flags]
     with pytest.raises(ConfigError, match=message):
-        check(parse(flags))
+        checked_cases(parse(flags))
+
+
+def test_real_models_run_on_a_core_for_each_stage_or_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr("benchmark.num_cores", lambda: 8)
+    real = ["--compute", "real", "--case", "moe"]
+    assert checked_cases(parse(real)) == [CASES["moe"]]
+    monkeypatch.setattr("benchmark.num_cores", lambda: 2)
+    assert checked_cases(parse([*real, "--few-cores"])) == [CASES["moe"]]
 
 
 def test_engines_are_the_requested_ones_and_their_baselines() -> None:
@@ -52,7 +72,7 @@ def test_engines_are_the_requested_ones_and_their_baselines() -> None:
 def test_the_launcher_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="start with DeepSpeed's launcher"):
-        check(parse([]))
+        checked_cases(parse([]))
 
 
 def test_an_emulated_block_takes_the_seconds_of_its_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
-from training.options import RESUME_FILE, Run, prepare
+from training.options import RECORDING, RESUME_FILE, Run, prepare
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
@@ -56,6 +56,12 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--unknown"], "--unknown"),
+        (
+            {"dynmo": {"repack": {"enabled": True}}},
+            ["--record", "r.jsonl"],
+            "--record r.jsonl: needs dynmo.repack.enab",
+        ),
+        ({}, ["--record", "/dev/null/r.jsonl"], "--record /dev/null/r.jsonl: cannot be written"),
         ({}, ["--trace", "t.json", "5", "4"], r"--trace.steps = \[5, 4\]: should be \[first, last\]"),
         ({}, ["--trace", "t.json", "1", "all"], r'--trace.steps = \[1, "all"\]: should be \[first, last\]'),
     ],
@@ -66,6 +72,18 @@ def test_wrong_configs_and_flags_are_refused(
     path = write(tmp_path, **changes)
     with pytest.raises((ConfigError, PartitionError), match=message):
         prepare(["--deepspeed_config", str(path), *flags])
+
+
+def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> None:
+    path = write(tmp_path, dynmo={"interval": 7, "balancer": "partition", "profile": {"batches": 3}})
+    run = prepare(["--deepspeed_config", str(path), "--record", str(tmp_path / "new" / "r.jsonl")])
+    assert run.settings["dynmo"] == {**RECORDING, "balancer": "partition"} and run.interval == 7
+    assert (run.name, run.record) == ("config", tmp_path / "new" / "r.jsonl")
+    settings = json.loads(path.read_text())
+    del settings["dynmo"]
+    path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
+    with pytest.raises(ConfigError, match=r'^--record r\.jsonl: needs a "dynmo" block'):
+        prepare(["--deepspeed_config", str(path), "--record", "r.jsonl"])
 
 
 def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:

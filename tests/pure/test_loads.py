@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ds_dynmo.errors import ConfigError
-from simulation.loads import CASES, Phase, mean_over, recorded_phases
+from simulation.loads import CASES, Phase, Recorded, chosen_cases, mean_over
 from simulation.loads.cases import (
     EarlyExit,
     Fluctuating,
@@ -21,7 +21,9 @@ from simulation.loads.cases import (
     SparseAttention,
     retained,
 )
+from simulation.loads.recorded import FIRST
 from simulation.runs import STATIC, Setting, compare, steps_of
+from tests.recordings import write_recording
 
 
 def test_pruning_follows_the_schedule_of_zhu_and_gupta() -> None:
@@ -123,19 +125,88 @@ def test_at_90_percent_a_static_pipeline_idles_almost_five_times_as_much() -> No
     assert np.mean(bubbles) == pytest.approx(0.68, abs=0.05)
 
 
-def write(path: Path, *records: dict[str, object]) -> Path:
-    path.write_text("\n".join(map(json.dumps, records)))
-    return path
+def test_a_recording_ends_a_phase_where_the_model_changed(tmp_path: Path) -> None:
+    frozen = write_recording(tmp_path / "a.jsonl", [[2, 4]] * 8 + [[0, 4]] * 9, changed=[8], trainable={8: [0, 50]})
+    case = Recorded.read(frozen)
+    assert (case.name, case.interval, case.announces, case.layers, case.stages) == ("a case", 25, True, 2, 2)
+    first, second = case.phases(2, 1)
+    assert (first.iterations, second.iterations) == (8, 9)
+    # A share of 1 is the mean layer; a backward pass of a dense layer counts as two forward passes.
+    assert first.forward == first.backward == pytest.approx((2 / 3, 4 / 3)) and first.mean_share() == pytest.approx(1)
+    assert second.forward == second.backward == pytest.approx((0, 4 / 3))
+    assert (first.trainable, second.trainable) == ((1, 1), (0, 1))
+    assert [phase.iterations for phase in case.phases(2, 3)] == [6, 2, 6, 3]  # none is longer than a third
+    assert case.dense(2) == replace(first, iterations=FIRST)
 
 
-def test_a_report_gives_its_load_signals_as_phases(tmp_path: Path) -> None:
-    def decision(step: int, *signals: float | None) -> dict[str, object]:
-        return {"kind": "rebalance", "step": step, "load_signals": signals}
+def test_a_phase_of_a_recording_has_the_medians_of_its_layers(tmp_path: Path) -> None:
+    stalls = [[1, 1], [1, 9], [1, 1], [9, 1], [1, 1], [1, 1]]
+    (phase,) = Recorded.read(write_recording(tmp_path / "a.jsonl", stalls)).phases(2, 1)
+    assert phase.forward[0] == phase.forward[1]
 
-    start, end = {"kind": "start"}, {"kind": "end", "step": 30}
-    report = write(tmp_path / "a", start, decision(10, None, 1, 1, None), decision(25, None, 0, 0.5, None), end)
-    assert recorded_phases(report) == [Phase.of([1, 1], 15), Phase.of([0, 0.5], 5)]
-    with pytest.raises(ConfigError, match="no decision with load signals"):
-        recorded_phases(write(tmp_path / "b", start, decision(10, None, None)))
-    with pytest.raises(ConfigError, match="different numbers of layers"):
-        recorded_phases(write(tmp_path / "c", decision(10, 1), decision(20, 1, 1)))
+
+def test_at_interval_1_every_recorded_iteration_counts_as_it_was(tmp_path: Path) -> None:
+    shares = [[1, 1]] * FIRST + [[1, number] for number in range(20)]
+    case = Recorded.read(write_recording(tmp_path / "a.jsonl", shares, interval=1))
+    assert [phase.forward for phase in case.phases(2, 4)] == [(1, 1), (1, 17), (1, 18), (1, 19)]
+    turns = case.turns(2, 3, 4)  # of five iterations each, from the first to the last that was recorded
+    assert [[phase.forward[1] for phase in turn] for turn in turns] == [
+        [1, 0, 1, 2, 3],
+        [7, 8, 9, 10, 11],
+        [15, 16, 17, 18, 19],
+    ]
+    with pytest.raises(ConfigError, match="holds 25 iterations, too few for 21 in a row"):
+        case.turns(2, 1, 21)
+
+
+def test_turns_of_made_up_loads_continue_each_other() -> None:
+    first, second = CASES["moe"].turns(4, 2, 3)
+    assert [*first, *second[1:]] == CASES["moe"].phases(4, 7) and second[0] is first[-1]
+
+
+EVEN = [[1, 1]] * 9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: lines[1:], "is not a recording: its first line is not the header"),
+        (lambda lines: [], "is not a recording: it is empty"),
+        (lambda lines: ["a log"], "line 1, is not a JSON object"),
+        (lambda lines: [*lines[:4], lines[4][:30]], "line 5, the last one, is torn: remove it"),
+        (lambda lines: [lines[0], "[]", *lines[2:]], "line 2: is not a later step"),
+        (lambda lines: [*lines, *lines], "line 11: is not a later step of the same recording"),
+        (lambda lines: [lines[0], *lines[2:]], "line 2: has no list trainable_parameters, and none came before it"),
+        (
+            lambda lines: [lines[0], lines[1].replace('"forward_us":[', '"forward_us":[7,'), *lines[2:]],
+            "line 2: forward_us has 3 layers, the recording has 2",
+        ),
+        (lambda lines: [lines[0], lines[1].replace(":[1", ":[-1"), *lines[2:]], "forward_us = .*-1.*none of them neg"),
+        (lambda lines: [lines[0].replace("layers", "depth"), *lines[1:]], "its header lacks layers"),
+        (lambda lines: lines[:6], "holds 5 iterations, should be more than 5"),
+    ],
+)
+def test_what_is_no_whole_recording_is_refused(
+    change: Callable[[list[str]], list[str]], message: str, tmp_path: Path
+) -> None:
+    path = write_recording(tmp_path / "a.jsonl", EVEN)
+    path.write_text("\n".join(change(path.read_text().splitlines())))
+    with pytest.raises(ConfigError, match=rf"a\.jsonl.*{message}"):
+        Recorded.read(path)
+
+
+def test_recordings_are_chosen_by_case(tmp_path: Path) -> None:
+    for case in ("moe", "mod"):
+        write_recording(tmp_path / f"{case}.jsonl", EVEN, case=case)
+    assert [case.name for case in chosen_cases(None, [tmp_path])] == ["mod", "moe"]
+    assert [case.name for case in chosen_cases(["moe"], [tmp_path, tmp_path / "mod.jsonl"])] == ["moe"]
+    assert [case.name for case in chosen_cases(["moe"], None)] == ["moe"]
+    with pytest.raises(ConfigError, match="--case freezing: there are recordings of mod, moe"):
+        chosen_cases(["freezing"], [tmp_path])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty: the folder holds no"):
+        chosen_cases(None, [tmp_path / "empty"])
+    with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read"):
+        chosen_cases(None, [tmp_path / "none.jsonl"])
+    with pytest.raises(ConfigError, match=r"--layers 3: .*moe.jsonl is a recording of 2 layers"):
+        chosen_cases(["moe"], [tmp_path])[0].phases(3, 1)

@@ -27,6 +27,7 @@ from simulation.runs import (
     worth_it,
 )
 from simulation.statics import label
+from tests.recordings import write_recording
 
 HALF_FROZEN = Phase.of((0, 0, 0, 0, 1, 1, 1, 1), 1000, trainable=(0, 0, 0, 0, 1, 1, 1, 1))
 
@@ -43,7 +44,7 @@ def steps(*phases: Phase) -> list[Step]:
 
 
 def test_seconds_and_imbalance_of_an_iteration() -> None:
-    full, schedule, work, imbalance = iteration(dense_steps(setting())[0], [0, 4, 8], setting())
+    full, schedule, work, imbalance = iteration(dense_steps(CASES["moe"], setting())[0], [0, 4, 8], setting())
     assert (full, schedule, work, imbalance) == (8 * 12, (8 + 1) * 12, 8 * 12, 0)
     full, _, work, imbalance = iteration(steps(HALF_FROZEN)[0], [0, 4, 8], setting())
     assert (full, work, imbalance) == (8 * 12, 8 * 6, 2.0)
@@ -99,7 +100,7 @@ def test_a_shorter_iteration_pays_even_if_the_bottleneck_stays() -> None:
 
 
 def test_zero_bubble_is_between_the_busiest_stage_and_1f1b() -> None:
-    dense, four = dense_steps(setting())[0], setting(stages=4)
+    dense, four = dense_steps(CASES["moe"], setting())[0], setting(stages=4)
     full, schedule, _, _, zero_bubble = timed_iteration(dense, (0, 2, 4, 6, 8), four)
     assert full < zero_bubble < schedule
     assert zero_bubble >= full + 3 * 2  # the last stage waits for its first input
@@ -209,21 +210,23 @@ def test_the_table_shows_every_balancer_beside_the_paper(capsys: pytest.CaptureF
 
 
 def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    report, path = tmp_path / "run.jsonl", tmp_path / "rows.json"
-    signals = [[None, 1, 1, 1, 1, None], [None, 0, 0, 1, 1, None]]
-    decisions = [{"kind": "rebalance", "step": 100 * step, "load_signals": one} for step, one in enumerate(signals)]
-    report.write_text("\n".join(map(json.dumps, [*decisions, {"kind": "end", "step": 1100}])))
-    simulate.main(["--report", str(report), "--json", str(path), "--balancers", "oracle"])
+    recording, path = tmp_path / "run.jsonl", tmp_path / "rows.json"
+    write_recording(recording, [[1] * 4] * 10 + [[0, 0, 1, 1]] * 100, changed=[10])
+    flags = ["--balancers", "oracle", "--phases", "1"]
+    simulate.main(["--recorded", str(recording), "--json", str(path), *flags])
     rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
-    assert "recorded: 4 layers, 2 stages x 1 replicas" in capsys.readouterr().out
-    case = Recorded.read(report)
+    assert "a case: 4 layers, 2 stages x 1 replicas" in capsys.readouterr().out
+    case = Recorded.read(recording)
     outcomes = compare(case, Setting.of(case), [*STATICS, "oracle"], count=1, seeds=1)
     static, oracle = outcomes[STATIC], outcomes["oracle"]
     assert static.last_seconds == pytest.approx(2 * oracle.last_seconds)
-    assert static.full_seconds == pytest.approx(oracle.full_seconds * 1100 / (100 + 1000 / 2))
+    assert static.full_seconds == pytest.approx(oracle.full_seconds * 110 / (10 + 100 / 2))
     at_end = static.last_zero_bubble_seconds / oracle.last_zero_bubble_seconds
     assert rows["oracle"]["speedup_over_static_at_end"] == pytest.approx(at_end)
     assert 1 < at_end < 2  # what fills the pipeline takes as long as before
+    with pytest.raises(SystemExit, match=r"^2$"):
+        simulate.main(["--recorded", str(recording), "--layers", "9"])
+    assert f"--layers 9: {recording} is a recording of 4 layers" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:

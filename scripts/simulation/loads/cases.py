@@ -41,6 +41,15 @@ class Case:
         """Give about ``count`` phases: consecutive iterations, or a whole run of 10,000 that changes that often."""
         raise NotImplementedError
 
+    def turns(self, num_layers: int, count: int, size: int, *, seed: int = 0) -> list[list[Phase]]:
+        """Give ``count`` turns of a benchmark, where loads change in each iteration: the one before, and ``size``."""
+        phases = self.phases(num_layers, 1 + count * size, seed=seed)
+        return [phases[turn * size : (turn + 1) * size + 1] for turn in range(count)]
+
+    def dense(self, num_layers: int) -> Phase:
+        """Give the loads of the model that does all its work."""
+        return Phase.of([1.0] * num_layers)
+
 
 @dataclass(frozen=True)
 class Fluctuating(Case):

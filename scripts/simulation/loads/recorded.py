@@ -1,52 +1,203 @@
-"""The load signals of a run, from its report."""
+"""Recordings of real training: what ``scripts/train.py --record`` writes, read as a case.
+
+A recording is a file of JSON lines. The first is its header; each other line is an iteration, with lists that have an
+entry per layer. A list that is the same as in the line before is left out.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
 from ds_dynmo.errors import ConfigError
-from simulation.loads.cases import Case
+from simulation.loads.cases import CASES, Case
 from simulation.loads.phases import Phase
+
+RECORDED_HELP = "what train.py --record wrote, in place of the load models; may be repeated"
+KIND = "recording"
+FORWARD, BACKWARD, TRAINABLE = "forward_us", "backward_us", "trainable_parameters"
+NUMBERS = (FORWARD, BACKWARD, TRAINABLE, "parameters", "static_bytes")  # per layer; load signals may be null too
+HEADER = ("case", "interval", "layers", "stages")  # of its keys, those that are read
+FIRST = 5  # iterations, whose median is the model before it changes, where loads change in every iteration
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One recorded iteration, per layer.
+
+    Attributes:
+        forward, backward: microseconds per micro-batch.
+        trainable: parameters that train.
+        changed: it is the first one after the model said that its work had changed.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    trainable: tuple[float, ...]
+    changed: bool
 
 
 @dataclass(frozen=True)
 class Recorded(Case):
-    """The load signals of a run, as a case."""
+    """A recorded run as a case, with the interval that it was trained with.
 
-    recorded: tuple[Phase, ...] = ()
+    A share of 1 is the mean layer of the first phase. At interval 1 every iteration is a phase, as it was recorded; the
+    first one is the median of the first :data:`FIRST`. At others a phase is the median of consecutive iterations, each
+    layer by itself, between which the model announced no change.
+    """
+
+    path: Path = Path()
+    iterations: tuple[Iteration, ...] = ()
 
     @classmethod
-    def read(cls, report: Path) -> Recorded:
-        """Read a report of scripts/train.py; a ConfigError says what it lacks, as in :func:`recorded_phases`."""
-        found = tuple(recorded_phases(report))
-        return cls("recorded", announces=True, layers=len(found[0].forward), stages=2, replicas=1, recorded=found)
+    def read(cls, path: Path) -> Recorded:
+        """Read a recording.
+
+        Raises:
+            ConfigError: a file that cannot be read, is no recording, was cut off, or has iterations of other layers.
+        """
+        header, *records = _objects(path)
+        if header.get("kind") != KIND:
+            raise ConfigError(f"{path}: is not a recording: its first line is not the header of train.py --record")
+        if lacks := [key for key in HEADER if key not in header]:
+            raise ConfigError(f"{path}: its header lacks {', '.join(lacks)}")
+        layers, iterations, known = header["layers"], [], dict[str, Any]()
+        for number, record in enumerate(records, start=2):
+            if not record.get("step", 0) > known.get("step", 0):
+                raise ConfigError(f"{path}, line {number}: is not a later step of the same recording")
+            known |= record
+            _check(f"{path}, line {number}", known, layers)
+            forward, backward, trainable = (tuple(known[key]) for key in (FORWARD, BACKWARD, TRAINABLE))
+            iterations.append(Iteration(forward, backward, trainable, changed="changed" in record))
+        if len(iterations) <= FIRST:
+            raise ConfigError(f"{path}: holds {len(iterations)} iterations, should be more than {FIRST}")
+        return cls(
+            name=header["case"],
+            interval=header["interval"] or len(iterations),
+            announces=any(one.changed for one in iterations),
+            layers=layers,
+            stages=header["stages"],
+            replicas=1,
+            path=path,
+            iterations=tuple(iterations),
+        )
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        return list(self.recorded)
+        """Give the last ``count`` iterations after the first, or phases of at most a ``count``-th of the recording."""
+        self._check_layers(num_layers)
+        if self.interval == 1:
+            return [self._each[0], *self._each[1:][-max(1, count - 1) :]]
+        longest = math.ceil(len(self.iterations) / count)
+        begins = [number for number, one in enumerate(self.iterations) if one.changed or number == 0]
+        ends = [*begins[1:], len(self.iterations)]
+        return [
+            self._phase(self.iterations[place : min(place + longest, end)])
+            for begin, end in zip(begins, ends)
+            for place in range(begin, end, longest)
+        ]
+
+    def turns(self, num_layers: int, count: int, size: int, *, seed: int = 0) -> list[list[Phase]]:
+        """Spread the turns evenly over the recording."""
+        self._check_layers(num_layers)
+        last = len(self._each) - size - 1
+        if last < 0:
+            raise ConfigError(f"{self.path}: holds {len(self.iterations)} iterations, too few for {size} in a row")
+        begins = [round(number * last / max(1, count - 1)) for number in range(count)]
+        return [self._each[begin : begin + size + 1] for begin in begins]
+
+    def dense(self, num_layers: int) -> Phase:
+        """Give the model as it began: the median of the first iterations."""
+        self._check_layers(num_layers)
+        return self._each[0]
+
+    @cached_property
+    def _each(self) -> list[Phase]:
+        """The first iterations as one phase, and each later one."""
+        return [self._phase(self.iterations[:FIRST]), *(self._phase([one]) for one in self.iterations[FIRST:])]
+
+    @cached_property
+    def _units(self) -> tuple[float, float]:
+        """Microseconds of a share of 1, and the parameters of the largest layer."""
+        first = self.iterations[:FIRST]
+        shares = fmean(fmean(one.forward) + fmean(one.backward) for one in first) / 3
+        return shares, max(max(one.trainable) for one in self.iterations)
+
+    def _phase(self, iterations: Sequence[Iteration]) -> Phase:
+        unit, largest = self._units
+        forward, backward = (
+            tuple(map(median, zip(*lists))) for lists in zip(*((one.forward, one.backward) for one in iterations))
+        )
+        return Phase(
+            len(iterations),
+            tuple(one / unit for one in forward),
+            tuple(one / (2 * unit) for one in backward),
+            tuple(one / largest for one in iterations[-1].trainable),
+        )
+
+    def _check_layers(self, num_layers: int) -> None:
+        if num_layers != self.layers:
+            raise ConfigError(f"--layers {num_layers}: {self.path} is a recording of {self.layers} layers")
 
 
-def recorded_phases(report: Path) -> list[Phase]:
-    """Read the load signals in a report of scripts/train.py: one phase from each decision to the next.
+def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -> list[Case]:
+    """Give the cases called ``names``, all if there are none: recorded ones, or else those of the paper's formulas.
 
-    Layers that report no signal (embedding, head) are left out.
+    Args:
+        recorded: files, and folders that hold ``*.jsonl``.
 
     Raises:
-        ConfigError: the file holds no decision with load signals, or not of the same layers throughout.
+        ConfigError: a folder without a recording, a name that none has; else as :meth:`Recorded.read`.
     """
-    records = [json.loads(line) for line in report.read_text().splitlines()]
-    decisions = [
-        (record["step"], [signal for signal in record["load_signals"] if signal is not None])
-        for record in records
-        if record["kind"] == "rebalance"
-    ]
-    steps = [step for step, signals in decisions if signals]
-    loads = [signals for _, signals in decisions if signals]
-    if not loads:
-        raise ConfigError(f"--report {report}: holds no decision with load signals; a train.py run with --report does")
-    if len(set(map(len, loads))) != 1:
-        raise ConfigError(f"--report {report}: its decisions are about different numbers of layers")
-    ends = [record["step"] for record in records if record["kind"] != "start" and "step" in record]
-    stops = [*steps[1:], max(steps[-1] + 1, *ends)]
-    return [Phase.of(shares, max(1, stop - step)) for shares, step, stop in zip(loads, steps, stops)]
+    if recorded is None:
+        return [CASES[name] for name in names or CASES]
+    found = recordings(recorded)
+    if missing := set(names or ()) - {case.name for case in found}:
+        have = ", ".join(case.name for case in found)
+        raise ConfigError(f"--case {missing.pop()}: there are recordings of {have}")
+    return [case for case in found if not names or case.name in names]
+
+
+def recordings(paths: Iterable[Path]) -> list[Recorded]:
+    """Read recordings: files, and those in folders."""
+    found = []
+    for path in paths:
+        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not files:
+            raise ConfigError(f"--recorded {path}: the folder holds no *.jsonl")
+        found += [Recorded.read(file) for file in files]
+    return found
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(dict(json.loads(line)))
+        except (TypeError, ValueError) as error:
+            torn = number == len(lines) > 1
+            why = "the last one, is torn: remove it" if torn else "is not a JSON object: this is not a recording"
+            raise ConfigError(f"{path}: line {number}, {why}") from error
+    if not found:
+        raise ConfigError(f"{path}: is not a recording: it is empty")
+    return found
+
+
+def _check(where: str, known: dict[str, Any], layers: int) -> None:
+    for key in NUMBERS:
+        values = known.get(key)
+        if not isinstance(values, list):
+            raise ConfigError(f"{where}: has no list {key}, and none came before it")
+        if len(values) != layers:
+            raise ConfigError(f"{where}: {key} has {len(values)} layers, the recording has {layers}")
+        if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
+            raise ConfigError(f"{where}: {key} = {values}: should be finite numbers, none of them negative")

@@ -1,0 +1,89 @@
+"""Record what each layer costs in each batch: scripts/train.py --record. :mod:`simulation.loads.recorded` reads it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import hardware
+from ds_dynmo.engine.balancing.trigger import Reason
+from ds_dynmo.engine.reporting.files import WarnsOnce, append_line
+from simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
+from training.options import Run
+
+
+class Recording:
+    """Writes a line for each batch that was profiled, on rank 0.
+
+    Args:
+        path: None: nothing is recorded here.
+    """
+
+    def __init__(self, run: Run, engine: Any, path: Path | None) -> None:
+        self._engine, self._path = engine, path
+        self._known: dict[str, Any] = {}
+        self._reports_seen = 0
+        if path is None:
+            return
+        with suppress(OSError):  # the header will warn
+            path.write_text("")
+        self._write = WarnsOnce(
+            str(path),
+            lambda record: append_line(path, json.dumps(record, separators=(",", ":"))),
+            lambda message: print(f"train.py: {message}", file=sys.stderr, flush=True),
+            OSError,
+        )
+        self._write(
+            {
+                "kind": KIND,
+                "case": run.name,
+                "interval": run.interval,
+                "layers": engine.partition[-1],
+                "stages": engine.num_stages,
+                "partition": engine.partition,
+                "micro_batches": engine.micro_batches,
+                "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+                "steps": run.steps,
+                **hardware(),
+                "model": run.model.model_dump(mode="json"),
+            }
+        )
+
+    def batch(self) -> None:
+        """Record the last batch, unless its layers were not profiled."""
+        profile = self._engine.profile
+        if self._path is None or profile is None or profile.step != self._engine.global_steps:
+            return
+        layers = profile.layers
+        now = {
+            FORWARD: rounded([1e6 * layer.forward_seconds for layer in layers]),
+            BACKWARD: rounded([1e6 * layer.backward_seconds for layer in layers]),
+            "load_signals": rounded([layer.load_signal for layer in layers]),
+            "parameters": [layer.parameters for layer in layers],
+            TRAINABLE: [layer.trainable_parameters for layer in layers],
+            "static_bytes": [layer.static_bytes for layer in layers],
+        }
+        changed = {key: values for key, values in now.items() if values != self._known.get(key)}
+        self._known = now
+        self._write({"step": profile.step, **self._change(), **changed})
+
+    def _change(self) -> dict[str, str]:
+        """Say what the model announced before this batch."""
+        reports = self._engine.reports[self._reports_seen :]
+        self._reports_seen += len(reports)
+        reasons = [report.reason for report in reports if report.reason != Reason.INTERVAL.value]
+        return {"changed": reasons[-1]} if reasons else {}
+
+
+def rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Round to three digits.
+
+    >>> rounded([1234.5, 0.12345, 87.0, None])
+    [1230, 0.123, 87, None]
+    """
+    found = [None if value is None else float(f"{value:.3g}") for value in values]
+    return [int(one) if one is not None and one.is_integer() else one for one in found]
