@@ -179,4 +179,7 @@ def _unsupported(engine: Any, model: Any) -> str | None:
         replicas.use_replicas(model.modules(), engine.mpu.get_data_parallel_group())
     except ConfigError as error:
         return str(error)
-    return validation.unsupported_layers(model, flat=engine.zero_optimization() or engine.bfloat16_enabled())
+    zero = engine.zero_optimization()
+    return validation.unsupported_layers(
+        model, flat=zero or engine.bfloat16_enabled(), sums_whole=zero and not engine.zero_reduce_scatter()
+    )

@@ -113,21 +113,22 @@ def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModu
         )
 
 
-def unsupported_layers(model: PipelineModule, *, flat: bool) -> str | None:
+def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: bool) -> str | None:
     """Say why the layers of this stage cannot be moved; None: they can be.
 
     Args:
         flat: gradients are kept in flat buffers (bf16, ZeRO-1).
+        sums_whole: DeepSpeed sums all gradients over all replicas, without ``zero_optimization.reduce_scatter``.
     """
     if has_deepspeeds_experts(model):
         return (
             "layers with experts of deepspeed.moe cannot be moved: they keep process groups, and every data-parallel "
             "rank holds other experts, whose gradients are not those of its replicas"
         )
-    if flat and has_own(model):
+    if sums_whole and has_own(model):
         return (
-            "layers of which every data-parallel replica holds others (moe.expert_parallel) with bf16 or ZeRO: fp32 "
-            "weights and optimizer state would be sharded over replicas that do not have the same; train in fp32"
+            "zero_optimization.reduce_scatter = false with layers of which every data-parallel replica holds others "
+            "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"
         )
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
     if sparse and flat:

@@ -86,10 +86,11 @@ class FlatFiles:
             loaded.groups[key] = slot.group
             rows: Pieces = {}
             for fragment in fragments(slot, self._shard_numel(saved, source, slot)):
-                for name, tensor in self._tensors(saved, source, fragment.shard, slot).items():
+                replica = self._state.replica if slot.group in self._state.shards.own_groups else fragment.shard
+                for name, tensor in self._tensors(saved, source, replica, slot).items():
                     if tensor.numel() < fragment.stop:
                         raise CheckpointError(
-                            f"{saved.path(_rank_file(saved, source, fragment.shard))}: {name} of parameter group "
+                            f"{saved.path(_rank_file(saved, source, replica))}: {name} of parameter group "
                             f"{slot.group} has {tensor.numel()} elements, expected {fragment.stop} at least: layer "
                             f"{slot.layer}'s {slot.name} under the partition {saved.manifest.placement}"
                         )

@@ -21,6 +21,7 @@ from ds_dynmo.engine.checkpoint.layout import Key
 from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed_adapter.module import is_split
+from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.state import OptimizerState
 from ds_dynmo.errors import CheckpointError
 
@@ -258,9 +259,13 @@ _OWN = "replica_own"
 
 
 def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
-    """Add weights and optimizer state of this replica's own parameters to the ``extras`` of a layer."""
+    """Add weights and optimizer state of this replica's own parameters to the ``extras`` of a layer.
+
+    State in flat shards is not added: DeepSpeed's file of the rank has it.
+    """
     own = {name: parameter for name, parameter in module.named_parameters() if is_own(parameter)}
-    content = {name: {"weight": p.detach(), "state": state.state_of(p)} for name, p in own.items()}
+    state_of = (lambda _: {}) if isinstance(state, FlatState) else state.state_of
+    content = {name: {"weight": p.detach(), "state": state_of(p)} for name, p in own.items()}
     return {**extras, _OWN: compact(content)} if own else extras
 
 

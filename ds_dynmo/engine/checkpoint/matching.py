@@ -117,7 +117,7 @@ def stock_manifest(
 
 
 def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) -> None:
-    """Refuse another number of replicas if replicas differ, there or here (``differ``).
+    """Refuse another number of replicas if replicas differ, there or here (``differ``), and other replicas.
 
     Raises:
         CheckpointError: naming both.
@@ -126,6 +126,12 @@ def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) 
         raise CheckpointError(
             f"{path}: written with {manifest.replicas} data-parallel replicas, expected {replicas}: each holds "
             "parameters of its own (such as its share of experts), which cannot be distributed over others"
+        )
+    if manifest.replicas_differ != differ:
+        holds = {True: "has parameters of its own (moe.expert_parallel)", False: "has the same parameters"}
+        raise CheckpointError(
+            f"{path}: written by a model of which every data-parallel replica {holds[manifest.replicas_differ]}, "
+            f"expected one of which every replica {holds[differ]}"
         )
 
 

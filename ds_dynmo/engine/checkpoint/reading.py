@@ -32,6 +32,7 @@ from ds_dynmo.engine.checkpoint.layout import (
     stage_file,
 )
 from ds_dynmo.engine.checkpoint.matching import check_model, saved_as, stock_manifest, stock_state_of_use
+from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.placement import Placement
@@ -201,7 +202,7 @@ def _read(
     optimizer = None
     if options.optimizer and not options.module_only:
         optimizer = optimizer_files(context.stage).read(saved, wanted, source)
-        for index, layer in layers.items():
+        for index, layer in layers.items() if isinstance(optimizer, LoadedState) else ():
             own_optimizer_state(context.stage.layers.first_use(index), layer, optimizer)
     random = None
     if not manifest.stock and same_stages and same_replicas and not options.module_only:

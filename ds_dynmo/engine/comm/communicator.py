@@ -86,6 +86,7 @@ class Communicator:
         self._control = within(2 * self._timeout_seconds, lambda: dist.new_group(backend="gloo", timeout=timeout))
         self.p2p = PointToPoint(self._grid, self._control, self._device, self._timeout_seconds)
         self._tied_groups.clear()
+        self._rank_alone: Any = None
         self._neighbour_links: NeighbourLinks | None = None
         self._store = BoundedStore(_default_store(), self._timeout_seconds)
         self._entered = 0
@@ -371,6 +372,12 @@ class Communicator:
         if key not in self._tied_groups:
             self._tied_groups[key] = within(2 * self._timeout_seconds, lambda: dist.new_group(ranks=list(key)))
         return self._tied_groups[key]
+
+    def rank_alone(self) -> Any:
+        """Return the process group of this rank alone, made once in a world. Not collective."""
+        if self._rank_alone is None:
+            self._rank_alone = dist.new_group(ranks=[dist.get_rank()], use_local_synchronization=True)
+        return self._rank_alone
 
     def neighbour_links(self) -> NeighbourLinks:
         """Return what posts messages between neighbouring stages in order, made once in a world."""

@@ -69,12 +69,13 @@ class Bf16Wrapper(FlatWrapper):
         wrapper.group_paddings.clear()
         for i, (group, flat, master) in enumerate(zip(groups, flats, self.masters)):
             shard, count = master.numel(), flat.numel() // master.numel()
-            index = wrapper.mpu.get_data_parallel_rank()
+            index = self._position_in(i)
             sizes = [parameter.numel() for parameter in group]
             gradients = torch.zeros_like(flat, dtype=wrapper.grad_acc_dtype)
             wrapper.bf16_partitioned_groups.append([flat.narrow(0, j * shard, shard) for j in range(count)])
             wrapper.fp32_groups_gradients_flat.append(gradients)
-            wrapper.non_expert_gradients.append(gradients)
+            if i not in self.own_groups:
+                wrapper.non_expert_gradients.append(gradients)
             wrapper.fp32_groups_gradients.append(wrapper._split_flat_tensor(gradients, sizes))
             wrapper.fp32_groups_gradient_dict[i] = wrapper.fp32_groups_gradients[i]
             wrapper.fp32_groups_actual_gradients_flat.append(gradients.narrow(0, 0, sum(sizes)))
@@ -84,6 +85,19 @@ class Bf16Wrapper(FlatWrapper):
         if wrapper.immediate_grad_update:
             wrapper.create_grad_acc_hooks()
         self._link()
+
+    def use_grid(self, grid: Any, rank_alone: Callable[[], Any]) -> None:
+        super().use_grid(grid, rank_alone)
+        wrapper = self._wrapper
+        stock = type(wrapper).get_grads_for_reduction
+
+        def get_grads_for_reduction() -> Any:
+            """List the gradients to average, once per batch. Divide a replica's own, which are sums over replicas."""
+            for number in self.own_groups:
+                wrapper.fp32_groups_gradients_flat[number].div_(grid.data_parallel_size)
+            return stock(wrapper)
+
+        wrapper.get_grads_for_reduction = get_grads_for_reduction
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         wrapper = self._wrapper

@@ -17,8 +17,11 @@ import torch
 from torch import nn
 
 Groups = list[list[nn.Parameter]]
+REPLICA_OWN = "replica_own"  # an option of the parameter groups whose parameters are each replica's own
 
 _BOUND = (
+    "allreduce",
+    "group_name",
     "_hp_mapping",
     "_hp_grad",
     "_dp_group",
@@ -63,6 +66,11 @@ class FlatWrapper(ABC):
         """The torch optimizer, whose groups hold one flat master tensor each."""
         inner: torch.optim.Optimizer = self._wrapper.optimizer
         return inner
+
+    @property
+    def own_groups(self) -> frozenset[int]:
+        """The groups whose parameters are each replica's own: not one shard of them but all are here."""
+        return frozenset(number for number, group in enumerate(self.inner.param_groups) if group.get(REPLICA_OWN))
 
     @property
     @abstractmethod
@@ -126,16 +134,26 @@ class FlatWrapper(ABC):
         """Stop reacting to gradients: another wrapper has taken over the parameters."""
         self._remove_hooks()
 
-    def use_grid(self, grid: Any) -> None:
-        """Reduce over the process groups of a new world."""
-        wrapper, group = self._wrapper, grid.get_data_parallel_group()
-        wrapper.dp_process_group = group
-        wrapper.real_dp_process_group[:] = [group] * len(wrapper.real_dp_process_group)
-        wrapper.partition_count = [grid.data_parallel_size] * len(wrapper.partition_count)
-        for members in self.groups:
+    def use_grid(self, grid: Any, rank_alone: Callable[[], Any]) -> None:
+        """Reduce over the process groups of a new world.
+
+        Args:
+            rank_alone: returns that of this rank alone, over which a replica's own parameters are reduced.
+        """
+        wrapper = self._wrapper
+        wrapper.dp_process_group = grid.get_data_parallel_group()
+        for number, members in enumerate(self.groups):
+            group, count = wrapper.dp_process_group, grid.data_parallel_size
+            if number in self.own_groups:
+                group, count = rank_alone(), 1
+            wrapper.real_dp_process_group[number], wrapper.partition_count[number] = group, count
             for parameter in members:
                 if "_dp_group" in vars(parameter):
                     parameter._dp_group = group  # type: ignore[attr-defined]
+
+    def _position_in(self, group: int) -> int:
+        """Return the number of this rank's shard of a group's flat buffer."""
+        return 0 if group in self.own_groups else int(self._wrapper.mpu.get_data_parallel_rank())
 
     def accumulate(self, steps: int) -> None:  # noqa: B027
         """Take note that a batch has so many micro-batches on each replica from now on."""

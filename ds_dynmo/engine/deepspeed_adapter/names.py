@@ -106,14 +106,15 @@ NEEDED: tuple[Name, ...] = (
         _link_all_hp_params="",
         _split_flat_tensor="flat_tensor num_elem_list",
         create_grad_acc_hooks="",
+        get_grads_for_reduction="",
         get_grads_for_norm="for_clipping",
         state_dict="",
     ),
     *_of(
         f"{_ZERO}:DeepSpeedZeroOptimizer",
         "_grad_acc_hooks _hp_optimizer_states_linked _param_slice_mappings all_grad_tensors averaged_gradients "
-        "bit16_groups bit16_groups_flat contiguous_gradients device dp_process_group first_offset "
-        "gradient_accumulation_steps groups_padding is_param_in_current_partition model_parallel_group "
+        "bit16_groups bit16_groups_flat contiguous_gradients device dp_process_group expert_dp_process_group "
+        "first_offset gradient_accumulation_steps groups_padding is_param_in_current_partition model_parallel_group "
         "model_parallel_rank model_parallel_world_size mpu optimizer parallel_partitioned_bit16_groups param_dict "
         "param_id params_already_reduced params_in_partition params_not_in_partition partition_count partition_size "
         "real_dp_process_group round_robin_bit16_groups round_robin_bit16_indices round_robin_bit16_meta "

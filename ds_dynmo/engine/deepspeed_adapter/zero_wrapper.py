@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, Groups
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import REPLICA_OWN, FlatWrapper, Groups
 
 
 class ZeroWrapper(FlatWrapper):
@@ -57,8 +57,10 @@ class ZeroWrapper(FlatWrapper):
         self._wrapper.bit16_groups_flat.clear()
         self._wrapper.parallel_partitioned_bit16_groups.clear()
 
-    def use_grid(self, grid: Any) -> None:
-        super().use_grid(grid)
+    def use_grid(self, grid: Any, rank_alone: Callable[[], Any]) -> None:
+        super().use_grid(grid, rank_alone)
+        if self.own_groups:
+            self._wrapper.expert_dp_process_group = {REPLICA_OWN: rank_alone()}
         self._wrapper.model_parallel_group = grid.get_model_parallel_group()
         self._wrapper.model_parallel_world_size = grid.get_model_parallel_world_size()
         self._wrapper.model_parallel_rank = bwc_tensor_model_parallel_rank(grid)
@@ -85,7 +87,7 @@ class ZeroWrapper(FlatWrapper):
             own.clear()
         for i, (group, flat, master) in enumerate(zip(groups, flats, self.masters)):
             shard = master.numel()
-            index = wrapper.mpu.get_data_parallel_rank()
+            index = self._position_in(i)
             used = sum(parameter.numel() for parameter in group)
             wrapper.parallel_partitioned_bit16_groups.append(wrapper.get_data_parallel_partitions(flat, i))
             wrapper.groups_padding.append(min(max((index + 1) * shard - used, 0), shard))
@@ -97,6 +99,8 @@ class ZeroWrapper(FlatWrapper):
             for position, parameter in enumerate(group):
                 parameter.grad_accum = None  # type: ignore[attr-defined]
                 parameter.param_idx_in_group = position  # type: ignore[attr-defined]
+                if i in self.own_groups:  # what DeepSpeed divides as the others and sums over a group of its own
+                    parameter.allreduce, parameter.group_name = False, REPLICA_OWN  # type: ignore[attr-defined]
         self._number_parameters()
         wrapper.initialize_gradient_partitioning_data_structures()
         wrapper.reset_partition_gradient_structures()

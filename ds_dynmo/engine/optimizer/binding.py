@@ -20,7 +20,7 @@ from ds_dynmo.engine.events import Event
 from ds_dynmo.engine.optimizer import trained_parameters
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.flat_state import FlatState
-from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order
+from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order, separate_own
 from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
 
 
@@ -94,7 +94,10 @@ class OptimizerBinding:
             strangers = trained_parameters.strangers(optimizer, self._layers)
             trained_parameters.refuse_strangers(self._comm.gather_objects(strangers))
         scheduler = self._engine.client_lr_scheduler
-        complete_groups(optimizer, None if callable(scheduler) else scheduler, self._comm.gather_objects)
+        scheduler = None if callable(scheduler) else scheduler
+        if self.is_flat:
+            separate_own(optimizer, scheduler)
+        complete_groups(optimizer, scheduler, self._comm.gather_objects)
         if self._built is not None and not is_another:
             validation.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
             self._built = None

@@ -75,7 +75,7 @@ def gradient_magnitudes(
     """Sum the magnitudes of the gradients that this rank counts, per layer: fp64 ``[num_layers]`` on the CPU.
 
     Args:
-        layers: of this stage, by number; those alone of which this rank counts gradients.
+        layers: of this stage, by number.
         location: this rank's among those that hold its layers.
         gradient_of: the gradient of a parameter or this rank's part of it, or None.
     """
@@ -133,13 +133,18 @@ class ModelNorm:
         grid = self._engine.grid
         return RankCoordinates(grid.get_slice_parallel_rank(), grid.slice_parallel_size)
 
+    @property
+    def replica_coordinates(self) -> RankCoordinates:
+        """This rank among all those that hold its layers, where replicas may have parameters of their own."""
+        grid = self._engine.grid
+        return replace(self.coordinates, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
+
     def of(self, gradient_of: GradientOf) -> float:
         """Take the norm of gradients that lie beside their parameters, averaged over the replicas. Collective."""
         modules, count, location = self._layers.counted_modules(), self._layers.num_layers, self.coordinates
         sum_over_all = self._comm.sum_over_model
         if self._replicas_differ:
-            grid = self._engine.grid
-            location = replace(location, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
+            location = self.replica_coordinates
             sum_over_all = self._comm.sum_over_world
         return gradient_norm(
             modules, count, location, sum_over_all, self._engine.device, self.counted_once(gradient_of)

@@ -4,12 +4,15 @@ DeepSpeed's BF16_Optimizer and DeepSpeedZeroOptimizer keep, per parameter group,
 parameters in fp32, padded and cut into one equal shard per data-parallel rank. Parameters that are frozen lie in
 a *parked* buffer of their group, cut the same way: the optimizer does not see it, and what it holds comes back
 when they are unfrozen.
+
+Parameters that are each replica's own (:mod:`ds_dynmo.engine.comm.replicas`) are in parameter groups of their own,
+whose buffers are not cut: every replica has others, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 MASTER = "master"  # the kind of state that the fp32 weights are
@@ -41,11 +44,20 @@ class Member:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One flat buffer of one stage: ``offsets`` of its parameters, and ``shard`` elements per data-parallel rank."""
+    """One flat buffer of one stage: ``offsets`` of its parameters, and ``shard`` elements per data-parallel rank.
+
+    Attributes:
+        own: every data-parallel rank has another such buffer, whole, rather than a shard of one.
+    """
 
     offsets: Mapping[ParamKey, int]
     numel: Mapping[ParamKey, int]
     shard: int
+    own: bool = False
+
+    def position_of(self, replica: int) -> int:
+        """Return the number of the shard that a data-parallel rank holds."""
+        return 0 if self.own else replica
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ def stage_buffers(
     shards: int,
     *,
     after: bool,
+    own_groups: Container[int] = (),
 ) -> dict[BufferKey, Buffer]:
     """Lay out the buffers of a stage that holds the parameters of ``owners``, in this order.
 
@@ -80,6 +93,7 @@ def stage_buffers(
         members: the parameters of each owner, in their present order.
         shards: data-parallel size.
         after: as it is to be (``park``) rather than as it is (``parked``).
+        own_groups: the groups whose parameters are each replica's own.
     """
     buffers = {}
     for group in range(num_groups):
@@ -92,7 +106,9 @@ def stage_buffers(
                         key = (owner, member.position)
                         offsets[key], numel[key] = total, member.numel
                         total += member.numel
-            buffers[group, parked] = Buffer(offsets, numel, shard_size(total, shards, parked=parked))
+            own_group = group in own_groups
+            shard = shard_size(total, 1 if own_group else shards, parked=parked)
+            buffers[group, parked] = Buffer(offsets, numel, shard, own_group)
     return buffers
 
 
@@ -111,8 +127,11 @@ def plan_transfers(
     new: Mapping[int, Mapping[BufferKey, Buffer]],
     source_of: Mapping[tuple[int, ParamOwner], int],
     shards: tuple[int, int],
+    replica: int = 0,
 ) -> Iterator[Transfer]:
     """List everything that has to be copied or sent, in one order on every rank.
+
+    Of what each replica has of its own, only what ``replica`` copies and sends.
 
     Args:
         old, new: per stage, its buffers before and after.
@@ -122,12 +141,16 @@ def plan_transfers(
     for stage in sorted(new):
         for key in sorted(new[stage]):
             for source, old_key, start_old, start_new, numel in _rows(stage, key, old, new, source_of):
-                yield from _cut(
+                buffer = new[stage][key]
+                for transfer in _cut(
                     (source, stage, old_key, key),
                     (start_old, start_new, numel),
-                    (old[source][old_key].shard, new[stage][key].shard),
-                    shards,
-                )
+                    (old[source][old_key].shard, buffer.shard),
+                    (1, 1) if buffer.own else shards,
+                ):
+                    if buffer.own:
+                        transfer = replace(transfer, source=(source, replica), destination=(stage, replica))
+                    yield transfer
 
 
 def _rows(

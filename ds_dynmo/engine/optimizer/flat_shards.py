@@ -39,13 +39,22 @@ class FlatShards:
         self.count = self._count_at_launch = int(grid.data_parallel_size)
         self._parked: dict[int, dict[str, torch.Tensor]] = {}
         for number in range(len(groups)):
-            weights = self.cut(self.parked[number], {}, MASTER, parked=True)  # frozen from the start: no other state
+            weights = self.cut(number, {}, MASTER, parked=True)  # frozen from the start: no other state
             self._parked[number] = {MASTER: weights} if weights.numel() else {}
 
     @property
     def numbers(self) -> range:
         """The numbers of the parameter groups."""
         return range(len(self._parked))
+
+    @property
+    def own_groups(self) -> frozenset[int]:
+        """The groups whose parameters are each replica's own: their buffers are not cut."""
+        return self._wrapper.own_groups
+
+    def count_of(self, group: int) -> int:
+        """Return the number of shards of a group's buffers."""
+        return 1 if group in self.own_groups else self.count
 
     @property
     def members(self) -> list[list[nn.Parameter]]:
@@ -62,7 +71,7 @@ class FlatShards:
         """Per group, the elements of this rank's shard of its live and of its parked buffer."""
         return (
             tuple(self._wrapper.masters[number].numel() for number in self.numbers),
-            tuple(self._size(group, parked=True) for group in self.parked),
+            tuple(self._size(number, group, parked=True) for number, group in enumerate(self.parked)),
         )
 
     @property
@@ -113,8 +122,7 @@ class FlatShards:
     def load(self, number: int, pieces: Mapping[int, Pieces], kinds: set[str], scalars: Mapping[str, Any]) -> None:
         """Hold what ``pieces`` say of a group's parameters, by ``id``; ``scalars`` if there is state of any kind."""
         for parked in (False, True):
-            group = (self.parked if parked else self.members)[number]
-            fresh = {name: self.cut(group, pieces, name, parked=parked) for name in {MASTER, *kinds}}
+            fresh = {name: self.cut(number, pieces, name, parked=parked) for name in {MASTER, *kinds}}
             if parked:
                 self._parked[number] = {name: tensor for name, tensor in fresh.items() if tensor.numel()}
                 continue
@@ -134,18 +142,17 @@ class FlatShards:
     def follow_weights(self) -> None:
         """Set the fp32 weights to what the parameters are."""
         for number, tensors in self._parked.items():
-            for parked, group in ((False, self.members[number]), (True, self.parked[number])):
+            for parked in (False, True):
                 held = tensors.get(MASTER) if parked else self._wrapper.masters[number].data
                 if held is not None:
-                    held.copy_(self.cut(group, {}, MASTER, parked=parked))
+                    held.copy_(self.cut(number, {}, MASTER, parked=parked))
 
-    def cut(
-        self, group: Sequence[nn.Parameter], pieces: Mapping[int, Pieces], name: str, *, parked: bool
-    ) -> torch.Tensor:
+    def cut(self, number: int, pieces: Mapping[int, Pieces], name: str, *, parked: bool) -> torch.Tensor:
         """Cut this rank's shard of one kind of state. Without pieces: the parameters as fp32 weights, else zeros."""
-        size = self._size(group, parked=parked)
+        group = (self.parked if parked else self.members)[number]
+        size = self._size(number, group, parked=parked)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
-        offset = -self._grid.data_parallel_id * size
+        offset = -self._position_in(number) * size
         for parameter in group:
             rows = pieces.get(id(parameter), {}).get(name, [])
             if not rows and name == MASTER:
@@ -157,8 +164,12 @@ class FlatShards:
             offset += parameter.numel()
         return shard
 
-    def _size(self, group: Sequence[nn.Parameter], *, parked: bool) -> int:
-        return shard_size(sum(parameter.numel() for parameter in group), self.count, parked=parked)
+    def _size(self, number: int, group: Sequence[nn.Parameter], *, parked: bool) -> int:
+        return shard_size(sum(parameter.numel() for parameter in group), self.count_of(number), parked=parked)
+
+    def _position_in(self, group: int) -> int:
+        """Return the number of this rank's shard of a group's buffers."""
+        return 0 if group in self.own_groups else int(self._grid.data_parallel_id)
 
     def extras(self) -> dict[str, Any]:
         """Collect what DeepSpeed's checkpoint files have no place for."""
@@ -184,7 +195,7 @@ class FlatShards:
             offset += other.numel()
         found: dict[str, Any] = {} if parked else dict(self.scalars(number))
         for name, tensor in self.held((number, parked)).items():
-            first = offset - self._grid.data_parallel_id * tensor.numel()
+            first = offset - self._position_in(number) * tensor.numel()
             found[name] = (max(-first, 0), tensor[max(first, 0) : max(first + parameter.numel(), 0)])
         return found
 
@@ -202,8 +213,7 @@ class FlatShards:
         if number is None:
             return 0
         width_bytes = sum(tensor.dtype.itemsize for tensor in self.live(number).values())
-        # A re-packing gives up further replicas first, so what a launch has counts.
-        state = parameter.numel() * width_bytes // self._count_at_launch
+        state = parameter.numel() * width_bytes // self._least_count(number)
         if self.membership.is_parked(parameter):
             return state
         return state + parameter.nbytes + parameter.numel() * self._wrapper.gradient_bytes_per_element
@@ -214,13 +224,17 @@ class FlatShards:
         if number is None:
             return held_alone([parameter])
         widths = [tensor.dtype.itemsize for tensor in self.live(number).values()]
-        largest = parameter.numel() * max(widths) // self._count_at_launch
+        largest = parameter.numel() * max(widths) // self._least_count(number)
         parked = self.membership.is_parked(parameter)
         return HeldBytes(
             own=parameter.nbytes if parked else 0,
             flat=0 if parked else parameter.nbytes,
-            shards=parameter.numel() * sum(widths) // self._count_at_launch,
+            shards=parameter.numel() * sum(widths) // self._least_count(number),
             largest_shard=largest,
             gradients=0 if parked else parameter.numel() * self._wrapper.gradient_bytes_per_element,
             staged=max(size for size in (0, parameter.nbytes, largest) if size <= SMALL_BYTES),
         )
+
+    def _least_count(self, group: int) -> int:
+        """Return the number of shards that counts: a re-packing gives up further replicas than the launch's first."""
+        return 1 if group in self.own_groups else self._count_at_launch

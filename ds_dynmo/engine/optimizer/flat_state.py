@@ -67,6 +67,8 @@ class FlatState:
         self._linked = False
         self.inventory = StageInventory(layers, self.shards, grid)
         self._weights_lead = False
+        if self.shards.own_groups:
+            self._take_own_whole()
         self._mark_tied()
 
     # -- what is held ---------------------------------------------------------------------------------
@@ -76,8 +78,13 @@ class FlatState:
         return int(self._grid.get_stage_id())
 
     @property
+    def replica(self) -> int:
+        """This rank's data-parallel index."""
+        return int(self._grid.data_parallel_id)
+
+    @property
     def _shard_owner(self) -> ShardOwner:
-        return self._stage, int(self._grid.data_parallel_id)
+        return self._stage, self.replica
 
     @property
     def _membership(self) -> Membership:
@@ -248,7 +255,7 @@ class FlatState:
         self._wrap(*self._weights.rebuild(self._layers.parameters(), self._frozen()))
 
     def use_grid(self) -> None:
-        self._wrapper.use_grid(self._grid)
+        self._wrapper.use_grid(self._grid, self._comm.rank_alone)
         self.shards.count = self._grid.data_parallel_size
 
     def clear(self) -> None:
@@ -297,6 +304,13 @@ class FlatState:
             rank_of=lambda owner: int(self._grid.stage_to_global(owner[0], data=owner[1])),
             device=self.shards.device,
         )
+
+    def _take_own_whole(self) -> None:
+        """Hold all of this replica's own parameters, of which DeepSpeed's constructor made a shard."""
+        self._wrapper.use_grid(self._grid, self._comm.rank_alone)
+        for number in self.shards.own_groups:
+            self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, parked=False)
+        self.rebuild_buffers()
 
     def _run(self, resharding: Resharding) -> None:
         scalars = resharding.plan.scalars

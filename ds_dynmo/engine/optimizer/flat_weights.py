@@ -30,7 +30,7 @@ class FlatWeights:
     def next_of(self, group: int, shard: int) -> torch.Tensor:
         """Return a group's next buffer, of so many elements per replica. It is allocated once."""
         if group not in self._next:
-            self._next[group] = self._placeholders[group].data.new_empty(shard * self._shards.count)
+            self._next[group] = self._placeholders[group].data.new_empty(shard * self._shards.count_of(group))
         return self._next[group]
 
     def abandon(self) -> None:
@@ -62,7 +62,8 @@ class FlatWeights:
 
     def _flatten(self, number: int, group: Sequence[nn.Parameter]) -> torch.Tensor:
         """Make the parameters of a group views of its next buffer. Some lie there already."""
-        flat = self.next_of(number, shard_size(sum(parameter.numel() for parameter in group), self._shards.count))
+        total = sum(parameter.numel() for parameter in group)
+        flat = self.next_of(number, shard_size(total, self._shards.count_of(number)))
         offset = 0
         for parameter in group:
             view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)

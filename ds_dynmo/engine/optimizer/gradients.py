@@ -41,11 +41,10 @@ def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
         fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
     """
     sharded = isinstance(stage.optimizer.wrapper, ZeroWrapper)
-    replica, norm = stage.engine.grid.get_data_parallel_id(), stage.optimizer.norm
-    reduced = stage.optimizer.gradients()
+    norm, reduced = stage.optimizer.norm, stage.optimizer.gradients()
     return clipping.gradient_magnitudes(
-        stage.layers.counted_modules() if sharded or replica == 0 else {},
+        stage.layers.counted_modules(),
         stage.layers.num_layers,
-        norm.coordinates,
+        norm.coordinates if sharded else norm.replica_coordinates,
         norm.counted_once(lambda parameter: reduced.get(id(parameter))),
     )

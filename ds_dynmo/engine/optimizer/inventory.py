@@ -26,6 +26,7 @@ class Inventory:
         replica: its data-parallel index.
         kinds: per buffer, the dtypes of the fp32 weights and of the optimizer's tensors in it.
         scalars: such as the count of steps.
+        own_groups: the parameter groups whose parameters are each replica's own.
     """
 
     stage: int
@@ -35,6 +36,7 @@ class Inventory:
     members: dict[ParamOwner, list[Member]]
     kinds: dict[BufferKey, dict[str, torch.dtype]]
     scalars: Scalars
+    own_groups: frozenset[int] = frozenset()
 
 
 class StageInventory:
@@ -72,6 +74,7 @@ class StageInventory:
             members=members,
             kinds={key: {name: tensor.dtype for name, tensor in shards.held(key).items()} for key in buffers},
             scalars={number: shards.scalars(number) for number in shards.numbers},
+            own_groups=shards.own_groups,
         )
 
     def exchange(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.engine.comm.replicas import is_own
+from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import REPLICA_OWN
 from ds_dynmo.engine.serialization.pickling import can_be_pickled
 from ds_dynmo.errors import ConfigError
 
@@ -76,6 +78,25 @@ def _refuse_ambiguous(every: list[dict[str, Options]]) -> None:
                 f"parameter groups with equal options {text}: the ranks have {counts} of them, so a parameter that "
                 'moves could not find its own; give each group an option of its own, e.g. {"name": "no_decay", ...}'
             )
+
+
+def separate_own(optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
+    """Put parameters that are each replica's own into groups after the others, with the options of those they were in.
+
+    Args:
+        optimizer: whose ``param_groups`` are changed in place.
+        scheduler: an LR scheduler that was built on it already, whose lists get entries for these groups, or None.
+    """
+    groups = optimizer.param_groups
+    count = len(groups)
+    sources = [number for number, group in enumerate(groups) if any(map(is_own, group["params"]))]
+    for group in [groups[number] for number in sources]:
+        groups.append({**options_of(group), REPLICA_OWN: True, "params": [p for p in group["params"] if is_own(p)]})
+        group["params"] = [p for p in group["params"] if not is_own(p)]
+        group.pop("param_names", None)  # optional labels of torch's, by position
+    for name, value in list(vars(scheduler).items()) if sources and scheduler is not None else []:
+        if _is_per_group(value, count):
+            setattr(scheduler, name, [*value, *(value[number] for number in sources)])
 
 
 def in_order(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -78,7 +78,7 @@ class Resharding:
         """Allocate a new shard; zeros where nothing will come: the padding, and what had no state."""
         plan, (stage, replica) = self.plan, self._owner
         buffer = plan.new[stage][key]
-        used = min(max(sum(buffer.numel.values()) - replica * buffer.shard, 0), buffer.shard)
+        used = min(max(sum(buffer.numel.values()) - buffer.position_of(replica) * buffer.shard, 0), buffer.shard)
         coming = sum(
             transfer.numel
             for transfer in plan.transfers

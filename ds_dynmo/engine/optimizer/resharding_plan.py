@@ -57,6 +57,8 @@ def plan_resharding(
 ) -> ReshardingPlan:
     """Plan what changes by ``plan`` and by freezing, from the inventory of ``every`` rank.
 
+    Of what each replica has of its own, a rank plans what its own replica copies and sends: that alone concerns it.
+
     Args:
         layers: this rank's, which tell the parameters' owners on any stage.
         grid: DeepSpeed's grid.
@@ -64,15 +66,17 @@ def plan_resharding(
     """
     stages = range(grid.pipe_parallel_size)
     shards = shards or (grid.data_parallel_size, grid.data_parallel_size)
+    replica = int(grid.data_parallel_id)
     every = [inventory for inventory in every if inventory.tp_rank == grid.get_slice_parallel_rank()]
+    every.sort(key=lambda inventory: inventory.replica == replica)  # what is this replica's own counts here
     members = {owner: list(found) for inventory in every for owner, found in inventory.members.items()}
     held = {(inventory.stage, key): kinds for inventory in every for key, kinds in inventory.kinds.items()}
     kinds = {name: dtype for of_buffer in held.values() for name, dtype in of_buffer.items()}
     before = {stage: layers.param_owners(plan.old, stage) for stage in stages}
     after = {stage: layers.param_owners(plan.new, stage) for stage in stages}
-    count = every[0].num_groups
-    old = {s: stage_buffers(list(before[s]), members, count, shards[0], after=False) for s in stages}
-    new = {s: stage_buffers(list(after[s]), members, count, shards[1], after=True) for s in stages}
+    count, own = every[0].num_groups, every[0].own_groups
+    old = {s: stage_buffers([*before[s]], members, count, shards[0], after=False, own_groups=own) for s in stages}
+    new = {s: stage_buffers([*after[s]], members, count, shards[1], after=True, own_groups=own) for s in stages}
     source_of = {
         (stage, owner): stage if owner in before[stage] else plan.old.stage_of(layer)
         for stage in stages
@@ -84,7 +88,7 @@ def plan_resharding(
     return ReshardingPlan(
         old=old,
         new=new,
-        transfers=list(plan_transfers(old, new, source_of, shards)),
+        transfers=list(plan_transfers(old, new, source_of, shards, replica)),
         kinds=dict(sorted(kinds.items(), key=lambda item: (item[0] != MASTER, item[0]))),
         group_kinds=group_kinds,
         held=held,
