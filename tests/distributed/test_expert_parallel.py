@@ -280,14 +280,9 @@ def refused(runs: Sequence[CaseRun]) -> list[str]:
     return said
 
 
-def test_unsupported_models_are_refused_on_every_rank() -> None:
+def test_experts_that_cannot_be_shared_out_are_refused_on_every_rank() -> None:
     """Also on the first of three stages, which has no such layer."""
     odd = {"moe": {"experts": 3, "expert_parallel": True, "dense_blocks": 2}}
-    good = {"moe": {"experts": 4, "expert_parallel": True, "dense_blocks": 2}}
-    runs = [CaseRun(odd, stages=3, replicas=2)]
-    runs += [CaseRun(good, stages=3, replicas=2, precision=precision) for precision in ("bf16", "fp32 zero1")]
-    ranks = run(6, refused, runs)
+    ranks = run(6, refused, [CaseRun(odd, stages=3, replicas=2)])
     assert all(said == ranks[0] for said in ranks)
-    uneven, bf16, zero1 = ranks[0]
-    assert "3 experts (model.moe.experts) cannot be shared out evenly over 2 data-parallel replicas" in uneven
-    assert "moe.expert_parallel) with bf16 or ZeRO" in bf16 and bf16 == zero1
+    assert "3 experts (model.moe.experts) cannot be shared out evenly over 2 data-parallel replicas" in ranks[0][0]

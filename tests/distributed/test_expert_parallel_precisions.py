@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import torch.distributed as dist
 
 import ds_dynmo
 from tests.distributed.harness import run, run_each
-from tests.distributed.support import case_runs
-from tests.distributed.support.case_runs import CaseRun, check_moves_change_nothing, experts, moved
+from tests.distributed.support import case_runs, configs
+from tests.distributed.support.case_runs import CaseRun, check_moves_change_nothing, moved
 from tests.distributed.support.elastic import PARK
 from tests.distributed.support.training import state, whole
 from tests.distributed.test_expert_parallel import MODELS, load, save, unsharded
+from tests.distributed.test_move_memory import go
 
 ZERO_BUBBLE = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
 CASES = {
@@ -33,14 +33,14 @@ precisions = pytest.mark.parametrize(
 
 
 def case_in(precision: str, **changes: Any) -> CaseRun:
-    return replace(CaseRun(MODELS[CASES[precision]], replicas=2, precision=precision, clip=0.05), **changes)
+    return replace(CaseRun(MODELS[CASES[precision]], replicas=2, precision=precision, clip=0.05, steps=4), **changes)
 
 
 @precisions
 def test_moves_and_a_restart_under_zero_bubble_change_nothing(precision: str, tmp_path: Path) -> None:
     case = case_in(precision)
     elsewhere = moved(replace(case, dynmo=ZERO_BUBBLE))
-    check_moves_change_nothing(case, *run_each(4, case_runs.train, (case,), (elsewhere, str(tmp_path), 4)))
+    check_moves_change_nothing(case, *run_each(4, case_runs.train, (case,), (elsewhere, str(tmp_path), 3)))
 
 
 def gradients(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -63,3 +63,68 @@ def test_split_experts_train_as_all_experts_on_every_replica(precision: str) -> 
     for key, gradient in found.items():
         largest = np.abs(expected[key]).max()
         np.testing.assert_allclose(gradient, expected[key], rtol=tolerance, atol=tolerance * largest, err_msg=key)
+
+
+def come_and_go(run: CaseRun, changes: bool) -> dict[str, Any]:
+    """Train five batches on two stages; with ``changes``, move while no batch trains, and go on with one and two."""
+    engine, model = case_runs.build(run)
+    data, losses, rank = case_runs.batches(engine, model), {}, dist.get_rank()
+    while engine.global_steps < 5:
+        losses[engine.global_steps] = engine.train_batch(data).item()
+        if changes and engine.global_steps == 1:
+            go(engine, [0, 2, case_runs.num_layers(run)], overlapped=True)
+        if changes and engine.global_steps in (2, 4):
+            engine.repack(1 if engine.global_steps == 2 else 2)
+        if engine.released:
+            assert engine.wait_for_recall()
+    engine.dismiss_parked()
+    return {"losses": losses, "state": state(engine), "replica": rank % 2, "held": held_and_counted(engine)}
+
+
+def held_and_counted(engine: Any) -> tuple[int, int]:
+    """Return the bytes of optimizer state that this rank holds, and those that the profile counts, in its layers."""
+    shards = engine.stage.state.shards
+    held = [shards.held((number, parked)) for number in shards.numbers for parked in (False, True)]
+    counted = [shards.held_bytes(parameter).shards for parameter in engine.module.parameters()]
+    return sum(tensor.nbytes for of_buffer in held for tensor in of_buffer.values()), sum(counted)
+
+
+@pytest.mark.parametrize("precision", ["bf16 zero1", pytest.param("bf16", marks=pytest.mark.fuzz)])
+def test_fewer_stages_and_back_change_nothing(precision: str) -> None:
+    """Before that layers move ahead of the other state, as while a batch trains. The profile counts what is held."""
+    case = CaseRun(MODELS["auxiliary loss"], replicas=2, precision=precision, dynmo=PARK, clip=0.0)
+    stayed, came_back = (run(4, come_and_go, case, changes) for changes in (False, True))
+    assert came_back[0]["losses"] == stayed[0]["losses"] == came_back[2]["losses"] | stayed[0]["losses"]
+    assert whole(came_back) == whole(stayed)
+    padding = 4 * 4 * 4 * 2  # elements of two groups' shards at most, their bytes, and kinds of state
+    for rank in (*stayed, *came_back):
+        held, counted = rank["held"]
+        assert 0 <= held - counted <= padding
+
+
+def change_experts(folder: str) -> tuple[list[str], list[bool]]:
+    """Load a checkpoint of split experts where all are on every replica, and the reverse. Return what was said."""
+    case = CaseRun(MODELS["auxiliary loss"], stages=1, replicas=2, precision="bf16 zero1")
+    save(case, f"{folder}/split")
+    save(unsharded(case), f"{folder}/whole")
+    said, same = zip(load(unsharded(case), f"{folder}/split"), load(case, f"{folder}/whole"))
+    return list(said), list(same)
+
+
+def test_a_checkpoint_of_other_replicas_is_refused(tmp_path: Path) -> None:
+    for said, same in run(2, change_experts, str(tmp_path)):
+        assert all(same)
+        assert "written by a model of which every data-parallel replica has parameters of its own" in said[0]
+        assert "expected one of which every replica has parameters of its own (moe.expert_parallel)" in said[1]
+
+
+def without_reduce_scatter() -> str:
+    configs.PRECISIONS["sums"] = {"zero_optimization": {"stage": 1, "reduce_scatter": False}}
+    with pytest.raises(ds_dynmo.ConfigError) as said:
+        case_runs.build(CaseRun(MODELS["mod"], stages=1, replicas=2, precision="sums"))
+    return str(said.value)
+
+
+def test_zero_without_reduce_scatter_is_refused() -> None:
+    for said in run(2, without_reduce_scatter):
+        assert "zero_optimization.reduce_scatter = false" in said and "allowed is true" in said
