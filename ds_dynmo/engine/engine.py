@@ -20,7 +20,7 @@ from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
 from ds_dynmo.engine.migration.migrator import Migrator
-from ds_dynmo.engine.optimizer import gradients
+from ds_dynmo.engine.optimizer import gradients, kept_elements
 from ds_dynmo.engine.parts import Parts, build_parts
 from ds_dynmo.engine.profiling.profiler import Profiler
 from ds_dynmo.errors import ConfigError
@@ -240,6 +240,28 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         replica alike; it is not collective. ``where``: bool in the parameter's shape.
         """
         self.stage.state.zero_elements(parameter, where)
+
+    @at_work
+    def keep_elements(self, kept: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
+        """Make 1-D parameters of some elements of parameters: :func:`kept_elements.keep_elements`. Collective.
+
+        A new parameter takes the place of ``getattr(module, name)`` in its module, its parameter group and the
+        optimizer's state. Values, gradients, fp32 master weights and moments of the elements that stay are the same;
+        memory for the others is freed.
+
+        Args:
+            kept: of this stage, modules with the name of a parameter and the places of the elements that stay:
+                ascending, in the flattened parameter. Every replica passes the same; a stage may pass none.
+
+        Raises:
+            ConfigError: on every rank, naming the first problem; nothing has changed.
+        """
+        kept_elements.keep_elements(self.stage, kept, is_moving=self.migrator.is_moving)
+
+    @at_work
+    def keep_elements_refusal(self) -> str | None:
+        """Say why :meth:`keep_elements` would refuse the optimizer; None: it would not."""
+        return kept_elements.refusal(self.stage)
 
     @at_work
     def zero_gradients(self, elements: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:

@@ -52,9 +52,14 @@ class Event(Generic[T]):
 
 
 class AroundSchedule:
-    """The context managers that the schedule of a batch runs inside."""
+    """The context managers that the schedule of a batch runs inside.
+
+    Attributes:
+        running: a schedule runs now, training or evaluation.
+    """
 
     def __init__(self) -> None:
+        self.running = False
         self._entered: list[Callable[[bool], AbstractContextManager[None]]] = []
 
     def add(self, enter: Callable[[bool], AbstractContextManager[None]]) -> None:
@@ -64,6 +69,8 @@ class AroundSchedule:
     @contextmanager
     def __call__(self, training: bool) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.callback(setattr, self, "running", False)
+            self.running = True
             for enter in self._entered:
                 stack.enter_context(enter(training))
             yield

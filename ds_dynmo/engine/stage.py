@@ -91,6 +91,7 @@ class StageContext:
         replicas_differ: each data-parallel replica has parameters of its own.
         replicas_would_differ: so it would be with several replicas.
         layers_moved: published once layers are in place after a move, a re-packing or a load.
+        parameters_replaced: published once others took the places of parameters, in layers that stayed.
         around_schedule: the context managers that the schedule of every batch runs inside.
         timeline: where parts mark what they do, for a trace.
         schedule: in which order passes run.
@@ -104,6 +105,7 @@ class StageContext:
     replicas_differ: bool
     replicas_would_differ: bool
     layers_moved: Event[LayersMoved] = field(default_factory=Event)
+    parameters_replaced: Event[None] = field(default_factory=Event)
     around_schedule: AroundSchedule = field(default_factory=AroundSchedule)
     timeline: Timeline = field(default_factory=Timeline)
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)

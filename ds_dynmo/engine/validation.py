@@ -257,6 +257,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, flat: bool) -> None:
     _check_kind(type(optimizer), f"optimizer is {type(optimizer).__name__}", flat)
 
 
+def not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
+    """Say why elements of its parameters cannot be left out, with their state; None: they can be.
+
+    An optimizer has to treat every element alike, whatever the shape of its parameter.
+    """
+    alike = (*_ELEMENTWISE, torch.optim.Adagrad, torch.optim.Rprop, FusedAdam, DeepSpeedCPUAdam)
+    if isinstance(optimizer, alike):
+        return None
+    allowed = ", ".join(sorted(kind.__name__ for kind in alike))
+    return (
+        f"optimizer is {type(optimizer).__name__}, which may treat elements by their rows or matrices: those of its "
+        f"parameters cannot be left out; they can be under {allowed}"
+    )
+
+
 def _check_kind(kind: type, named: str, flat: bool) -> None:
     if issubclass(kind, torch.optim.LBFGS):
         raise ConfigError(f"{named}, which keeps the state of all parameters in the first one's")

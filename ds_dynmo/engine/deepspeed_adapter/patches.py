@@ -45,6 +45,7 @@ class PatchedPipelineEngine(PipelineEngine):
             self.stage.layers.mark_copies()
             self.stage.optimizer.follow()
             self.stage.layers_moved.subscribe("DeepSpeed keeps what belongs to the layers before", self._forget_layers)
+            self.stage.parameters_replaced.subscribe("DeepSpeed keeps graphs with the parameters", self._forget_layers)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's ``compile``; refused where layers can move."""
@@ -146,7 +147,7 @@ class PatchedPipelineEngine(PipelineEngine):
                 return aggregate()
             return share_loss(self, aggregate, self.stage.comm.post)
 
-    def _forget_layers(self, moved: LayersMoved) -> None:
+    def _forget_layers(self, _: LayersMoved | None) -> None:
         """Free what DeepSpeed keeps of the layers before."""
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():

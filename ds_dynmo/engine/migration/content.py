@@ -55,10 +55,7 @@ def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
     Raises:
         TypeError: a hook cannot be pickled: it would be lost.
     """
-    found = {
-        method: [hook for hook in (getattr(parameter, held) or {}).values() if not _is_deepspeeds(hook)]
-        for method, held in _HOOKS.items()
-    }
+    found = user_hooks(parameter)
     for hook in (hook for hooks in found.values() for hook in hooks):
         if not can_be_pickled(hook):
             raise TypeError(
@@ -68,12 +65,20 @@ def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
     return found
 
 
+def user_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
+    """Collect the user's hooks on a parameter, also those that cannot be pickled."""
+    return {
+        method: [hook for hook in (getattr(parameter, held) or {}).values() if not _is_deepspeeds(hook)]
+        for method, held in _HOOKS.items()
+    }
+
+
 def _is_deepspeeds(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
 
 
 def register_hooks(parameter: nn.Parameter, hooks: dict[str, list[Any]]) -> None:
-    """Register on a parameter that arrived what :func:`parameter_hooks` found."""
+    """Register what :func:`parameter_hooks` found on a parameter that takes another's place."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes no hook on a frozen one, but keeps those that were there
     for method, functions in hooks.items():

@@ -116,6 +116,11 @@ class Migrator:
             failure = error
         context.comm.all_ready(failure, 0)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a plan is prepared and not carried out yet."""
+        return self._migration is not None
+
     # -- the phases -----------------------------------------------------------------------------------
 
     def prepare(

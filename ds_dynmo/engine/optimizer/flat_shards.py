@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
+from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.optimizer.compaction import Compaction, KeptElements, Part
 from ds_dynmo.engine.optimizer.flat_layout import MASTER, BufferKey, shard_size
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
@@ -118,6 +119,35 @@ class FlatShards:
                 state[master][name] = shard
                 for scalar, value in scalars[number].items():
                     state[master].setdefault(scalar, value)
+
+    def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[int], int]) -> None:
+        """Hold the state of the elements that stay alone, in shards cut anew. The old parameters are in place still.
+
+        Args:
+            rank_of: a replica's rank.
+        """
+        index_of = {id(entry.old): entry.index for entry in kept}
+        for parked, groups in ((False, self.members), (True, self.parked)):
+            for number, group in enumerate(groups):
+                if any(id(parameter) in index_of for parameter in group):
+                    parts = [(parameter.numel(), index_of.get(id(parameter))) for parameter in group]
+                    self._compact((number, parked), parts, p2p, rank_of)
+
+    def _compact(self, key: BufferKey, parts: Sequence[Part], p2p: PointToPoint, rank_of: Callable[[int], int]) -> None:
+        size, left = (sum(numels) for numels in zip(*((n, n if i is None else len(i)) for n, i in parts)))
+        old_shard, shard = (shard_size(total, self.count, parked=key[1]) for total in (size, left))
+        compaction = Compaction(parts, self.count, old_shard, shard)
+        mine, held = self._grid.data_parallel_id, dict(self.held(key))
+        others = [replica for replica in range(self.count) if replica != mine]
+        for name in sorted(held):
+            row = compaction.select(held.pop(name), mine)
+            fresh = row.new_zeros(shard)
+            sends = [(rank_of(other), row[compaction.sent(mine, other)[0]]) for other in others]
+            receives = [(rank_of(other), fresh[compaction.sent(other, mine)[1]]) for other in others]
+            p2p.exchange(sends, receives)
+            source, destination = compaction.sent(mine, mine)
+            fresh[destination] = row[source]
+            self.replace(name, {key: fresh}, {key[0]: {}})
 
     def load(self, number: int, pieces: Mapping[int, Pieces], kinds: set[str], scalars: Mapping[str, Any]) -> None:
         """Hold what ``pieces`` say of a group's parameters, by ``id``; ``scalars`` if there is state of any kind."""

@@ -14,7 +14,7 @@ kinds are. :mod:`ds_dynmo.partitioners.move_memory` counts this before a byte mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, unbind
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
+from ds_dynmo.engine.optimizer.compaction import KeptElements
 from ds_dynmo.engine.optimizer.flat_layout import MASTER, ShardOwner
 from ds_dynmo.engine.optimizer.flat_shards import FlatShards, Pieces
 from ds_dynmo.engine.optimizer.flat_weights import FlatWeights
@@ -113,6 +114,20 @@ class FlatState:
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         self.shards.zero_elements(parameter, where)
+
+    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
+        assert self._next is None, "layers are on their way"
+        self._wrapper.free_gradients()
+        self._lacks_gradients = True
+        self.shards.keep_elements(kept, self._comm.p2p, lambda replica: self._rank_of((self._stage, replica)))
+        replace()
+        for entry in kept:
+            self._membership.replace(entry.old, entry.new)
+            unbind(entry.old)
+        parked = {id(parameter) for group in self.shards.parked for parameter in group}
+        groups, flats = self._weights.rebuild(self._layers.parameters(), parked)
+        self._wrapper.free_weights()
+        self._wrap(groups, flats)
 
     def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
         """Gather what every stage holds, plan all copies and messages, and allocate the next flat weights."""
@@ -301,7 +316,7 @@ class FlatState:
             plan,
             {key: dict(self.shards.held(key)) for key in plan.old[self._stage]},
             owner=self._shard_owner,
-            rank_of=lambda owner: int(self._grid.stage_to_global(owner[0], data=owner[1])),
+            rank_of=self._rank_of,
             device=self.shards.device,
         )
 
@@ -311,6 +326,9 @@ class FlatState:
         for number in self.shards.own_groups:
             self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, parked=False)
         self.rebuild_buffers()
+
+    def _rank_of(self, owner: ShardOwner) -> int:
+        return int(self._grid.stage_to_global(owner[0], data=owner[1]))
 
     def _run(self, resharding: Resharding) -> None:
         scalars = resharding.plan.scalars

@@ -49,6 +49,14 @@ class Membership:
         """Tell whether it is where its ``requires_grad`` says: with the optimizer if it trains, else parked."""
         return parameter.requires_grad != self.is_parked(parameter)
 
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Let ``new`` be where ``old`` was."""
+        if old in self:
+            self._group[id(new)] = self._group[id(old)]
+            if self.is_parked(old):
+                self._parked.add(id(new))
+            self.leave(old)
+
     def leave(self, parameter: nn.Parameter) -> None:
         """Take it out of its group: it was sent away."""
         self._group.pop(id(parameter), None)

@@ -16,6 +16,7 @@ from torch import nn
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PeerTensor
 from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.migration.tensors import num_bytes
+from ds_dynmo.engine.optimizer.compaction import KeptElements
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
@@ -123,6 +124,14 @@ class OptimizerState(Protocol):
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         """Set elements of a parameter, and all that is held for them, to 0. ``where``: bool, in its shape."""
+        ...
+
+    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
+        """Hold what belongs to the elements that stay, and nothing of the others. Collective over the replicas.
+
+        Args:
+            replace: puts the new parameters into their modules, and names them. It is called once.
+        """
         ...
 
 
@@ -261,8 +270,24 @@ class PerParameterState:
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)
         for name, held in self._state.get(parameter, {}).items():
-            if name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape:
+            if _is_per_element(name, held, parameter):
                 held.masked_fill_(where, 0)
+
+    def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
+        replace()
+        new = {id(entry.old): entry.new for entry in kept}
+        for group in self._groups:
+            group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+        for entry in kept:
+            if entry.old in self._state:
+                self._state[entry.new] = {
+                    name: entry.select(held) if _is_per_element(name, held, entry.old) else held
+                    for name, held in self._state.pop(entry.old).items()
+                }
+
+
+def _is_per_element(name: str, held: Any, parameter: nn.Parameter) -> bool:
+    return name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape
 
 
 def held_alone(tensors: Iterable[torch.Tensor]) -> HeldBytes:
