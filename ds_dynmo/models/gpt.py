@@ -235,15 +235,20 @@ def language_model_loss(outputs: Activations, labels: torch.Tensor) -> torch.Ten
 
 
 def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the mean cross entropy in nats, in fp32, and the sum of the auxiliary losses, None if there are none.
+    """Compute the mean cross entropy in nats, in fp32, and what training adds to it, None if that is nothing.
 
     Args:
-        outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``.
+        outputs: logits ``[batch, sequence, vocabulary]``, or them and the sum of the auxiliary losses, ``[1]``, or also
+            the weight ``w`` of the cross entropy, ``[1]``, where auxiliary losses are weighted with it. What is added
+            is then their sum less ``1 - w`` times the cross entropy.
         labels: int64 ``[batch, sequence]``.
     """
-    logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
+    logits, auxiliary, *weight = outputs if isinstance(outputs, tuple) else (outputs, None)
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-    return loss, None if auxiliary is None else auxiliary.squeeze()
+    if auxiliary is None:
+        return loss, None
+    added = auxiliary.squeeze()
+    return loss, added - (1 - weight[0].squeeze()) * loss if weight else added
 
 
 def embed(weight: torch.Tensor, tokens: torch.Tensor, carries: str) -> Activations:

@@ -21,7 +21,9 @@ class LanguageModelPipeline(PipelineModule):
     """A ``PipelineModule`` that trains by :func:`~ds_dynmo.models.language_model_loss` and reports its two parts.
 
     After a batch ``engine.get_additional_losses()`` has them on every rank, means over the batch, by
-    :data:`LANGUAGE_MODEL_LOSS` and :data:`AUXILIARY_LOSS` (0 where there is none). ``train_batch`` returns their sum.
+    :data:`LANGUAGE_MODEL_LOSS`, the mean cross entropy of its output, and :data:`AUXILIARY_LOSS`, what training adds to
+    it: 0 where that is nothing, below 0 where exits make better predictions than the output. ``train_batch`` returns
+    their sum.
 
     Args:
         layers: see :func:`~ds_dynmo.models.model_layers`.

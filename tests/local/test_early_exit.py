@@ -27,6 +27,7 @@ from ds_dynmo.models.early_exit.criteria import (
     state_similarity,
 )
 from ds_dynmo.models.early_exit.exits import EarlyExit, ExitHead
+from ds_dynmo.models.gpt import language_model_losses
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Stream
 from ds_dynmo.models.transformer import apply_rotary
@@ -115,6 +116,8 @@ def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tup
     head, depths, layers = model.head, exits.exits(SIZES["layers"]), SIZES["layers"]
     batch, length = tokens.shape[0], tokens.shape[1] - 1
     weight = model.functions[0].weight if isinstance(model.functions[0], nn.Module) else head.weight
+    ranks = {d: d if exits.method == "calm" else 1 for d in (*depths, layers)}
+    shares = {d: rank / sum(ranks.values()) for d, rank in ranks.items()}  # CALM's omega
     final, auxiliary, left = [], [], []
     for line in tokens:
         hidden, exited = weight[line[:-1]], [0] * length
@@ -124,7 +127,10 @@ def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tup
             hidden = slow_block(block, hidden, torch.tensor([not e for e in exited]))
             if block.depth not in depths:
                 continue
-            for t in came:
+            for t in range(length):
+                asked = t in came
+                if not asked and exits.loss_tokens == "reached":
+                    continue
                 normed = F.layer_norm(hidden[t], (16,), head.norm.weight.detach(), head.norm.bias.detach(), 1e-5)
                 logits = normed @ head.weight.detach().T
                 best = logits.softmax(dim=0).sort(descending=True).values
@@ -139,23 +145,23 @@ def slow_loss(model: Model, exits: EarlyExitConfig, tokens: torch.Tensor) -> tup
                 else:
                     leave = bool(best[0] - best[1] >= threshold)
                 if t + 1 < length:
-                    share = block.depth / layers if exits.method == "calm" else 1.0
-                    auxiliary.append(-share * logits.log_softmax(dim=0)[line[t + 1]])
-                    if exits.confidence == "classifier":
+                    auxiliary.append(-shares[block.depth] * logits.log_softmax(dim=0)[line[t + 1]])
+                    if exits.confidence == "classifier" and asked:
                         right = logits.argmax() == line[t + 1]
                         auxiliary.append(-(guess if right else 1 - guess).log() / len(depths))
-                if leave:
+                if leave and asked:
                     exited[t] = block.depth
         left.append(exited)
         logits = head.norm(hidden) @ head.weight.T
         final += [-row.log_softmax(dim=0)[label] for row, label in zip(logits, line[1:])]
-    total = sum(final) / (batch * length) + sum(auxiliary) / (batch * (length - 1))
+    total = shares[layers] * sum(final) / (batch * length) + sum(auxiliary) / (batch * (length - 1))
     return torch.as_tensor(total), left
 
 
 CONFIDENCES = {
     "softmax": {"method": "calm", "threshold": 0.03},
     "softmax, one exit": {"method": "calm", "threshold": 0.03, "depths": [2]},
+    "softmax, reached": {"method": "calm", "threshold": 0.03, "loss_tokens": "reached"},
     "state": {"method": "calm", "confidence": "state", "threshold": 0.99},
     "classifier": {"method": "calm", "confidence": "classifier", "threshold": 0.51, "depths": [1, 3]},
     "adpc": {"method": "adpc", "depths": [1, 2], "threshold": 0.2},
@@ -195,7 +201,7 @@ def test_losses_gradients_and_exits_equal_the_slow_reference(name: str, tied: bo
 
 def test_confidences_by_hand() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2], [1.0, 1e-9, 1e-9], [0.4, 0.4, 0.2]]).log()
-    torch.testing.assert_close(softmax_margin(logits), torch.tensor([0.2, 1.0, 0.0]))
+    torch.testing.assert_close(softmax_margin(logits), torch.tensor([0.2, 1.0, 0.0]), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(largest_probability(logits), torch.tensor([0.5, 1.0, 0.4]))
     before, after = (
         torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 4.0]]),
@@ -217,11 +223,26 @@ def test_adpc_is_over_0_998() -> None:
     assert adpc.confident(confidence, torch.arange(3), 3).tolist() == [False, False, True]
 
 
-def test_calm_weighs_exit_losses_by_depth() -> None:
+def test_calm_weighs_losses_by_depth_and_all_are_one_loss() -> None:
     calm, adpc = EarlyExitConfig(method="calm"), EarlyExitConfig(method="adpc", depths=[1, 2])
-    weights = [calm.loss_weight(depth, 4) for depth in (*calm.exits(4), 4)]
-    assert [w / sum(weights) for w in weights] == [0.1, 0.2, 0.3, 0.4]  # i / sum
-    assert [adpc.loss_weight(depth, 4) for depth in adpc.exits(4)] == [1, 1]
+    assert calm.loss_weights(4) == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}  # i / sum
+    assert EarlyExitConfig(method="calm", depths=[3, 5]).loss_weights(12) == {3: 0.15, 5: 0.25, 12: 0.6}
+    assert adpc.loss_weights(4) == {1: 1 / 3, 2: 1 / 3, 4: 1 / 3}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "loss_tokens", "share"),
+    [(1.0, "all", 1), (1.0, "reached", 1), (0.0, "all", 1), (0.0, "reached", 2 / 3)],
+)
+def test_the_training_loss_is_an_average_over_exits(threshold: float, loss_tokens: str, share: float) -> None:
+    """Every prediction costs ln 256. At threshold 0 all tokens leave at the first of two exits."""
+    model = Model(config(method="adpc", depths=[1, 2], threshold=threshold, loss_tokens=loss_tokens))
+    model.head.weight.data.zero_()
+    outputs, labels = model(text()[:, :-1]), text()[:, 1:]
+    reported, added = language_model_losses(outputs, labels)
+    assert reported.item() == pytest.approx(math.log(256))
+    assert added is not None and added.item() == pytest.approx((share - 1) * math.log(256), abs=1e-5)
+    assert language_model_loss(outputs, labels).item() == pytest.approx(share * math.log(256))
 
 
 # -- tokens that left --------------------------------------------------------------------------------------
@@ -322,7 +343,7 @@ def test_a_sequence_may_be_empty_while_another_is_not() -> None:
 
 def test_a_single_token_has_no_label_and_no_exit_loss() -> None:
     model = Model(config(method="calm"))
-    logits, auxiliary = model(text(2, 1)[:, :1])
+    logits, auxiliary, _ = model(text(2, 1)[:, :1])
     assert logits.isfinite().all() and auxiliary.item() == 0
 
 
@@ -343,7 +364,7 @@ def test_every_use_of_the_head_reaches_all_its_parameters() -> None:
 
 def test_exit_losses_train_neither_norm_nor_head() -> None:
     model = Model(config(method="calm"))
-    _, auxiliary = model(text()[:, :-1])
+    _, auxiliary, _ = model(text()[:, :-1])
     auxiliary.sum().backward()
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in model.head.parameters())
     assert all(parameter.grad.any() for parameter in model.blocks[0].parameters())

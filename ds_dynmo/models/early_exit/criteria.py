@@ -50,6 +50,11 @@ class EarlyExitConfig(BaseModel):
         description="from that fraction of the steps on, the last step at the latest, tokens leave",
     )
     evaluation: bool = Field(default=True, description="do tokens leave in evaluations too")
+    loss_tokens: Literal["all", "reached"] = Field(
+        default="all",
+        description='whom an exit\'s loss counts: "all" tokens, those that left before with the states that they kept, '
+        'or those that "reached" it, because they ran in the block before',
+    )
 
     @field_validator("depths", mode="before")
     @classmethod
@@ -75,12 +80,18 @@ class EarlyExitConfig(BaseModel):
         """List after how many of ``blocks`` blocks there are exits."""
         return tuple(range(1, blocks)) if self.depths is None else self.depths
 
-    def loss_weight(self, depth: int, blocks: int) -> float:
-        """Weigh the loss of an exit, where the loss of the last block weighs 1: CALM by depth, ADP-C all the same.
+    def loss_weights(self, blocks: int) -> dict[int, float]:
+        """Weigh the losses of the exits and of the last block, by depth; together 1.
 
-        CALM's average gives exit ``i`` of ``L`` the weight ``i / sum(1..L)``: in proportion, ``i / L`` to 1.
+        CALM: by depth, ``i / sum of j`` over exits and last block. ADP-C: all the same.
+
+        >>> EarlyExitConfig(method="calm", depths=(2, 3)).loss_weights(5)
+        {2: 0.2, 3: 0.3, 5: 0.5}
         """
-        return depth / blocks if self.method == "calm" else 1.0
+        depths = (*self.exits(blocks), blocks)
+        if self.method == "adpc":
+            return dict.fromkeys(depths, 1 / len(depths))
+        return {depth: depth / sum(depths) for depth in depths}
 
     def confident(self, confidence: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Decide which tokens leave, bool ``[tokens]``, by their confidence and positions, both ``[tokens]``."""
@@ -101,15 +112,15 @@ def calm_threshold(level: float, positions: torch.Tensor, length: int) -> torch.
     return (0.9 * level + 0.1 * torch.exp(-4 * positions.float() / length)).clamp(0, 1)
 
 
-def softmax_margin(logits: torch.Tensor) -> torch.Tensor:
-    """CALM's softmax confidence: largest minus second largest probability, fp32 ``[tokens]``."""
-    first, second = logits.float().softmax(dim=-1).topk(2, dim=-1).values.unbind(dim=-1)
+def softmax_margin(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """CALM's softmax confidence: largest minus second largest probability, ``[tokens]``."""
+    first, second = log_probabilities.topk(2, dim=-1).values.exp().unbind(dim=-1)
     return first - second
 
 
-def largest_probability(logits: torch.Tensor) -> torch.Tensor:
-    """ADP-C's confidence, fp32 ``[tokens]``."""
-    return logits.float().softmax(dim=-1).amax(dim=-1)
+def largest_probability(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """ADP-C's confidence, ``[tokens]``."""
+    return log_probabilities.amax(dim=-1).exp()
 
 
 def state_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

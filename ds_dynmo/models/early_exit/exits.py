@@ -53,7 +53,7 @@ class ExitHead(TokenEmbedding):
     def __init__(self, config: GPTConfig, exits: EarlyExitConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.exits = exits
-        self.blocks = config.layers
+        self.loss_weights = exits.loss_weights(config.layers)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.classifiers = nn.ModuleDict()
         if exits.confidence == "classifier":
@@ -67,18 +67,27 @@ class ExitHead(TokenEmbedding):
         return replace(stream, hidden=self._all_get_gradients(stream.hidden)).pack()
 
     def forward(self, activations: Activations) -> Activations:
-        """Give logits ``[batch, sequence, vocabulary]``, also of tokens that left, and the auxiliary loss."""
+        """Give logits ``[batch, sequence, vocabulary]``, also of tokens that left, and the exits' losses.
+
+        In training also the weight of the logits' own loss, fp32 ``[1]``: with the exits' weights it makes 1.
+        """
         stream = Stream.unpack(activations)
         assert stream.auxiliary is not None
-        return F.linear(self.norm(self._all_get_gradients(stream.hidden)), self.weight), stream.auxiliary
+        logits = F.linear(self.norm(self._all_get_gradients(stream.hidden)), self.weight)
+        if not self.training:
+            return logits, stream.auxiliary
+        return logits, stream.auxiliary, torch.full_like(stream.auxiliary, self.loss_weights[max(self.loss_weights)])
 
     def exit(self, activations: Activations, *, depth: int) -> Activations:
         """Run the exit after ``depth`` blocks: add its loss, in training, and let confident tokens leave.
 
-        The loss is the cross entropy of the true next tokens, for tokens that ran in the block before, over the number
-        of all tokens that have a next one; a token that left before adds nothing. The classifier learns (binary
-        cross entropy, states detached) whether the exit's prediction is the true next token. CALM's target is
-        whether it is the model's final prediction, which would have to come back from the last stage.
+        The loss is the mean cross entropy of the true next tokens, over the tokens that have one. Those that ran in
+        the block before have their logits computed. A token that leaves here would get the same logits at every later
+        exit, so its loss there is added here. With "reached" it is not, and later exits count it as 0.
+
+        The classifier learns (binary cross entropy, states detached) whether the exit's prediction is the true next
+        token, of the tokens that it is asked about. CALM's target is whether it is the model's final prediction, which
+        would have to come back from the last stage.
         """
         stream = Stream.unpack(activations)
         hidden, auxiliary, tokens, exited = stream.hidden, stream.auxiliary, stream.tokens, stream.exited
@@ -92,46 +101,52 @@ class ExitHead(TokenEmbedding):
         sequence = hidden.shape[1]
         index = ((exited == 0) | (exited == depth)).flatten().nonzero().squeeze(1)
         rows = hidden.flatten(0, 1).index_select(0, index)
-        logits = classified = None
+        predicted = classified = None
         if self.classifiers:
             classified = self.classifiers[str(depth)](rows.detach()).squeeze(-1).float()
         if self.training or classified is None:
-            logits = self._constant_logits(rows)
-        if self.training:
-            assert logits is not None
-            auxiliary = auxiliary + self._loss(logits, classified, tokens, index, depth)
+            predicted = self._predict(rows)
         if leaves:
-            leave = self.exits.confident(self._confidence(logits, classified), index % sequence, sequence)
+            leave = self.exits.confident(self._confidence(predicted, classified), index % sequence, sequence)
             exited = leave_after(exited, index, leave & self.leaving, depth)
+        if self.training:
+            assert predicted is not None
+            left = exited.flatten().index_select(0, index) > 0
+            auxiliary = auxiliary + self._loss(predicted, classified, tokens, index, left, depth)
         return replace(stream, hidden=hidden, auxiliary=auxiliary, exited=exited).pack()
 
-    def _constant_logits(self, rows: torch.Tensor) -> torch.Tensor:
+    def _predict(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute log-probabilities, fp32 ``[tokens, vocabulary]``, by norm and head as they are."""
         weight, bias = self.norm.weight.detach(), self.norm.bias.detach()
-        return F.linear(
-            F.layer_norm(rows, self.norm.normalized_shape, weight, bias, self.norm.eps), self.weight.detach()
-        )
+        normed = F.layer_norm(rows, self.norm.normalized_shape, weight, bias, self.norm.eps)
+        return F.linear(normed, self.weight.detach()).float().log_softmax(dim=-1)
 
     @torch.no_grad()
-    def _confidence(self, logits: torch.Tensor | None, classified: torch.Tensor | None) -> torch.Tensor:
+    def _confidence(self, predicted: torch.Tensor | None, classified: torch.Tensor | None) -> torch.Tensor:
         if classified is not None:
             return classified.sigmoid()
-        assert logits is not None
-        return largest_probability(logits) if self.exits.method == "adpc" else softmax_margin(logits)
+        assert predicted is not None
+        return largest_probability(predicted) if self.exits.method == "adpc" else softmax_margin(predicted)
 
     def _loss(
         self,
-        logits: torch.Tensor,
+        predicted: torch.Tensor,
         classified: torch.Tensor | None,
         tokens: torch.Tensor,
         index: torch.Tensor,
+        left: torch.Tensor,
         depth: int,
     ) -> torch.Tensor:
+        """Compute what the exit adds to the training loss; ``left`` says who of ``index`` leaves here."""
         labels = F.pad(tokens[:, 1:], (0, 1), value=NO_LABEL).flatten().index_select(0, index)
         count = max(tokens[:, 1:].numel(), 1)
-        loss = F.cross_entropy(logits.float(), labels, ignore_index=NO_LABEL, reduction="sum") / count
-        loss = self.exits.loss_weight(depth, self.blocks) * loss
+        losses = F.nll_loss(predicted, labels, ignore_index=NO_LABEL, reduction="none")
+        own, later = self.loss_weights[depth], 0.0
+        if self.exits.loss_tokens == "all":
+            later = sum(weight for other, weight in self.loss_weights.items() if depth < other < max(self.loss_weights))
+        loss = (losses * (own + later * left)).sum() / count
         if classified is not None:
-            right = (logits.argmax(dim=-1) == labels).float()
+            right = (predicted.argmax(dim=-1) == labels).float()
             labelled = (labels != NO_LABEL).float()
             mistakes = F.binary_cross_entropy_with_logits(classified, right, weight=labelled, reduction="sum")
             loss = loss + mistakes / (count * len(self.classifiers))
