@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/record.py                       # the six cases
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/record.py moe pruning --steps 100 --out recordings
 
-Trains the models of ds_configs, deeper. scripts/train.py --record does the same to any other configuration.
+Trains the models of ds_configs, with more layers. scripts/train.py --record records any other configuration.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import engines_end_here, say
 from benchmarks.trained import configuration
-from command_line import CommandParser, check_at_least_1, num_processes, refusals_of
+from command_line import CommandParser, num_processes, refusals_of
 from simulation.loads import CASES
 from startup import begin_rank
 from train import build_cases, build_engine, train
-from training.options import prepare
+from training.options import Run, prepare
 
 FOLDER = Path(__file__).resolve().parent / "recordings"
-MICRO_BATCHES = 8
-LAYERS = 16
-SIZES: dict[str, dict[str, Any]] = {  # of the model blocks, by case, beside the number of layers
-    "pruning": {"hidden_size": 256, "heads": 4},
+CHANGES: dict[str, Any] = {"gradient_accumulation_steps": 8, "model": {"layers": 16}}  # of the files in ds_configs
+OWN_CHANGES: dict[str, dict[str, Any]] = {  # further ones, by case
+    "pruning": {"gradient_accumulation_steps": 4, "model": {"hidden_size": 256, "heads": 4}},
+    "freezing": {"model": {"freezing": {"schedule": [[0.2, 3], [0.4, 5], [0.6, 8]]}}},
+    "sparse_attention": {"gradient_accumulation_steps": 4},
+    "early_exit": {"model": {"early_exit": {"depths": [4, 8, 12]}}},
 }
 
 
@@ -39,20 +42,38 @@ def main(given: list[str]) -> None:
     arguments = parser.parse_args(given)
     with refusals_of("record.py"):
         num_processes("2 scripts/record.py")
-        check_at_least_1(arguments, "steps")
+        runs = [prepared(case, arguments.steps, arguments.out) for case in arguments.cases or CASES]
         begin_rank()
-        for case in arguments.cases or CASES:
-            settings = configuration(case)
-            settings["gradient_accumulation_steps"] = MICRO_BATCHES
-            settings["model"] |= {"layers": LAYERS, **SIZES.get(case, {})}
-            flags = ["--steps", str(arguments.steps), "--record", str(arguments.out / f"{case}.jsonl")]
-            run = prepare(["--deepspeed_config", case, *flags], settings)
-            say(f"{case}: {run.steps} steps into {run.record}")
+        for run in runs:
             with engines_end_here():
-                with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
-                    engine = build_engine(run)
-                train(run, engine, build_cases(run, engine))
-                del engine
+                record(run)
+
+
+def prepared(case: str, steps: int, folder: Path) -> Run:
+    settings = merged(merged(configuration(case), CHANGES), OWN_CHANGES.get(case, {}))
+    flags = ["--steps", str(steps), "--record", str(folder / f"{case}.jsonl")]
+    return prepare(["--deepspeed_config", case, *flags], settings)
+
+
+def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Replace values of ``settings``; of an object that both have, those that ``changes`` names.
+
+    >>> merged({"model": {"layers": 12, "seed": 0}}, {"model": {"layers": 16}})
+    {'model': {'layers': 16, 'seed': 0}}
+    """
+    found = dict(settings)
+    for key, value in changes.items():
+        found[key] = merged(settings[key], value) if isinstance(value, dict) else value
+    return found
+
+
+def record(run: Run) -> None:
+    """Train on real text. Collective."""
+    began = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
+        engine = build_engine(run)
+    train(run, engine, build_cases(run, engine))
+    say(f"{run.name}: {run.steps} steps are in {run.record}, {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

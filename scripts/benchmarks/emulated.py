@@ -70,6 +70,7 @@ class Benchmark:
         self.dense = case.dense(self.layers)
         self.rounds = arguments.rounds * (1 if self.lasting else CHANGING_ROUNDS)
         self.turns: list[list[Phase]] = []
+        self.frozen: dict[tuple[str, str | None], list[bool]] = {}  # by arm, which layers are
         if self.lasting:
             self.phases = case.phases(self.layers, PHASES, seed=arguments.seed)
         else:
@@ -113,7 +114,7 @@ class Benchmark:
     def probe(self) -> float:
         """Measure the seconds that a profile adds to a batch of mean layers."""
         dense = next(arm for arm in self.arms if arm.name == "dense")
-        set_loads(dense.engine, self.dense, self.forward_seconds * self.mean_share)
+        self.load(dense, self.dense, self.mean_share)
         self.timed_batch(dense), self.timed_batch(dense)
         return profiling_seconds(dense, lambda: dense.engine.train_batch(self.batches), PROBES)
 
@@ -124,7 +125,7 @@ class Benchmark:
         for number, phases in enumerate(self.turns):
             for arm in turns(self.arms, number):
                 if phases[0] is not last:  # the iteration before is not counted: nothing was known before it
-                    set_loads(arm.engine, self.phase_of(arm, phases[0]), self.forward_seconds)
+                    self.load(arm, phases[0])
                     self.timed_batch(arm), arm.new_costs()
                 for before, phase in zip(phases, phases[1:]):
                     arm.rounds[number].append(self.one_iteration(arm, phase, before, profiling))
@@ -133,7 +134,7 @@ class Benchmark:
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
         """Time one iteration. Before it, untimed, the oracle goes to the best partition for the last loads."""
-        set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
+        self.load(arm, phase)
         if arm.name == "oracle":
             self.go_to_best(arm, before)
         partition = tuple(arm.engine.partition)
@@ -162,7 +163,7 @@ class Benchmark:
         Returns:
             As :func:`until_settled`; zeros for a static engine.
         """
-        set_loads(arm.engine, self.phase_of(arm, phase), self.forward_seconds)
+        self.load(arm, phase)
         arm.engine.model_changed("the loads of another phase")
         if arm.name == "oracle":
             self.go_to_best(arm, phase)
@@ -181,12 +182,25 @@ class Benchmark:
         return until_settled(self.case, phase.iterations, decisions, profiling, moved_again=any(moved[1:]))
 
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
-        """Give the seconds of one batch, and of the rebalance after it."""
-        seconds = self.timed_batch(arm)
-        costs = arm.new_costs()
-        return seconds - sum(costs), costs
+        """Give the seconds of one batch, and of the rebalance after it, or at the end of the next one."""
+        seconds, costs = self.timed_batch(arm), arm.new_costs()
+        seconds -= sum(costs)
+        if arm.engine.balancer.trigger.deciding:
+            self.timed_batch(arm)
+            profile, decide, migrate = (sum(parts) for parts in zip(costs, arm.new_costs()))
+            costs = profile, decide, migrate
+        return seconds, costs
 
     # -- helpers ---------------------------------------------------------------------------------------
+
+    def load(self, arm: Arm, phase: Phase, factor: float = 1.0) -> None:
+        """Give the arm's layers the loads of ``phase``, times ``factor``; the engine hears which layers are frozen."""
+        loads = self.phase_of(arm, phase)
+        set_loads(arm.engine, loads, self.forward_seconds * factor)
+        frozen = [share == 0 for share in loads.trainable]
+        if frozen != self.frozen.get((arm.name, arm.schedule), [False] * self.layers):
+            arm.engine.model_changed("other layers are frozen")
+        self.frozen[arm.name, arm.schedule] = frozen
 
     def timed_batch(self, arm: Arm) -> float:
         return timed(lambda: arm.engine.train_batch(self.batches))

@@ -98,7 +98,8 @@ def replayed(path: Path, *flags: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("interval", [25, 1])
 def test_recorded_loads_are_replayed(interval: int, tmp_path: Path) -> None:
     shares = [[1, 1, 1, 1]] * 10 + [[0.1, 0.1, 2, 2]] * 10
-    path = write_recording(tmp_path / "a.jsonl", shares, changed=[10], interval=interval)
+    frozen = {10: [50, 0, 50, 50]}  # engines hear of it
+    path = write_recording(tmp_path / "a.jsonl", shares, changed=[10], trainable=frozen, interval=interval)
     rows = {row["balancer"]: row for row in run(2, replayed, path, "--batches", "2")[0]}
     assert rows["oracle"]["partitions"][-1] == [0, 3, 4] and rows["static_uniform"]["partitions"] == [[0, 2, 4]]
     assert rows["oracle"]["imbalance"] < rows["static_uniform"]["imbalance"] and rows["dense"]["imbalance"] == 0

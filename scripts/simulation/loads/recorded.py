@@ -24,7 +24,7 @@ KIND = "recording"
 FORWARD, BACKWARD, TRAINABLE = "forward_us", "backward_us", "trainable_parameters"
 NUMBERS = (FORWARD, BACKWARD, TRAINABLE, "parameters", "static_bytes")  # per layer; load signals may be null too
 HEADER = ("case", "interval", "layers", "stages")  # of its keys, those that are read
-FIRST = 5  # iterations, whose median is the model before it changes, where loads change in every iteration
+FIRST = 5  # iterations at most, whose median is the model before it changes
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Iteration:
 class Recorded(Case):
     """A recorded run as a case, with the interval that it was trained with.
 
-    A share of 1 is the mean layer of the first phase. At interval 1 every iteration is a phase, as it was recorded; the
-    first one is the median of the first :data:`FIRST`. At others a phase is the median of consecutive iterations, each
-    layer by itself, between which the model announced no change.
+    A share of 1 is the mean layer of the first iterations: the first :data:`FIRST`, or those before the first change.
+    At interval 1 they are one phase, their median, and every later iteration is a phase as it was recorded. At others a
+    phase is the median of consecutive iterations, each layer by itself, between which the model announced no change.
     """
 
     path: Path = Path()
@@ -119,14 +119,20 @@ class Recorded(Case):
     @cached_property
     def _each(self) -> list[Phase]:
         """The first iterations as one phase, and each later one."""
-        return [self._phase(self.iterations[:FIRST]), *(self._phase([one]) for one in self.iterations[FIRST:])]
+        first = len(self._first)
+        return [self._phase(self._first), *(self._phase([one]) for one in self.iterations[first:])]
+
+    @cached_property
+    def _first(self) -> tuple[Iteration, ...]:
+        """The model before it changes."""
+        changes = (number for number, one in enumerate(self.iterations) if one.changed and number)
+        return self.iterations[: min(FIRST, next(changes, FIRST))]
 
     @cached_property
     def _units(self) -> tuple[float, float]:
         """Microseconds of a share of 1, and the parameters of the largest layer."""
-        first = self.iterations[:FIRST]
-        shares = fmean(fmean(one.forward) + fmean(one.backward) for one in first) / 3
-        return shares, max(max(one.trainable) for one in self.iterations)
+        unit = fmean(fmean(one.forward) + fmean(one.backward) for one in self._first) / 3
+        return unit, max(max(one.trainable) for one in self.iterations)
 
     def _phase(self, iterations: Sequence[Iteration]) -> Phase:
         unit, largest = self._units
