@@ -116,7 +116,7 @@ def marks(case: Case, way: str, move: Sequence[int] | None = None) -> list[tuple
     engine = build(case, WAYS[way])
     if move is not None:
         engine.rebalance(move)
-    info = universal_info(engine, engine.stage)[UNIVERSAL_CHECKPOINT_INFO]
+    info = universal_info(engine, engine.stage, {})[UNIVERSAL_CHECKPOINT_INFO]
     patterns = info[PIPELINE_REPLICATED_PARAMETER_PATTERNS]
     return [
         (name, parameter.ds_pipe_replicated, any(re.match(pattern, name) for pattern in patterns))

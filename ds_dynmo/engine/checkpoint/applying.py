@@ -35,6 +35,7 @@ class Loaded:
         optimizer: what :meth:`OptimizerFiles.read` gave; None: it is not loaded.
         common: the content of the file at ``path``.
         random: states of this rank's random number generators; None: they are not loaded.
+        groups: numbers of the parameter groups that the LR scheduler's lists are of; None: those that are not empty.
     """
 
     path: str
@@ -42,10 +43,14 @@ class Loaded:
     optimizer: Any | None
     common: dict[str, Any]
     random: dict[str, Any] | None
+    groups: list[int | None] | None = None
 
 
-def apply(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
+def apply(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded, options: LoadOptions) -> None:
     """Put what was read in place, once layers are where it was read for. Collective.
+
+    Args:
+        manifest: None: it was read from a universal checkpoint.
 
     Raises:
         CheckpointError: on every rank, if any rank fails.
@@ -73,18 +78,18 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
     context.stage.publish_move()
 
 
-def _put_progress(context: CheckpointContext, manifest: Manifest, loaded: Loaded, options: LoadOptions) -> None:
+def _put_progress(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded, options: LoadOptions) -> None:
     """Put schedulers, counters and random states in place."""
     engine = context.engine
     common = loaded.common
     if not options.module_only:
         if options.scheduler and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(context, common["lr_scheduler"])))
+            engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(context, loaded)))
         files.restore_data_efficiency(engine, common)
         engine.global_steps = common["global_steps"]
         engine.global_samples = common.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = common["skipped_steps"]
-        if not manifest.stock:
+        if manifest is not None and not manifest.stock:
             stays = manifest.placement == context.stage.placement
             context.progress.restore_counters(manifest.state, same_placement=stays)
     files.note_degrees(engine, common, tensor_parallel=not options.module_only)
@@ -92,29 +97,33 @@ def _put_progress(context: CheckpointContext, manifest: Manifest, loaded: Loaded
         restore_random_states(loaded.random)
 
 
-def _for_all_groups(context: CheckpointContext, state: dict[str, Any]) -> dict[str, Any]:
+def _for_all_groups(context: CheckpointContext, loaded: Loaded) -> dict[str, Any]:
     """Fill in the present entries for groups that stock DeepSpeed had dropped, as they were empty on a stage."""
     groups = context.engine.basic_optimizer.param_groups if context.engine.basic_optimizer is not None else []
-    present = [number for number, group in enumerate(groups) if group["params"]]
+    saved = loaded.groups
+    if saved is None:
+        saved = [number for number, group in enumerate(groups) if group["params"]]
+    state = loaded.common["lr_scheduler"]
     filled = dict(state)
     for name, value in state.items():
         own = getattr(context.engine.lr_scheduler, name, None)
-        if isinstance(value, list) and isinstance(own, list) and len(value) == len(present) < len(own) == len(groups):
+        if isinstance(value, list) and isinstance(own, list) and len(value) == len(saved) < len(own) == len(groups):
             filled[name] = list(own)
-            for number, entry in zip(present, value):
-                filled[name][number] = entry
+            for number, entry in zip(saved, value):
+                if number is not None:
+                    filled[name][number] = entry
     return filled
 
 
 def client_state_of(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> dict[str, Any]:
     """Return what DeepSpeed would: everything in its file that it does not use itself."""
-    used = {"module"}
+    used = {"module", files.GROUP_OPTIONS}
     if not options.module_only:
         used |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
     if options.scheduler:
         used.add("lr_scheduler")
     used.add("optimizer")
-    universal = universal_info(context.engine, context.stage)
+    universal = universal_info(context.engine, context.stage, {})
     used |= {key for key, value in universal.items() if loaded.common.get(key) == value}
     client = copy.deepcopy({key: value for key, value in loaded.common.items() if key not in used})
     if options.optimizer and not options.module_only and context.engine.basic_optimizer is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -82,12 +82,17 @@ def own_layout(context: CheckpointContext, stage: StageLayout) -> SliceLayout:
     )
 
 
-def universal_info(engine: Any, stage: StageContext) -> dict[str, Any]:
-    """Tell DeepSpeed's universal conversion, through the client state, which weights may be on several stages."""
+def universal_info(engine: Any, stage: StageContext, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell DeepSpeed's universal conversion, through the client state, which weights may be on several stages.
+
+    It takes these from the first stage, so a weight that the first stage lacks is not named.
+    """
     if not writes_optimizer_shards(engine):
         return {}
-    tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in stage.layers.tied_keys()]
-    for tie in stage.layers.own_uses:  # a later use may have the weight by another name, and weights of its own
-        names = tie.weights[tie.uses[0]]
-        tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]
-    return universal_information(tied)
+    layers, first = stage.layers, stage.placement.layers_of(0)
+    tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in layers.tied_keys() if layers.uses(key)[0] in first]
+    for tie in layers.own_uses:  # a later use may have the weight by another name, and weights of its own
+        if tie.uses[0] in first:
+            names = tie.weights[tie.uses[0]]
+            tied += [rf"tied_modules\.{re.escape(tie.key)}\.{re.escape(name)}$" for name in names]
+    return universal_information(engine, client_state, tied)

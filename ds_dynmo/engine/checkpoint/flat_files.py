@@ -15,6 +15,7 @@ import torch
 
 from ds_dynmo.engine.checkpoint.layout import FLAT, Key, Slot, StageLayout, flat_file, fragments, stage_file
 from ds_dynmo.engine.checkpoint.optimizer_files import Named, OptimizerFiles, PerParameter, Saved, in_memory
+from ds_dynmo.engine.deepspeed_adapter.universal import MOMENTS
 from ds_dynmo.engine.optimizer.flat_layout import MASTER, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import Pieces
 from ds_dynmo.engine.optimizer.flat_state import FlatState
@@ -158,6 +159,29 @@ class FlatFiles:
                 scalars = {name: value for name, value in values.items() if not _is_row(value)}
                 options = options_of(base["param_groups"][slot.index])
                 yield slot.group, scalars, options, values.keys() - scalars.keys()
+
+    def assemble(
+        self,
+        values: Mapping[Key, Mapping[str, torch.Tensor]],
+        steps: Mapping[Key, Any],
+        groups: Mapping[Key, int],
+        options: Mapping[int, dict[str, Any]],
+    ) -> LoadedFlat:
+        loaded = LoadedFlat(options=dict(options))
+        for key, tensors in values.items():
+            loaded.pieces[key] = {name: [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
+        first: dict[int, Key] = {}
+        for key, step in steps.items():
+            other = first.setdefault(groups[key], key)
+            if steps[other] != step:
+                raise CheckpointError(
+                    f"layer {other[0]}'s {other[1]} took {int(steps[other])} steps and layer {key[0]}'s {key[1]} "
+                    f"{int(step)}, but bf16 and ZeRO count steps per parameter group: both are in group {groups[key]}"
+                )
+        for number, key in first.items():
+            loaded.scalars[number] = {"step": in_memory("step", steps[key], options[number], self._device)}
+            loaded.kinds[number] = set(MOMENTS)
+        return loaded
 
     # -- putting back ---------------------------------------------------------------------------------
 

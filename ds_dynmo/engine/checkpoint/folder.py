@@ -119,9 +119,9 @@ def find(save_dir: str, tag: str) -> str | None:
     return None
 
 
-def read_latest(save_dir: str) -> str | None:
-    """Read the tag that ``latest`` names; None: there is no such file."""
-    path = os.path.join(save_dir, LATEST)
+def read_latest(save_dir: str, name: str = LATEST) -> str | None:
+    """Read the tag that ``latest``, or a file of another ``name``, has; None: there is no such file."""
+    path = os.path.join(save_dir, name)
     if not os.path.isfile(path):
         return None
     with open(path) as file:

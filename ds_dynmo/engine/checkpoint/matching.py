@@ -83,6 +83,22 @@ def _check_slices(context: CheckpointContext, found: int, path: str) -> None:
         )
 
 
+def check_common(context: CheckpointContext, common: Any, path: str, options: LoadOptions) -> None:
+    """Refuse a file of DeepSpeed's that lacks counters, or the scheduler if that is loaded.
+
+    Raises:
+        CheckpointError: with what it lacks.
+    """
+    lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - dict(common).keys()
+    if lacking:
+        raise CheckpointError(f"{path}: lacks {sorted(lacking)}")
+    schedules = options.scheduler and not options.module_only and context.engine.lr_scheduler is not None
+    if schedules and not isinstance(common.get("lr_scheduler"), dict):
+        raise CheckpointError(
+            f"{path}: holds no LR scheduler, but this engine has one; load_lr_scheduler_states=False loads the rest"
+        )
+
+
 def stock_manifest(
     context: CheckpointContext, folder: str, slices: tuple[SliceLayout, ...], options: LoadOptions
 ) -> Manifest:

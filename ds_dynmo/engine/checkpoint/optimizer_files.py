@@ -23,6 +23,7 @@ from ds_dynmo.engine.checkpoint.layout import (
     stage_file,
 )
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.optimizer.flat_layout import MASTER
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.errors import CheckpointError
 
@@ -63,6 +64,25 @@ class OptimizerFiles(Protocol):
 
         Raises:
             CheckpointError: a file does not match its layout.
+        """
+
+    def assemble(
+        self,
+        values: Mapping[Key, Mapping[str, torch.Tensor]],
+        steps: Mapping[Key, Any],
+        groups: Mapping[Key, int],
+        options: Mapping[int, dict[str, Any]],
+    ) -> Any:
+        """Make what :meth:`restore` takes from whole tensors. Changes nothing.
+
+        Args:
+            values: per parameter of this rank, the fp32 weight and, unless it never trained, moments.
+            steps: the same on every rank: per parameter of the model with moments, the count of its steps.
+            groups: per parameter of the model, the number of its group.
+            options: of every group.
+
+        Raises:
+            CheckpointError: the optimizer cannot hold this.
         """
 
     def restore(self, before: Named, after: Named, loaded: Any | None) -> None:
@@ -156,6 +176,23 @@ class PerParameter:
                     f"stage {stage} under the partition {saved.manifest.placement}"
                 )
         return {number: options_of(group) for number, group in zip(numbers, groups)}
+
+    def assemble(
+        self,
+        values: Mapping[Key, Mapping[str, torch.Tensor]],
+        steps: Mapping[Key, Any],
+        groups: Mapping[Key, int],
+        options: Mapping[int, dict[str, Any]],
+    ) -> LoadedState:
+        loaded = LoadedState(options=dict(options))
+        for key, tensors in values.items():
+            if key in steps:
+                moments = {name: value for name, value in tensors.items() if name != MASTER}
+                loaded.state[key] = {
+                    name: in_memory(name, value, options[groups[key]], self._device)
+                    for name, value in {"step": steps[key], **moments}.items()
+                }
+        return loaded
 
     def restore(self, before: Named, after: Named, loaded: LoadedState | None) -> None:
         if self._optimizer is None:

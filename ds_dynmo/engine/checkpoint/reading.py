@@ -31,10 +31,12 @@ from ds_dynmo.engine.checkpoint.layout import (
     rank_file,
     stage_file,
 )
-from ds_dynmo.engine.checkpoint.matching import check_model, saved_as, stock_manifest, stock_state_of_use
+from ds_dynmo.engine.checkpoint.matching import check_common, check_model, saved_as, stock_manifest, stock_state_of_use
 from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
-from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.engine.checkpoint.universal import is_universal, read_universal
+from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
+from ds_dynmo.errors import CheckpointError
 from ds_dynmo.placement import Placement
 
 
@@ -83,29 +85,34 @@ def load(
     Raises:
         CheckpointError: on every rank, naming the file. The engine is as it was, unless the message says otherwise.
     """
-    if context.engine.load_universal_checkpoint():
-        raise ConfigError("checkpoint.load_universal = true: universal checkpoints are not supported with dynmo")
-    comm = context.stage.comm
+    comm, universal = context.stage.comm, context.engine.load_universal_checkpoint()
+    latest = LATEST_UNIVERSAL if universal else folders.LATEST
     comm.enter("load_checkpoint")
-    tag = str(tag) if tag is not None else together(comm, lambda: folders.read_latest(load_dir))
+    tag = str(tag) if tag is not None else together(comm, lambda: folders.read_latest(load_dir, latest))
     tags = comm.gather_objects(tag)
     if len(set(tags)) > 1:
         raise CheckpointError(f"{load_dir}: the ranks would load different tags: {tags}")
+    if tag is None and universal:
+        raise CheckpointError(f"{os.path.join(load_dir, latest)}: there is no such file; ds_to_universal writes it")
     if tag is None:
-        logger.warning(f"{os.path.join(load_dir, folders.LATEST)}: there is no such file; nothing was loaded")
+        logger.warning(f"{os.path.join(load_dir, latest)}: there is no such file; nothing was loaded")
         return None, None
-    saved = _open(context, load_dir, tag, options)
-    target = _target(context, saved.manifest, options)
-    present = _gather_shapes(context)
-    loaded = together(comm, lambda: _read(context, saved, target, present, options))
+    manifest: Manifest | None = None
+    if universal:
+        target, loaded = context.stage.placement, read_universal(context, os.path.join(load_dir, tag), options)
+    else:
+        saved = _open(context, load_dir, tag, options)
+        manifest, target = saved.manifest, _target(context, saved.manifest, options)
+        present = _gather_shapes(context)
+        loaded = together(comm, lambda: _read(context, saved, target, present, options))
     if target != context.stage.placement:
         context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:
-        apply(context, saved.manifest, loaded, options)
+        apply(context, manifest, loaded, options)
     except Exception as error:
         raise CheckpointError(
-            f"{saved.path('')}: rank {context.engine.global_rank} failed while putting it in place, so the "
-            f"engine is neither what it was nor what was saved: {error}"
+            f"{os.path.dirname(loaded.path)}: rank {context.engine.global_rank} failed while putting it in place, so "
+            f"the engine is neither what it was nor what was saved: {error}"
         ) from error
     allowed = context.balancer.nearest_allowed(context.stage.placement)  # another dynmo.keep_together may have saved it
     if allowed != context.stage.placement:
@@ -131,6 +138,8 @@ def _open(context: CheckpointContext, load_dir: str, tag: str, options: LoadOpti
         if not os.path.isfile(path):
             if os.path.isdir(os.path.dirname(path)):
                 raise CheckpointError(f"{path}: there is no such file")
+            if is_universal(folder):
+                raise CheckpointError(f"{folder}: a universal checkpoint, which checkpoint.load_universal = true loads")
             return folder, None
         with open(path, encoding="utf-8") as file:
             return folder, file.read()
@@ -216,15 +225,7 @@ def _read_common(
     """Read counters, scheduler and client state from the file of the saved stage ``source``; with the file's path."""
     name = stage_file(saved.layout.numbers[source])
     common: dict[str, Any] = saved.read(name)
-    lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - common.keys()
-    if lacking:
-        raise CheckpointError(f"{saved.path(name)}: lacks {sorted(lacking)}")
-    schedules = options.scheduler and not options.module_only and context.engine.lr_scheduler is not None
-    if schedules and not isinstance(common.get("lr_scheduler"), dict):
-        raise CheckpointError(
-            f"{saved.path(name)}: holds no LR scheduler, but this engine has one; "
-            "load_lr_scheduler_states=False loads the rest"
-        )
+    check_common(context, common, saved.path(name), options)
     return saved.path(name), common
 
 

@@ -47,6 +47,7 @@ def save(
         raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     tag = str(tag if tag is not None else f"global_step{context.engine.global_steps}")
     _check_supported(context, tag)
+    client_state = client_state | universal_info(context.engine, context.stage, client_state)
     comm, leads = context.stage.comm, context.engine.global_rank == 0
     comm.enter("save_checkpoint")
     _agree_on_tag(comm, save_dir, tag)
@@ -88,7 +89,6 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
     layers.tied_aliases.refresh(training=context.engine.module.training)
     parent, name = os.path.split(folder)
     engine = context.engine
-    client_state = universal_info(engine, context.stage) | client_state
     files.write(engine, parent, name, client_state, exclude_frozen=exclude_frozen)
     replica, slice_index = engine.grid.get_data_parallel_id(), engine.grid.get_slice_parallel_rank()
     for index, module in layers.counted_modules().items():

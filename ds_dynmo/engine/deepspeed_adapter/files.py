@@ -6,16 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    PARAM_SHAPES,
     PIPELINE_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from ds_dynmo.errors import ConfigError
+
 __all__ = [
+    "GROUP_OPTIONS",
     "PICKLED",
     "ZeroStageEnum",
     "cannot_write",
@@ -27,7 +33,14 @@ __all__ = [
     "writes_optimizer_shards",
 ]
 
-PICKLED = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)  # classes of objects in DeepSpeed's files
+GROUP_OPTIONS = "dynmo_group_options"  # options of a stage's parameter groups, beside the client state
+PICKLED = (
+    DynamicLossScaler,
+    LossScaler,
+    SubparamShape,
+    ZeroStageEnum,
+    fragment_address,
+)  # classes of objects in DeepSpeed's files
 
 
 def slice_number(engine: Any) -> int:
@@ -54,8 +67,13 @@ def cannot_write(engine: Any) -> str | None:
 
 def write(engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> None:
     """Write DeepSpeed's files of this rank."""
-    engine._save_checkpoint(folder, tag, client_state=dict(client_state), exclude_frozen_parameters=exclude_frozen)
-    if writes_optimizer_shards(engine):
+    shards, state = writes_optimizer_shards(engine), dict(client_state)
+    if shards:  # a universal checkpoint has only what is in this file, and options of the first stage's groups
+        state[GROUP_OPTIONS] = engine.optimizer.state_dict()[BASE_OPTIMIZER_STATE]["param_groups"]
+        if not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
+            state[PARAM_SHAPES] = engine._get_zero_param_shapes()
+    engine._save_checkpoint(folder, tag, client_state=state, exclude_frozen_parameters=exclude_frozen)
+    if shards:
         engine._save_zero_checkpoint(folder, tag)
 
 
@@ -74,15 +92,22 @@ def note_degrees(engine: Any, common: Mapping[str, Any], *, tensor_parallel: boo
     engine.loaded_checkpoint_dp_world_size = common["dp_world_size"]
 
 
-def universal_information(replicated: list[str]) -> dict[str, Any]:
+def universal_information(engine: Any, client_state: Mapping[str, Any], replicated: list[str]) -> dict[str, Any]:
     """Make the client state that DeepSpeed's conversion to a universal checkpoint reads.
+
+    How tensor-parallel slices belong together only the user knows, and says as for DeepSpeed: in ``client_state`` or in
+    an attribute of the module.
 
     Args:
         replicated: patterns of the names of parameters that may be on several stages.
+
+    Raises:
+        ConfigError: what the user gave is no dict.
     """
-    return {
-        UNIVERSAL_CHECKPOINT_INFO: {
-            UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-            PIPELINE_REPLICATED_PARAMETER_PATTERNS: replicated,
-        }
-    }
+    key, patterns = UNIVERSAL_CHECKPOINT_INFO, PIPELINE_REPLICATED_PARAMETER_PATTERNS
+    given = client_state.get(key, getattr(engine.module, key, None))
+    if given is None:
+        given = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{key} = {given!r}: has to be a dict of patterns, as ds_to_universal expects it")
+    return {key: {**given, patterns: sorted({*given.get(patterns, ()), *replicated})}}
