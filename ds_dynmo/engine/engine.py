@@ -306,7 +306,9 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """Load a checkpoint of any partition and any number of stages and replicas. Collective.
 
         The tensor-parallel degree must be the one that was saved: each slice reads its own files. With as many stages
-        as saved, layers go where they were saved; otherwise they stay where they are. No code in a file is run.
+        as saved, layers go where they were saved; otherwise they stay where they are. With
+        ``checkpoint.load_universal``, DeepSpeed's universal checkpoints of any degrees are loaded instead, and layers
+        stay. No code in a file is run.
 
         Raises:
             CheckpointError: on every rank; the engine is as it was, unless the message says otherwise.

@@ -79,7 +79,7 @@ def _check_slices(context: CheckpointContext, found: int, path: str) -> None:
     if found != expected:
         raise CheckpointError(
             f"{path}: written with {found} tensor-parallel slices, expected {expected}, the ranks on the topology's "
-            "'model' axis: layers cannot be cut into other slices"
+            "'model' axis: only a universal checkpoint (checkpoint.load_universal) can be cut into other slices"
         )
 
 
@@ -89,7 +89,8 @@ def check_common(context: CheckpointContext, common: Any, path: str, options: Lo
     Raises:
         CheckpointError: with what it lacks.
     """
-    lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - dict(common).keys()
+    found = common.keys() if isinstance(common, dict) else set()
+    lacking = {"global_steps", "skipped_steps", "dp_world_size", "mp_world_size"} - found
     if lacking:
         raise CheckpointError(f"{path}: lacks {sorted(lacking)}")
     schedules = options.scheduler and not options.module_only and context.engine.lr_scheduler is not None

@@ -34,7 +34,8 @@ from ds_dynmo.engine.checkpoint.layout import (
 from ds_dynmo.engine.checkpoint.matching import check_common, check_model, saved_as, stock_manifest, stock_state_of_use
 from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState
 from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
-from ds_dynmo.engine.checkpoint.universal import is_universal, read_universal
+from ds_dynmo.engine.checkpoint.universal import read_universal
+from ds_dynmo.engine.checkpoint.universal_folder import is_universal
 from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.placement import Placement

@@ -5,9 +5,7 @@ Every rank reads the parameters of the layers that it has now, and cuts its tens
 
 from __future__ import annotations
 
-import glob
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,20 +20,13 @@ from ds_dynmo.engine.checkpoint.layout import Key
 from ds_dynmo.engine.checkpoint.matching import check_common
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.safe_load import safe_load
-from ds_dynmo.engine.checkpoint.universal_slices import Shape, cut_slice
+from ds_dynmo.engine.checkpoint.universal_folder import UniversalFolder
+from ds_dynmo.engine.checkpoint.universal_slices import Shape
 from ds_dynmo.engine.deepspeed_adapter import universal
-from ds_dynmo.engine.deepspeed_adapter.files import GROUP_OPTIONS, slice_number
-from ds_dynmo.engine.deepspeed_adapter.universal import FP32_WEIGHT_KEY, MOMENTS, STEP, WholeParameter
+from ds_dynmo.engine.deepspeed_adapter.universal import FP32_WEIGHT_KEY, MOMENTS
 from ds_dynmo.engine.optimizer.flat_layout import MASTER
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.errors import CheckpointError
-
-_STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
-
-
-def is_universal(folder: str) -> bool:
-    """Tell whether ``ds_to_universal`` wrote a folder."""
-    return os.path.isfile(os.path.join(folder, universal.OPTIMIZER))
 
 
 @dataclass(frozen=True)
@@ -93,71 +84,6 @@ def _names(context: CheckpointContext, index: int, name: str) -> Iterator[str]:
             yield f"{use}.{tie.weights[use][position]}"
     elif not any(name in context.origin.layers[use].shapes for use in tie.uses if use != index):
         yield f"tied_modules.{tie.key}.{name}"
-
-
-class UniversalFolder:
-    """The files of a universal checkpoint."""
-
-    def __init__(self, folder: str) -> None:
-        if not os.path.isdir(folder):
-            raise CheckpointError(f"{folder}: there is no such folder")
-        if not is_universal(folder):
-            raise CheckpointError(
-                f"{os.path.join(folder, universal.OPTIMIZER)}: there is no such file, so this is no universal "
-                "checkpoint, which checkpoint.load_universal = true expects; ds_to_universal makes one"
-            )
-        self._folder = folder
-        self._parameters = os.path.join(folder, universal.PARAMETERS)
-        pattern = os.path.join(glob.escape(folder), "mp_rank_*_model_states.pt")
-        numbered = {int(found.group(1)): name for name in glob.glob(pattern) if (found := _STAGE_FILE.search(name))}
-        self.stage_files = [path for _, path in sorted(numbered.items())]
-        if not self.stage_files:
-            raise CheckpointError(f"{pattern}: there is no such file")
-
-    def path(self, parameter: str = "", what: str = "") -> str:
-        return os.path.join(self._parameters, parameter, f"{what}.pt" if what else "")
-
-    def parameters(self) -> list[str]:
-        return sorted(name for name in os.listdir(self._parameters) if os.path.isdir(self.path(name)))
-
-    def cut(self, parameter: str, what: str, shapes: list[Shape], tp_rank: int) -> torch.Tensor:
-        """Cut one slice's part from a weight or a moment; it is left in the file where that is possible."""
-        path = self.path(parameter, what)
-        whole = WholeParameter.of(safe_load(path, mapped=True))
-        if whole is None:
-            raise CheckpointError(f"{path}: holds no whole parameter as ds_to_universal writes it for a pipeline")
-        return cut_slice(whole, shapes, tp_rank, path)
-
-    def has_moments(self, parameter: str) -> bool:
-        return any(os.path.exists(self.path(parameter, what)) for what in MOMENTS)
-
-    def step(self, parameter: str) -> float:
-        path = self.path(parameter, STEP)
-        saved = safe_load(path)
-        try:
-            return float(saved)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: holds {saved!r}, expected a count of steps") from error
-
-    def groups(self, stage_file: str) -> list[tuple[list[str], dict[str, Any] | None]]:
-        """Read the parameter groups that a saved stage had: names of its parameters, options.
-
-        Stock DeepSpeed keeps the options of the first stage alone; None: they are not known.
-        """
-        content = safe_load(stage_file, mapped=True)
-        shapes = content.get(universal.PARAM_SHAPES) if isinstance(content, dict) else None
-        if not isinstance(shapes, list):
-            raise CheckpointError(f"{stage_file}: lacks {universal.PARAM_SHAPES}")
-        options: list[Any] = content.get(GROUP_OPTIONS, [None] * len(shapes))
-        if GROUP_OPTIONS not in content and stage_file == self.stage_files[0]:
-            common = safe_load(os.path.join(self._folder, universal.OPTIMIZER))
-            options = common.get(universal.PARAM_GROUPS, []) if isinstance(common, dict) else []
-        if len(options) != len(shapes):
-            raise CheckpointError(
-                f"{stage_file}: {universal.PARAM_SHAPES} has {len(shapes)} parameter groups, but there are options of "
-                f"{len(options)}"
-            )
-        return [(list(names), known and options_of(known)) for names, known in zip(shapes, options)]
 
 
 @dataclass(frozen=True)
@@ -274,13 +200,14 @@ def _optimizer_state(
     """Make what the optimizer's ``restore`` takes; ``steps``: of the whole model's parameters."""
     optimizer = context.engine.basic_optimizer
     options = {number: options_of(group) for number, group in enumerate(optimizer.param_groups)}
-    missing = set(options)
+    missing = set(options)  # a group whose options no file has keeps those that it has here
     for stage_file in folder.stage_files:
         if missing:
-            found_options = _options(folder, stage_file, model)
-            for number in missing & found_options.keys():
-                options[number] |= found_options[number]
-            missing -= found_options.keys()
+            numbers = _group_numbers(folder, stage_file, model)
+            for number, group in zip(numbers, folder.groups(stage_file)):
+                if number in missing and group.options is not None:
+                    options[number] |= options_of(group.options)
+                    missing.remove(number)
     counts = {key: universal.count_of_steps(optimizer, step) for key, step in steps.items()}
     return optimizer_files(context.stage).assemble(found.values, counts, model.groups, options)
 
@@ -289,27 +216,19 @@ def _common(
     context: CheckpointContext, folder: UniversalFolder, model: WholeModel, options: LoadOptions
 ) -> tuple[str, dict[str, Any], list[int | None]]:
     """Read counters, scheduler and client state: the file's path, its content, and the groups of its scheduler."""
-    files = folder.stage_files
-    path = files[slice_number(context.engine) * len(files) // context.engine.mp_world_size]  # as DeepSpeed chooses
+    path = folder.stage_files[universal.source_file(context.engine, len(folder.stage_files))]
     common = safe_load(path)
     check_common(context, common, path, options)
     schedules = options.scheduler and not options.module_only and context.engine.lr_scheduler is not None
     return path, common, _group_numbers(folder, path, model) if schedules else []
 
 
-def _options(folder: UniversalFolder, stage_file: str, model: WholeModel) -> dict[int, dict[str, Any]]:
-    """Read the options of those groups here that a saved stage had, if they are known."""
-    numbers = _group_numbers(folder, stage_file, model)
-    known = zip(numbers, (options for _, options in folder.groups(stage_file)))
-    return {number: options for number, options in known if number is not None and options is not None}
-
-
 def _group_numbers(folder: UniversalFolder, stage_file: str, model: WholeModel) -> list[int | None]:
     """Find the number here of each parameter group that a saved stage had; None: it had nothing of this model."""
     number_of = {name: model.groups[key] for key, names in model.names.items() if key in model.groups for name in names}
     found: list[int | None] = []
-    for position, (names, _) in enumerate(folder.groups(stage_file)):
-        numbers = {number_of[name] for name in names if name in number_of}
+    for position, group in enumerate(folder.groups(stage_file)):
+        numbers = {number_of[name] for name in group.names if name in number_of}
         if len(numbers) > 1 or numbers & set(found):
             raise CheckpointError(
                 f"{stage_file}: parameter group {position} there is not one group here but (part of) "

@@ -32,14 +32,12 @@ def cut_slice(whole: WholeParameter, shapes: Sequence[Shape], tp_rank: int, path
         return tensor
     if whole.vocabulary:
         tensor = pad(tensor, (0, 0, 0, max(sum(shape[0] for shape in shapes) - tensor.shape[0], 0)))
-    dim, shares = whole.dim, _equal_parts(whole, shapes)
-    if whole.sub_shape is not None:
-        dim = whole.sub_shape.partition_dim
-        tensor = tensor.reshape([sum(n) if isinstance(n, tuple) else n for n in whole.sub_shape.shape])
-        shares = _parts_by_shape(whole.sub_shape.shape[dim], len(shapes))
+    if whole.view is not None:
+        tensor = tensor.reshape(whole.view)
+    dim, shares = whole.dim, _shares(whole, shapes)
     if dim < tensor.dim() and sum(map(sum, shares)) == tensor.shape[dim]:
         found = _narrow(tensor, dim, shares, tp_rank)
-        if list(found.shape) == wanted or (whole.sub_shape is not None and found.numel() == torch.Size(wanted).numel()):
+        if list(found.shape) == wanted or (whole.view is not None and found.numel() == torch.Size(wanted).numel()):
             return found.reshape(wanted)
     raise CheckpointError(
         f"{path}: has shape {list(whole.tensor.shape)}, which cannot be cut along dimension {dim} into {list(shapes)}, "
@@ -47,16 +45,13 @@ def cut_slice(whole: WholeParameter, shapes: Sequence[Shape], tp_rank: int, path
     )
 
 
-def _equal_parts(whole: WholeParameter, shapes: Sequence[Shape]) -> list[list[int]]:
+def _shares(whole: WholeParameter, shapes: Sequence[Shape]) -> list[list[int]]:
     """Count the elements of each part on each slice along the dimension of the cut; none where they do not divide."""
+    if whole.part_sizes is not None:
+        return [[size // len(shapes)] * len(shapes) for size in whole.part_sizes]
     if any(len(shape) <= whole.dim or shape[whole.dim] % whole.parts for shape in shapes):
         return []
     return [[shape[whole.dim] // whole.parts for shape in shapes]] * whole.parts
-
-
-def _parts_by_shape(sizes: int | tuple[int, ...], num_slices: int) -> list[list[int]]:
-    every = sizes if isinstance(sizes, tuple) else (sizes,)
-    return [[size // num_slices] * num_slices for size in every]
 
 
 def _narrow(tensor: torch.Tensor, dim: int, shares: Sequence[Sequence[int]], tp_rank: int) -> torch.Tensor:

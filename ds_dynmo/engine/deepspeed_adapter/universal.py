@@ -22,7 +22,9 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-__all__ = ["FP32_WEIGHT_KEY", "PARAM_GROUPS", "PARAM_SHAPES", "SubparamShape"]
+from ds_dynmo.engine.deepspeed_adapter.files import GROUP_OPTIONS, slice_number
+
+__all__ = ["FP32_WEIGHT_KEY"]
 
 LATEST = "latest_universal"  # a file beside the folder, with its name
 PARAMETERS = "zero"  # the folder with a folder per parameter
@@ -40,14 +42,16 @@ class WholeParameter:
     Attributes:
         dim: the dimension along which slices were joined.
         parts: so many parameters in one, equal in size along ``dim``, of which slices were joined each by itself.
-        sub_shape: the same for parts that differ in size; None: there are none.
+        view: the shape in which ``part_sizes`` are meant; None: its own.
+        part_sizes: sizes along ``dim`` of parts that differ; None: there are none.
         vocabulary: rows that only filled up a slice were left out.
     """
 
     tensor: torch.Tensor
     dim: int
     parts: int
-    sub_shape: SubparamShape | None
+    view: list[int] | None
+    part_sizes: tuple[int, ...] | None
     vocabulary: bool
 
     @classmethod
@@ -55,13 +59,58 @@ class WholeParameter:
         """Read the content of a file; None: it holds something else, as after ZeRO stage 3."""
         if not isinstance(content, dict) or not isinstance(content.get(PARAM), torch.Tensor):
             return None
+        dim, view, sizes = content.get(CAT_DIM, 0), None, None
+        shape = content.get(SUB_PARAM_SHAPE)
+        if isinstance(shape, SubparamShape):
+            dim, view = shape.partition_dim, [sum(size) if isinstance(size, tuple) else size for size in shape.shape]
+            sizes = shape.shape[dim] if isinstance(shape.shape[dim], tuple) else (view[dim],)
         return cls(
             tensor=content[PARAM],
-            dim=content.get(CAT_DIM, 0),
+            dim=dim,
             parts=content.get(PARAM_N_SUB_PARAMS, 1),
-            sub_shape=content.get(SUB_PARAM_SHAPE),
+            view=view,
+            part_sizes=sizes,
             vocabulary=bool(content.get(VOCAB_TENSOR, False)),
         )
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A parameter group that a saved stage had.
+
+    Attributes:
+        names: of its parameters.
+        options: None: not known, because stock DeepSpeed keeps those of the first stage alone.
+    """
+
+    names: list[str]
+    options: dict[str, Any] | None
+
+
+def saved_groups(stage: Any, optimizer: Any) -> list[SavedGroup]:
+    """Read the parameter groups of a saved stage.
+
+    Args:
+        stage: the content of its file.
+        optimizer: that of :data:`OPTIMIZER`, if it is the first stage; else None.
+
+    Raises:
+        ValueError: the files do not say, or not the same.
+    """
+    shapes = stage.get(PARAM_SHAPES) if isinstance(stage, dict) else None
+    if not isinstance(shapes, list):
+        raise ValueError(f"it lacks {PARAM_SHAPES}")
+    options = stage.get(GROUP_OPTIONS)
+    if options is None:
+        options = optimizer[PARAM_GROUPS] if isinstance(optimizer, dict) and PARAM_GROUPS in optimizer else None
+    if options is not None and len(options) != len(shapes):
+        raise ValueError(f"{PARAM_SHAPES} has {len(shapes)} parameter groups, but there are options of {len(options)}")
+    return [SavedGroup(list(names), known) for names, known in zip(shapes, options or [None] * len(shapes))]
+
+
+def source_file(engine: Any, count: int) -> int:
+    """Choose the one of ``count`` saved stage files that this rank's counters come from, as DeepSpeed does."""
+    return slice_number(engine) * count // int(engine.mp_world_size)
 
 
 def keeps_moments(optimizer: torch.optim.Optimizer) -> bool:
