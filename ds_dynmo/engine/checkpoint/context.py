@@ -87,7 +87,7 @@ def universal_info(engine: Any, stage: StageContext, client_state: Mapping[str, 
 
     It takes these from the first stage, so a weight that the first stage lacks is not named.
     """
-    if not writes_optimizer_shards(engine):
+    if not writes_optimizer_shards(engine) or stage.replicas_differ:  # it refuses a checkpoint that does not tell
         return {}
     layers, first = stage.layers, stage.placement.layers_of(0)
     tied = [rf"tied_modules\.{re.escape(key)}\..*" for key in layers.tied_keys() if layers.uses(key)[0] in first]

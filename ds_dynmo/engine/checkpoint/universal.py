@@ -164,7 +164,7 @@ def _read_parameters(
             if saved is None and strict:
                 raise CheckpointError(
                     f"{folder.path(model.names[key][0])}: there is no such folder; ds_to_universal leaves out what was "
-                    "frozen when it was saved, and load_module_strict=False keeps the present weights of that"
+                    "frozen or had not trained when it was saved; load_module_strict=False keeps the present weights"
                 )
             if saved is None:
                 continue
