@@ -18,7 +18,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.deepspeed_adapter.settings import waits_for_norm
+from ds_dynmo.engine.deepspeed_adapter.settings import sums_whole, waits_for_norm
 from ds_dynmo.engine.deepspeed_adapter.ties import find_uses, own_uses
 from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
 from ds_dynmo.engine.optimizer.binding import OptimizerBinding
@@ -181,7 +181,5 @@ def _unsupported(engine: Any, model: Any) -> str | None:
         replicas.use_replicas(model.modules(), engine.mpu.get_data_parallel_group())
     except ConfigError as error:
         return str(error)
-    zero = engine.zero_optimization()
-    return validation.unsupported_layers(
-        model, flat=zero or engine.bfloat16_enabled(), sums_whole=zero and not engine.zero_reduce_scatter()
-    )
+    flat = engine.zero_optimization() or engine.bfloat16_enabled()
+    return validation.unsupported_layers(model, flat=flat, sums_whole=sums_whole(engine))

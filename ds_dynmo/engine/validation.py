@@ -113,12 +113,12 @@ def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModu
         )
 
 
-def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: bool) -> str | None:
+def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -> str | None:
     """Say why the layers of this stage cannot be moved; None: they can be.
 
     Args:
         flat: gradients are kept in flat buffers (bf16, ZeRO-1).
-        sums_whole: DeepSpeed sums all gradients over all replicas, without ``zero_optimization.reduce_scatter``.
+        sums_whole: the key of ZeRO's by which it sums every gradient over all replicas.
     """
     if has_deepspeeds_experts(model):
         return (
@@ -127,7 +127,7 @@ def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: bool) -
         )
     if sums_whole and has_own(model):
         return (
-            "zero_optimization.reduce_scatter = false with layers of which every data-parallel replica holds others "
+            f"zero_optimization.{sums_whole} = false with layers of which every data-parallel replica holds others "
             "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"
         )
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}

@@ -27,16 +27,19 @@ CASES = {
     "bf16 zero1 fp32sums": "bias and freezing",
     "bf16 immediate": "mod",
 }
-precisions = pytest.mark.parametrize(
-    "precision", [*list(CASES)[:3], *(pytest.param(name, marks=pytest.mark.fuzz) for name in list(CASES)[3:])]
-)
+
+
+def precisions(number: int) -> Any:
+    """Run a test with the first ``number`` of :data:`CASES`; in the fuzz form with all."""
+    more = [pytest.param(name, marks=pytest.mark.fuzz) for name in [*CASES][number:]]
+    return pytest.mark.parametrize("precision", [*[*CASES][:number], *more])
 
 
 def case_in(precision: str, **changes: Any) -> CaseRun:
     return replace(CaseRun(MODELS[CASES[precision]], replicas=2, precision=precision, clip=0.05, steps=4), **changes)
 
 
-@precisions
+@precisions(2)
 def test_moves_and_a_restart_under_zero_bubble_change_nothing(precision: str, tmp_path: Path) -> None:
     case = case_in(precision)
     elsewhere = moved(replace(case, dynmo=ZERO_BUBBLE))
@@ -52,7 +55,7 @@ def gradients(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {key: np.concatenate(parts) for key, parts in found.items()}
 
 
-@precisions
+@precisions(3)
 def test_split_experts_train_as_all_experts_on_every_replica(precision: str) -> None:
     case = case_in(precision, optimizer="SGD", steps=3)
     ours, theirs = run_each(4, case_runs.train, (case,), (unsharded(case),))
@@ -102,6 +105,27 @@ def test_fewer_stages_and_back_change_nothing(precision: str) -> None:
         assert 0 <= held - counted <= padding
 
 
+def state_through(run: CaseRun, folder: str, loads: bool) -> dict[str, Any]:
+    """Train two batches and save, or load. Return the state."""
+    engine, model = case_runs.build(run)
+    data = case_runs.batches(engine, model)
+    if loads:
+        engine.load_checkpoint(folder)
+    else:
+        engine.train_batch(data), engine.train_batch(data)
+        engine.save_checkpoint(folder)
+    return {"state": state(engine), "replica": engine.grid.get_data_parallel_id()}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("precision", CASES)
+def test_a_checkpoint_loads_at_another_number_of_stages(precision: str, tmp_path: Path) -> None:
+    case = case_in(precision)
+    saved = whole(run(4, state_through, case, str(tmp_path), False))
+    assert whole(run(2, state_through, replace(case, stages=1), str(tmp_path), True)) == saved
+    assert whole(run(6, state_through, replace(case, stages=3), str(tmp_path), True)) == saved
+
+
 def change_experts(folder: str) -> tuple[list[str], list[bool]]:
     """Load a checkpoint of split experts where all are on every replica, and the reverse. Return what was said."""
     case = CaseRun(MODELS["auxiliary loss"], stages=1, replicas=2, precision="bf16 zero1")
@@ -118,13 +142,14 @@ def test_a_checkpoint_of_other_replicas_is_refused(tmp_path: Path) -> None:
         assert "expected one of which every replica has parameters of its own (moe.expert_parallel)" in said[1]
 
 
-def without_reduce_scatter() -> str:
-    configs.PRECISIONS["sums"] = {"zero_optimization": {"stage": 1, "reduce_scatter": False}}
+def switched_off(key: str) -> str:
+    configs.PRECISIONS["sums"] = {"zero_optimization": {"stage": 1, key: False}}
     with pytest.raises(ds_dynmo.ConfigError) as said:
         case_runs.build(CaseRun(MODELS["mod"], stages=1, replicas=2, precision="sums"))
     return str(said.value)
 
 
-def test_zero_without_reduce_scatter_is_refused() -> None:
-    for said in run(2, without_reduce_scatter):
-        assert "zero_optimization.reduce_scatter = false" in said and "allowed is true" in said
+def test_zero_that_would_sum_experts_with_others_is_refused() -> None:
+    keys = ["reduce_scatter", "contiguous_gradients"]
+    for key, ranks in zip(keys, run_each(2, switched_off, *((key,) for key in keys))):
+        assert all(f"zero_optimization.{key} = false" in said and "allowed is true" in said for said in ranks)

@@ -77,6 +77,19 @@ class Wide(nn.Module):
         return hidden + self.down(torch.tanh(self.up(self.norm(hidden))) * self.mask.to(hidden.dtype))
 
 
+class OwnWide(Wide):
+    """The same layer, of which every replica has others."""
+
+    def use_replicas(self, group: Any) -> None:
+        for parameter in (*self.up.parameters(), *self.down.parameters()):
+            parameter.replica_own = True  # type: ignore[attr-defined]
+
+
+def own_layers(case: Case) -> list[Any]:
+    first, *_, flat, last = wide_layers(case)
+    return [first, *[LayerSpec(OwnWide, index) for index in range(case.blocks)], flat, last]
+
+
 def wide_layers(case: Case) -> list[Any]:
     ends: list[Any] = [LayerSpec(Embedding, 1), LayerSpec(Head, 2)]
     if case.tied:
@@ -101,9 +114,11 @@ def go(engine: Any, new: Sequence[int], *, overlapped: bool, check: Any = None) 
     engine.stage.publish_move()
 
 
-def peaks(case: Case, moves: Sequence[Sequence[int]], overlapped: bool = False) -> list[tuple[int, int, int, int]]:
+def peaks(
+    case: Case, moves: Sequence[Sequence[int]], overlapped: bool = False, make_layers: Any = wide_layers
+) -> list[tuple[int, int, int, int]]:
     """Return, per move, the bytes that this rank held before, the peak, and the predictions of both."""
-    engine = build(case, wide_layers)
+    engine = build(case, make_layers)
     data, found = batches(engine), []
     for new in moves:
         engine.train_batch(data), engine.train_batch(data)
@@ -130,6 +145,12 @@ def peaks(case: Case, moves: Sequence[Sequence[int]], overlapped: bool = False) 
 )
 def test_the_peak_of_a_move_is_as_predicted(case: Case, moves: Sequence[Sequence[int]]) -> None:
     check_peaks(run(case.ranks, peaks, case, moves))
+
+
+@pytest.mark.fuzz
+def test_the_peak_of_a_move_is_as_predicted_where_replicas_differ() -> None:
+    case = Case(blocks=9, precision="bf16 zero1", replicas=2)
+    check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, False, own_layers))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1", "fp32 zero1"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.optimizer.parameter_groups import complete_groups, merged_order
+from ds_dynmo.engine.optimizer.parameter_groups import complete_groups, merged_order, separate_own
 from ds_dynmo.errors import ConfigError
 
 
@@ -86,6 +86,25 @@ def test_a_schedulers_lists_are_completed() -> None:
         optimizer.step()
         scheduler.step()
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.01])
+
+
+def test_what_is_a_replicas_own_gets_groups_of_its_own_with_all_options() -> None:
+    shared, own, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    own.replica_own = True  # type: ignore[attr-defined]
+    groups = [{"params": [other], "lr": 1.0}, {"params": [own, shared], "lr": 2.0, "weight_decay": 0.5}]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step])
+    separate_own(optimizer, scheduler)
+    assert [group["params"] for group in optimizer.param_groups] == [[other], [shared], [own]]
+    assert [group.get("replica_own") for group in optimizer.param_groups] == [None, None, True]
+    assert scheduler.base_lrs == [1.0, 2.0, 2.0]
+    optimizer.step()
+    scheduler.step()
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (1.0, 0.01),
+        (1.0, 0.5),
+        (1.0, 0.5),
+    ]
 
 
 def test_a_scheduler_that_cannot_be_completed_is_refused() -> None:

@@ -59,6 +59,15 @@ def waits_for_norm(engine: Any) -> bool:
     return bool(checks or engine.fp16_enabled() or getattr(engine._config.zero_config, "compute_grad_norm", True))
 
 
+def sums_whole(engine: Any) -> str | None:
+    """Name the key by which ZeRO sums every gradient over all replicas, a replica's own too; None: it does not.
+
+    Read in DeepSpeed 0.19.8: ``average_tensor`` and ``reduce_ipg_grads`` of runtime/zero/stage_1_and_2.py.
+    """
+    keys = {"reduce_scatter": engine.zero_reduce_scatter, "contiguous_gradients": engine.zero_contiguous_gradients}
+    return next((key for key, enabled in keys.items() if engine.zero_optimization() and not enabled()), None)
+
+
 def settings_of(engine: Any) -> dict[str, Any]:
     """Return DeepSpeed's configuration as it was given to an engine."""
     settings: dict[str, Any] = engine._config._param_dict
