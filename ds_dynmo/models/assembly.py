@@ -56,7 +56,11 @@ def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
         )
     try:
         layers = huggingface.layers(
-            config.huggingface, seed=config.seed, sequence_length=config.sequence_length, vocab_size=BYTES
+            config.huggingface,
+            seed=config.seed,
+            sequence_length=config.sequence_length,
+            vocab_size=BYTES,
+            expert_parallel=config.expert_parallel,
         )
         if config.freezing is not None and config.freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "freezing.egeria runs blocks beside the training")

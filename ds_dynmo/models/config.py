@@ -30,7 +30,7 @@ __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
 BYTES = 256  # the text's different tokens
-BESIDE_HUGGINGFACE = {"huggingface", "tokens", "sequence_length", "seed", "sampling", "freezing"}
+BESIDE_HUGGINGFACE = {"huggingface", "tokens", "sequence_length", "seed", "sampling", "freezing", "expert_parallel"}
 
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
@@ -56,6 +56,11 @@ _NOT_CACHED = {
 }
 
 
+_BY_SCHEDULE = (
+    "can be combined with freezing.schedule only: other ways look at weights, of which every replica has others"
+)
+
+
 class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
 
@@ -68,7 +73,13 @@ class ModelConfig(GPTConfig):
     huggingface: str | dict[str, Any] | None = Field(
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
-        'or what is in one; beside it "tokens", "sequence_length", "seed", "sampling" and "freezing" alone may stand',
+        'or what is in one; beside it "tokens", "sequence_length", "seed", "sampling", "freezing" and '
+        '"expert_parallel" alone may stand',
+    )
+    expert_parallel: bool = Field(
+        default=False,
+        description="data-parallel replicas share the experts of the Hugging Face model: it has to have a multiple of "
+        "them in each layer",
     )
     tokens: Literal["bytes"] | None = Field(
         default=None,
@@ -117,6 +128,14 @@ class ModelConfig(GPTConfig):
             raise ValueError(
                 f"{', '.join(others)}: cannot be given beside huggingface, whose config says what the model is"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_shared(self) -> ModelConfig:
+        if self.expert_parallel and self.huggingface is None:
+            raise ValueError("expert_parallel: is for a Hugging Face model; for moe there is moe.expert_parallel")
+        if self.expert_parallel and self.freezing is not None and self.freezing.schedule is None:
+            raise ValueError(f"expert_parallel {_BY_SCHEDULE}")
         return self
 
     @model_serializer(mode="wrap")
@@ -173,10 +192,7 @@ class ModelConfig(GPTConfig):
             )
         freezing = info.data.get("freezing")
         if moe is not None and moe.expert_parallel and freezing is not None and freezing.schedule is None:
-            raise ValueError(
-                "expert_parallel can be combined with freezing.schedule only: other ways look at weights, of which "
-                "every replica has others"
-            )
+            raise ValueError(f"expert_parallel {_BY_SCHEDULE}")
         return moe
 
     @field_validator("sparse_attention")

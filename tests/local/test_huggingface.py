@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import CheckpointError, ConfigError
@@ -336,6 +337,48 @@ def test_exports_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layer_02-model_states\.pt: there is no such file"):
         huggingface.export(reference.config, checkpoint, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+# -- experts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_choices_of_the_last_training_batch_are_counted_once(reentrant: bool) -> None:
+    layer = huggingface.layers(MODELS["mixtral"])[1].build()
+    routed: list[torch.Tensor] = []
+    layer.part.mlp.experts.register_forward_pre_hook(lambda module, inputs: routed.append(inputs[1]))
+    assert layer.load_signal() == 0.5  # 2 of 4 experts
+    for micro_batches in (3, 2):
+        layer.train()  # a batch begins
+        routed.clear()
+        for seed in range(micro_batches):
+            hidden = torch.randn(2, 7, 32, generator=generator_for(seed)).requires_grad_()
+            checkpoint(layer, hidden, use_reentrant=reentrant).sum().backward()
+        first_passes = routed[::2]  # every second is recomputed
+        assert len(routed) == 2 * micro_batches
+        assert torch.equal(layer.choices, torch.cat(first_passes).flatten().bincount(minlength=4))
+        layer.eval()(hidden)
+        assert layer.choices.sum() == micro_batches * 2 * 7 * 2
+    assert layer.load_signal() == 0.5
+    layer.requires_grad_(False)
+    assert layer.load_signal() == 0.0
+
+
+def test_a_dense_layer_has_no_load_signal() -> None:
+    assert not hasattr(huggingface.layers(MODELS["llama"])[1].build(), "load_signal")
+
+
+def test_expert_parallelism_that_a_model_cannot_have_is_refused() -> None:
+    def refused(block: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            model_layers(parse_block(ModelConfig, {"expert_parallel": True, **block}, "model"))
+
+    refused({"huggingface": MODELS["llama"], "sequence_length": 64}, "model_type llama, has no experts to share out")
+    refused({"moe": {}}, r"is for a Hugging Face model; for moe there is moe\.expert_parallel")
+    block = {"huggingface": MIXTRAL, "sequence_length": 64}
+    refused({**block, "freezing": {"automatic": {}}}, r"expert_parallel can be combined with freezing\.schedule only")
+    specs = model_layers(parse_block(ModelConfig, {"expert_parallel": True, **block}, "model"))
+    assert specs[1].build().shares_out and not huggingface.layers(MIXTRAL)[1].build().shares_out
 
 
 # -- refusals -----------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.checkpoint.initial_model import InitialModelSpec
-from ds_dynmo.engine.checkpoint.layout import SliceLayout, StageLayout, layer_file
+from ds_dynmo.engine.checkpoint.layout import SliceLayout, StageLayout
 from ds_dynmo.engine.checkpoint.progress import Progress
 from ds_dynmo.engine.deepspeed_adapter.files import slice_number, universal_information, writes_optimizer_shards
 from ds_dynmo.engine.migration.references import References

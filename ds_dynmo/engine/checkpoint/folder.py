@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 
-from ds_dynmo.engine.checkpoint.layout import FOLDER
+from ds_dynmo.checkpoint_files import FOLDER
 
 LATEST = "latest"
 ABANDONED_SECONDS = 3600.0  # a temporary folder without writes for so long is abandoned

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.checkpoint_files import REPLICA_OWN
 from ds_dynmo.engine.checkpoint.initial_model import (
     IsShared,
     LayerOrigin,
@@ -255,9 +256,6 @@ def _compact(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 # -- parameters that each replica has of its own ------------------------------------------------------
 
 
-_OWN = "replica_own"
-
-
 def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
     """Add weights and optimizer state of this replica's own parameters to the ``extras`` of a layer.
 
@@ -266,7 +264,7 @@ def add_own(extras: Extras, module: nn.Module, state: OptimizerState) -> Extras:
     own = {name: parameter for name, parameter in module.named_parameters() if is_own(parameter)}
     state_of = (lambda _: {}) if isinstance(state, FlatState) else state.state_of
     content = {name: {"weight": p.detach(), "state": state_of(p)} for name, p in own.items()}
-    return {**extras, _OWN: compact(content)} if own else extras
+    return {**extras, REPLICA_OWN: compact(content)} if own else extras
 
 
 def own_weights(layer: LoadedLayer) -> LoadedLayer:
@@ -289,4 +287,4 @@ def own_optimizer_state(layer: int, loaded: LoadedLayer, optimizer: LoadedState)
 
 
 def _own(layer: LoadedLayer) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from (layer.extras or {}).get(_OWN, {}).items()
+    yield from (layer.extras or {}).get(REPLICA_OWN, {}).items()

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ds_dynmo.checkpoint_files import FOLDER
 from ds_dynmo.placement import Placement
 
 FORMAT = 3
-FOLDER = "dynmo"
 MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
 FLAT = "flat"
@@ -234,11 +234,6 @@ class Manifest:
             if not len(layout.stages) == len(layout.numbers) == manifest.num_stages:
                 raise ValueError(f"it has {len(layout.stages)} stages but the partition {manifest.placement}")
         return manifest
-
-
-def layer_file(layer: int, replica: int, slice_index: int) -> str:
-    """Name our file of a layer, one per data-parallel replica and tensor-parallel slice: what DeepSpeed's lacks."""
-    return f"{FOLDER}/layer_{layer:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 
 def rank_file(stage: int, replica: int, slice_index: int) -> str:

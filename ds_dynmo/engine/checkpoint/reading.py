@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed.utils import logger
 
+from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.engine.checkpoint.applying import Loaded, LoadOptions, apply, client_state_of
@@ -27,7 +28,6 @@ from ds_dynmo.engine.checkpoint.layout import (
     Manifest,
     SliceLayout,
     join,
-    layer_file,
     rank_file,
     stage_file,
 )

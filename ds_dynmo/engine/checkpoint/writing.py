@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.checkpoint.context import CheckpointContext, own_layout, together, universal_info
 from ds_dynmo.engine.checkpoint.flat_files import FlatFiles, optimizer_files
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
@@ -18,7 +19,6 @@ from ds_dynmo.engine.checkpoint.layout import (
     SliceLayout,
     flat_file,
     join,
-    layer_file,
     rank_file,
 )
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters

@@ -8,7 +8,6 @@ Attention is torch's ``scaled_dot_product_attention`` ("sdpa"), the library's de
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +18,17 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.models.huggingface.configs import FAMILIES, config_of, name_of, router_loss, transformers, window
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.huggingface.configs import (
+    FAMILIES,
+    config_of,
+    experts_of,
+    name_of,
+    router_loss,
+    transformers,
+    window,
+)
+from ds_dynmo.models.huggingface.experts import Experts, MoEDecoderLayer
 from ds_dynmo.models.huggingface.modules import (
     DecoderLayer,
     FinalNorm,
@@ -29,17 +37,30 @@ from ds_dynmo.models.huggingface.modules import (
     TokenEmbedding,
     tied_logits,
 )
-from ds_dynmo.models.huggingface.weights import INDEX, Folder, InMemory, Stored, Tensors, check_tensors, stored
+from ds_dynmo.models.huggingface.weights import (
+    ExpertFiles,
+    Folder,
+    InMemory,
+    Stored,
+    Tensors,
+    check_tensors,
+    stored,
+)
 from ds_dynmo.models.seeding import generator_for
 
-__all__ = ["export", "layers"]
+__all__ = ["PART", "Source", "layers", "source_of"]
 
 TIE = "embedding"
 PART = "part."  # in each of our layers, the name of the library's module
 
 
 def layers(
-    model: Any, *, seed: int = 0, sequence_length: int | None = None, vocab_size: int | None = None
+    model: Any,
+    *,
+    seed: int = 0,
+    sequence_length: int | None = None,
+    vocab_size: int | None = None,
+    expert_parallel: bool = False,
 ) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
 
@@ -54,13 +75,15 @@ def layers(
         seed: what fresh weights are drawn from, a generator for each layer: the same under every partition.
         sequence_length: tokens of a training sequence, which have to fit the model's positions.
         vocab_size: different tokens of the data, which the model has to know.
+        expert_parallel: the data-parallel replicas of a stage share a layer's experts. Each reads its own from a
+            folder, when :func:`ds_dynmo.initialize` tells it which.
 
     Raises:
-        ConfigError: no such files, a model that is none of these families, tensors that are not the config's, or
-            no transformers. Nothing has been built.
+        ConfigError: no such files, a model that is none of these families, tensors that are not the config's, no
+            transformers, or ``expert_parallel`` for a model without experts. Nothing has been built.
     """
-    source = _source(model, seed)
-    config = source.config
+    source = source_of(model, seed, parallel=expert_parallel)
+    config, experts = source.config, source.experts
     positions, vocabulary = config.max_position_embeddings, config.vocab_size
     if sequence_length is not None and sequence_length > positions:
         raise ConfigError(f"sequence_length {sequence_length}: the model has {positions} positions")
@@ -81,68 +104,35 @@ def layers(
         specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, config.embd_pdrop))
     for block in range(config.num_hidden_layers):
         layer = len(specs)
-        specs.append(LayerSpec(DecoderLayer, source.of(layer), layer, window(config, block), loss))
+        about = (source.of(layer), layer, window(config, block), loss)
+        specs.append(
+            LayerSpec(DecoderLayer, *about) if experts is None else LayerSpec(MoEDecoderLayer, *about, experts)
+        )
     layer = len(specs)
     return [*specs, LayerSpec(FinalNorm, source.of(layer), layer), head]
-
-
-def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Write the weights of a checkpoint in the library's format, for its ``from_pretrained``.
-
-    One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
-    the dtype that they were trained in. The index is written last: a folder without it is not whole.
-
-    Args:
-        model: what :func:`layers` made the layers of; only its config counts.
-        checkpoint: what ``engine.save_checkpoint`` wrote: the folder with the file ``latest``, or that of a tag.
-        folder: gets ``config.json``, safetensors files and their index; has to be empty or not there.
-
-    Raises:
-        ConfigError: as :func:`layers`, or ``folder`` is not empty.
-        CheckpointError: the checkpoint lacks a layer's file, or it holds other tensors than the model has.
-    """
-    source, saved, out = _source(model, seed=0, weights=False), _tag_folder(Path(checkpoint)), Path(folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: is there already: it should be an empty folder, or not exist")
-    files = [(layer, saved / f"layer_{layer:02d}-model_states.pt") for layer in range(len(source.paths) - source.tied)]
-    for _, path in files:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: there is no such file")
-    out.mkdir(parents=True, exist_ok=True)
-    weight_map: dict[str, str] = {}
-    num_bytes = 0
-    for number, (layer, path) in enumerate(files, start=1):
-        tensors = _exported(source, layer, path)
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _write_tensors(out / name, tensors)
-        weight_map.update(dict.fromkeys(tensors, name))
-        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        source.config.dtype = next(iter(tensors.values())).dtype
-    source.config.architectures = [type(source.skeleton).__name__]
-    source.config.save_pretrained(out)
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 # -- the library's model ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """A model of the library's without memory, and where the weights of its parts come from.
 
     Attributes:
         skeleton: the library's model on the "meta" device.
         paths: per pipeline layer, the path of its part in ``skeleton``; a tied head has the last one.
         tensors: None for fresh weights.
-        converted: tensors are named as in files of Mixtral's.
+        files: of experts; None: tensors are named as in memory.
+        experts: of a decoder layer, if any.
         trainable: ``requires_grad`` by the library's name; True where it says nothing.
     """
 
     skeleton: Any
     paths: tuple[str, ...]
     tensors: Tensors | None
-    converted: bool
+    files: ExpertFiles | None
+    experts: Experts | None
     seed: int
     trainable: Mapping[str, bool]
 
@@ -159,11 +149,16 @@ class _Source:
         """Locate the parameters of pipeline layer ``layer``, by their names in the library's module."""
         path = self.paths[layer]
         return {
-            name: stored(f"{path}.{name}", tuple(parameter.shape), converted=self.converted)
+            name: stored(f"{path}.{name}", tuple(parameter.shape), self.files)
             for name, parameter in self.skeleton.get_submodule(path).named_parameters()
         }
 
-    def of(self, layer: int) -> _Source:
+    @property
+    def reads_later(self) -> bool:
+        """See :class:`~ds_dynmo.models.huggingface.experts.PartsWithExperts`; fresh weights are drawn together."""
+        return self.tensors is not None and self.experts is not None and self.experts.parallel
+
+    def of(self, layer: int) -> Source:
         """Narrow this to pipeline layer ``layer``, so that its spec keeps no other layer's weights alive."""
         if self.tensors is None:
             return self
@@ -181,6 +176,20 @@ class _Source:
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(self.trainable.get(f"{path}.{name}", True))
         return part
+
+    def read_experts(self, part: nn.Module, layer: int, share: slice) -> None:
+        """See :class:`~ds_dynmo.models.huggingface.experts.PartsWithExperts`."""
+        assert self.tensors is not None and self.experts is not None
+        places, path = self.stored(layer), self.experts.path
+        for name, parameter in part.get_submodule(path).named_parameters():
+            own = torch.empty_like(parameter[share], memory_format=torch.contiguous_format)
+            place = places[f"{path}.{name}"]
+            if self.files is None:
+                own.copy_(self.tensors.read(place.names)[place.names[0]][share])
+            else:
+                place = place.of_experts(share, self.experts.count)
+                _copy(self.tensors.read(place.names), place, own)
+            parameter.data = own
 
     def build_rotary(self) -> nn.Module | None:
         """Build the rotary positions of every decoder layer; None: the model has learned ones."""
@@ -201,15 +210,22 @@ class _Source:
 
     def _read(self, part: nn.Module, layer: int, tensors: Tensors) -> None:
         places = self.stored(layer)
-        found = tensors.read(self._names(layer))
-        with torch.no_grad():
-            for name, parameter in part.named_parameters():
-                for piece, target in places[name].pieces(parameter).items():
-                    target.copy_(found[piece])
+        later = f"{self.experts.path}." if self.reads_later and self.experts is not None else None
+        for name, parameter in part.named_parameters():
+            if later is not None and name.startswith(later):
+                parameter.data = parameter.new_empty(()).expand(parameter.shape)  # no memory
+            else:
+                _copy(tensors.read(places[name].names), places[name], parameter.detach())
 
 
-def _source(model: Any, seed: int, *, weights: bool = True) -> _Source:
+def _copy(found: Mapping[str, torch.Tensor], place: Stored, target: torch.Tensor) -> None:
+    for name, piece in place.pieces(target).items():
+        piece.copy_(found[name])
+
+
+def source_of(model: Any, seed: int, *, weights: bool = True, parallel: bool = False) -> Source:
     config = config_of(model)
+    experts = experts_of(config, name_of(model), parallel=parallel)
     with torch.device("meta"):
         try:
             skeleton = transformers().AutoModelForCausalLM.from_config(
@@ -224,8 +240,9 @@ def _source(model: Any, seed: int, *, weights: bool = True) -> _Source:
         trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     elif isinstance(model, (str, os.PathLike)) and Path(model).is_dir() and weights:
         tensors = Folder(Path(model), skeleton.base_model_prefix)
-    converted = config.model_type == "mixtral" and not isinstance(tensors, InMemory)
-    source = _Source(skeleton, _paths(skeleton), tensors, converted, seed, trainable)
+    moe = FAMILIES[config.model_type].moe
+    files = None if moe is None or isinstance(tensors, InMemory) else moe.files
+    source = Source(skeleton, _paths(skeleton), tensors, files, experts, seed, trainable)
     if tensors is not None:
         expected = {
             name: place.shape
@@ -245,45 +262,3 @@ def _paths(skeleton: Any) -> tuple[str, ...]:
     parts += [*getattr(base, family.blocks), getattr(base, family.norm), skeleton.get_output_embeddings()]
     path = {id(module): name for name, module in skeleton.named_modules()}
     return tuple(path[id(part)] for part in parts)
-
-
-# -- export -------------------------------------------------------------------------------------------------
-
-
-def _tag_folder(checkpoint: Path) -> Path:
-    latest = checkpoint / "latest"
-    if latest.is_file():
-        return checkpoint / latest.read_text().strip()
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: there is no such folder")
-    return checkpoint
-
-
-def _exported(source: _Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of one pipeline layer, named as the library names them."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    found = {name.removeprefix(PART): value for name, value in state.items()}
-    part = source.skeleton.get_submodule(source.paths[layer])
-    expected = {name: parameter.shape for name, parameter in part.named_parameters()}
-    shapes = {name: value.shape for name, value in found.items()}
-    if shapes != expected:
-        differing = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
-        raise CheckpointError(
-            f"{path}: is not layer {layer} of the model, {source.paths[layer]}: {differing[0]} has "
-            f"{_shape(shapes.get(differing[0]))}, expected {_shape(expected.get(differing[0]))}"
-        )
-    places = source.stored(layer)
-    return {n: piece for name, value in found.items() for n, piece in places[name].pieces(value.contiguous()).items()}
-
-
-def _shape(shape: torch.Size | None) -> str:
-    return "no tensor" if shape is None else f"shape {list(shape)}"
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})

@@ -16,15 +16,34 @@ from typing import Any
 
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.huggingface.experts import Experts
 from ds_dynmo.models.huggingface.modules import RouterLoss
+from ds_dynmo.models.huggingface.weights import ExpertFiles
 
 __all__ = [
-    *("FAMILIES", "check_blocks_draw_nothing", "config_of", "name_of", "router_loss", "tokenizer_files"),
-    *("transformers", "window"),
+    *("FAMILIES", "check_blocks_draw_nothing", "config_of", "experts_of", "name_of", "router_loss"),
+    *("tokenizer_files", "transformers", "window"),
 ]
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "tekken*", "spiece.model", "sentencepiece*")
 DRAWS_IN_BLOCKS = ("attn_pdrop", "resid_pdrop", "attention_dropout", "router_jitter_noise")  # keys of configs
+
+
+@dataclass(frozen=True)
+class _MoE:
+    """Where the library keeps what concerns experts.
+
+    Attributes:
+        router, experts: paths in a decoder layer.
+        count, top_k: keys of the config: experts of a layer, and experts that a token is sent to.
+        files: how they are named in files.
+    """
+
+    files: ExpertFiles
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    count: str = "num_local_experts"
+    top_k: str = "num_experts_per_tok"
 
 
 @dataclass(frozen=True)
@@ -33,13 +52,13 @@ class _Family:
 
     Attributes:
         blocks, norm, positions: names in its model without the head.
-        router: path of the router in a decoder layer.
+        moe: its decoder layers have experts.
     """
 
     blocks: str = "layers"
     norm: str = "norm"
     positions: str | None = None
-    router: str | None = None
+    moe: _MoE | None = None
 
 
 FAMILIES = {
@@ -47,7 +66,7 @@ FAMILIES = {
     "llama": _Family(),
     "qwen2": _Family(),
     "qwen3": _Family(),
-    "mixtral": _Family(router="mlp.gate"),
+    "mixtral": _Family(moe=_MoE(ExpertFiles("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}))),
 }
 
 
@@ -168,11 +187,12 @@ def _check_sizes(config: Any, place: str) -> None:
         raise ConfigError(f"{place}: num_attention_heads {heads}: should divide hidden_size, {config.hidden_size}")
     if config.num_hidden_layers < 1:
         raise ConfigError(f"{place}: num_hidden_layers {config.num_hidden_layers}: should be at least 1")
-    if FAMILIES[config.model_type].router is None:
+    moe = FAMILIES[config.model_type].moe
+    if moe is None:
         return
-    chosen, experts = config.num_experts_per_tok, config.num_local_experts
+    chosen, experts = getattr(config, moe.top_k), getattr(config, moe.count)
     if not 1 <= chosen <= experts:
-        raise ConfigError(f"{place}: num_experts_per_tok {chosen}: should be in 1 to num_local_experts, {experts}")
+        raise ConfigError(f"{place}: {moe.top_k} {chosen}: should be in 1 to {moe.count}, {experts}")
     if not 0 <= (config.router_aux_loss_coef or 0) < math.inf:
         raise ConfigError(f"{place}: router_aux_loss_coef {config.router_aux_loss_coef}: should be 0 or more")
 
@@ -185,15 +205,29 @@ def window(config: Any, block: int) -> int | None:
     return None
 
 
+def experts_of(config: Any, place: str, *, parallel: bool) -> Experts | None:
+    """Describe the experts of the decoder layers; None: the family has none.
+
+    Raises:
+        ConfigError: replicas cannot share experts (``parallel``) where there are none.
+    """
+    moe = FAMILIES[config.model_type].moe
+    if moe is None:
+        if parallel:
+            raise ConfigError(f"expert_parallel: {place}, model_type {config.model_type}, has no experts to share out")
+        return None
+    return Experts(moe.experts, getattr(config, moe.count), getattr(config, moe.top_k), moe.count, parallel)
+
+
 def router_loss(config: Any) -> RouterLoss | None:
     """Describe what routers add to the loss; None where the config does not ask for it."""
-    router = FAMILIES[config.model_type].router
-    if router is None or not config.output_router_logits or not config.router_aux_loss_coef:
+    moe = FAMILIES[config.model_type].moe
+    if moe is None or not config.output_router_logits or not config.router_aux_loss_coef:
         return None
     return RouterLoss(
-        experts=config.num_local_experts,
-        top_k=config.num_experts_per_tok,
+        experts=getattr(config, moe.count),
+        top_k=getattr(config, moe.top_k),
         layers=config.num_hidden_layers,
         coefficient=config.router_aux_loss_coef,
-        router=router,
+        router=moe.router,
     )

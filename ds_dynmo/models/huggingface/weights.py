@@ -17,7 +17,7 @@ import torch
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["INDEX", "Folder", "Stored", "Tensors", "check_tensors", "stored"]
+__all__ = ["INDEX", "ExpertFiles", "Folder", "Stored", "Tensors", "check_tensors", "stored"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,8 +25,20 @@ SHOWN = 4  # names in a message
 
 # Buffers that older versions of the library saved.
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
-_EXPERTS = re.compile(r"(?P<layer>.*)\.mlp\.experts\.(?P<name>gate_up_proj|down_proj)$")
-_EXPERT_FILES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+_EXPERTS = re.compile(r"(?P<layer>.*)\.mlp\.experts\.(?P<name>\w+)$")
+
+
+@dataclass(frozen=True)
+class ExpertFiles:
+    """How files of a model have experts, each matrix a tensor of its own.
+
+    Attributes:
+        block: what stands for "mlp" in names.
+        matrices: by the parameter in memory, of all experts, those that lie behind one another in it for each expert.
+    """
+
+    block: str
+    matrices: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -40,23 +52,27 @@ class Stored:
         """Split ``parameter`` by ``names``, into views of its memory."""
         return dict(zip(self.names, parameter.view(len(self.names), *self.shape)))
 
+    def of_experts(self, share: slice, experts: int) -> Stored:
+        """Narrow this to the tensors of ``share`` of ``experts`` that lie one after the other."""
+        per_expert = len(self.names) // experts
+        return Stored(self.names[share.start * per_expert : share.stop * per_expert], self.shape)
 
-def stored(name: str, shape: tuple[int, ...], *, converted: bool) -> Stored:
+
+def stored(name: str, shape: tuple[int, ...], files: ExpertFiles | None) -> Stored:
     """Locate parameter ``name`` in the library's files.
 
     Args:
-        converted: files of Mixtral's, which have a tensor for each expert's matrix: ``w1`` and ``w3`` of each
-            expert lie behind one another in ``gate_up_proj``, ``w2`` in ``down_proj``. False: one tensor, as in memory.
+        files: of a model with experts. None: every parameter is one tensor, as in memory.
     """
-    match = _EXPERTS.fullmatch(name)
-    if not converted:
+    if files is None:
         return Stored((name,), shape)
+    match = _EXPERTS.fullmatch(name)
     if match is None:
-        return Stored((name.replace(".mlp.", ".block_sparse_moe."),), shape)
-    matrices = _EXPERT_FILES[match["name"]]
+        return Stored((name.replace(".mlp.", f".{files.block}."),), shape)
+    matrices = files.matrices[match["name"]]
     experts, rows, columns = shape
     names = tuple(
-        f"{match['layer']}.block_sparse_moe.experts.{expert}.{matrix}.weight"
+        f"{match['layer']}.{files.block}.experts.{expert}.{matrix}.weight"
         for expert in range(experts)
         for matrix in matrices
     )

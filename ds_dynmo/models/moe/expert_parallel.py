@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Replicas", "loads_of_replicas", "share_of", "through_replicas"]
+__all__ = ["Dispatch", "Replicas", "loads_of_replicas", "share_of", "through_replicas"]
 
 Table = Sequence[Sequence[int]]  # per replica, in the order of their indices, rows that it has for each expert
 
@@ -104,6 +104,35 @@ def loads_of_replicas(table: Table) -> list[int]:
     return [sum(sum(row[share]) for row in table) for share in shares]
 
 
+class Dispatch:
+    """The way of one pass's rows to their experts and back.
+
+    An expert finds its rows in the order of replicas, and of each replica in the order that it has them in: sums over
+    them are the same in every run.
+
+    Attributes:
+        counts: rows that each expert of this replica gets, from all replicas.
+    """
+
+    def __init__(self, table: Table, replicas: Replicas, device: torch.device) -> None:
+        size, mine = len(table), table[replicas.index]
+        experts = len(mine)
+        own = [row[share_of(replicas.index, size, experts)] for row in table]
+        self._replicas = replicas
+        self._sent = [sum(mine[share_of(replica, size, experts)]) for replica in range(size)]
+        self._received = [sum(row) for row in own]
+        self._order = _by_expert(own, device)
+        self.counts = [sum(counts) for counts in zip(*own)]
+
+    def to_experts(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send this replica's rows, those for expert 0 of all first; give its experts' likewise. Collective."""
+        return self._replicas.exchange(rows, self._sent, self._received).index_select(0, self._order)
+
+    def back(self, made: torch.Tensor) -> torch.Tensor:
+        """Send what experts made of each row to the row's replica, in the order that it had. Collective."""
+        return self._replicas.exchange(made.index_select(0, self._order.argsort()), self._received, self._sent)
+
+
 def through_replicas(
     rows: torch.Tensor,
     table: Table,
@@ -112,9 +141,6 @@ def through_replicas(
 ) -> torch.Tensor:
     """Apply all experts to this replica's rows, which travel to their expert's replica and back. Collective.
 
-    An expert finds its rows in the order of replicas, and of each replica in the order that it has them in: sums over
-    them are the same in every run.
-
     Args:
         rows: ``[rows, width]`` by expert, those for expert 0 of all first.
         transform: the own experts' work, on rows by own expert and the number of each one's, keeping the width.
@@ -122,15 +148,8 @@ def through_replicas(
     Returns:
         ``[rows, width]``, in the order of ``rows``.
     """
-    size, mine = len(table), table[replicas.index]
-    experts = len(mine)
-    sent = [sum(mine[share_of(replica, size, experts)]) for replica in range(size)]
-    own = [row[share_of(replicas.index, size, experts)] for row in table]
-    received = [sum(row) for row in own]
-    arrived = replicas.exchange(rows, sent, received)
-    order = _by_expert(own, rows.device)
-    made = transform(arrived.index_select(0, order), [sum(counts) for counts in zip(*own)])
-    return replicas.exchange(made.index_select(0, order.argsort()), received, sent)
+    dispatch = Dispatch(table, replicas, rows.device)
+    return dispatch.back(transform(dispatch.to_experts(rows), dispatch.counts))
 
 
 def _by_expert(own: Table, device: torch.device) -> torch.Tensor:

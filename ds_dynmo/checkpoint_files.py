@@ -1,0 +1,17 @@
+"""Names that files of a checkpoint have beside DeepSpeed's, for the engine and for models that read them."""
+
+from __future__ import annotations
+
+__all__ = ["FOLDER", "REPLICA_OWN", "layer_file"]
+
+FOLDER = "dynmo"
+REPLICA_OWN = "replica_own"  # in a layer's file: "weight" and "state" of each parameter that no other replica has
+
+
+def layer_file(layer: int, replica: int, slice_index: int) -> str:
+    """Name our file of a layer, one per data-parallel replica and tensor-parallel slice: what DeepSpeed's lacks.
+
+    >>> layer_file(3, 1, 0)
+    'dynmo/layer_03-data_01-model_00.pt'
+    """
+    return f"{FOLDER}/layer_{layer:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"

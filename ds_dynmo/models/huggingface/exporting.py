@@ -1,0 +1,113 @@
+"""Write a checkpoint's weights in the format of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_dynmo.checkpoint_files import REPLICA_OWN, layer_file
+from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.models.huggingface.adapter import PART, Source, source_of
+from ds_dynmo.models.huggingface.weights import INDEX
+
+__all__ = ["export"]
+
+
+def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """Write the weights of a checkpoint in the library's format, for its ``from_pretrained``.
+
+    One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
+    the dtype that they were trained in. The index is written last: a folder without it is not whole.
+
+    Args:
+        model: what :func:`~ds_dynmo.models.huggingface.layers` made the layers of; only its config counts.
+        checkpoint: what ``engine.save_checkpoint`` wrote: the folder with the file ``latest``, or that of a tag.
+        folder: gets ``config.json``, safetensors files and their index; has to be empty or not there.
+
+    Raises:
+        ConfigError: as :func:`~ds_dynmo.models.huggingface.layers`, or ``folder`` is not empty.
+        CheckpointError: the checkpoint lacks a layer's file, or it holds other tensors than the model has.
+    """
+    source, saved, out = source_of(model, seed=0, weights=False), _tag_folder(Path(checkpoint)), Path(folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: is there already: it should be an empty folder, or not exist")
+    files = [(layer, saved / f"layer_{layer:02d}-model_states.pt") for layer in range(len(source.paths) - source.tied)]
+    for _, path in files:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: there is no such file")
+    out.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for number, (layer, path) in enumerate(files, start=1):
+        tensors = _exported(source, layer, path)
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write_tensors(out / name, tensors)
+        weight_map.update(dict.fromkeys(tensors, name))
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        source.config.dtype = next(iter(tensors.values())).dtype
+    source.config.architectures = [type(source.skeleton).__name__]
+    source.config.save_pretrained(out)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _tag_folder(checkpoint: Path) -> Path:
+    latest = checkpoint / "latest"
+    if latest.is_file():
+        return checkpoint / latest.read_text().strip()
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: there is no such folder")
+    return checkpoint
+
+
+def _exported(source: Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of one pipeline layer, named as the library names them."""
+    found = {name.removeprefix(PART): value for name, value in _load(path).items()}
+    part = source.skeleton.get_submodule(source.paths[layer])
+    expected = {name: parameter.shape for name, parameter in part.named_parameters()}
+    shares = _shares(path.parent, layer)
+    found |= {name: torch.cat([share[name] for share in shares]) for name in (shares[0] if shares else ())}
+    shapes = {name: value.shape for name, value in found.items()}
+    if shapes != expected:
+        differing = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
+        raise CheckpointError(
+            f"{path}: is not layer {layer} of the model, {source.paths[layer]}: {differing[0]} has "
+            f"{_shape(shapes.get(differing[0]))}, expected {_shape(expected.get(differing[0]))}"
+        )
+    places = source.stored(layer)
+    return {n: piece for name, value in found.items() for n, piece in places[name].pieces(value.contiguous()).items()}
+
+
+def _shares(folder: Path, layer: int) -> list[dict[str, torch.Tensor]]:
+    """Read the experts that each data-parallel replica saved; empty where all had all of them."""
+    shares: list[dict[str, torch.Tensor]] = []
+    for replica in count():
+        path = folder / layer_file(layer, replica, 0)
+        own = _load(path).get(REPLICA_OWN) if path.is_file() else None
+        if own is None:
+            return shares
+        shares.append({name.removeprefix(PART): content["weight"] for name, content in own.items()})
+    raise AssertionError("files have numbers without end")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return content
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "no tensor" if shape is None else f"shape {list(shape)}"
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
