@@ -29,6 +29,7 @@ CHANGES: dict[str, Any] = {"gradient_accumulation_steps": 8, "model": {"layers":
 OWN_CHANGES: dict[str, dict[str, Any]] = {  # further ones, by case
     "pruning": {"gradient_accumulation_steps": 4, "model": {"hidden_size": 256, "heads": 4}},
     "freezing": {"model": {"freezing": {"schedule": [[0.2, 3], [0.4, 5], [0.6, 8]]}}},
+    "moe": {"gradient_accumulation_steps": 4},
     "sparse_attention": {"gradient_accumulation_steps": 4},
     "early_exit": {"model": {"early_exit": {"depths": [4, 8, 12]}}},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import emulate
 from benchmark import checked_cases, parse
 from benchmarks.arms import chosen
-from benchmarks.emulated import until_settled
+from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
@@ -130,6 +131,15 @@ def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
     # A phase of pruning that is as long as its interval has one decision.
     passed, seconds, costs = until_settled(pruning, 1000, [first], 0.0, moved_again=False)
     assert (passed, seconds, costs) == (1, 2.0, pytest.approx((0.1, 0.2, 0.3)))
+
+
+def test_a_decision_that_is_taken_while_the_next_batch_trains_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    trigger = SimpleNamespace(deciding=True)
+    costs = iter([(0.125, 0.0, 0.0), (0.0, 0.25, 0.5)])
+    engine = SimpleNamespace(balancer=SimpleNamespace(trigger=trigger))
+    arm = SimpleNamespace(engine=engine, new_costs=lambda: next(costs))
+    monkeypatch.setattr(Benchmark, "timed_batch", lambda self, arm: 2.0)
+    assert object.__new__(Benchmark).batch_and_costs(arm) == (1.875, (0.125, 0.25, 0.5))
 
 
 def test_stolen_seconds_are_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
