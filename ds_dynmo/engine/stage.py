@@ -149,10 +149,13 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
         uses = find_uses(model, built)
     except Exception as error:  # whatever a user's layer raises: the others have to hear of it
         problem = problem or f"a layer that DeepSpeed did not build, as it is tied to one before: {error!r}"
-    facts = (problem, replicas.has_own(model), replicas.shares_out(model), uses, bool(built))
-    every = comm.gather_objects(facts)
+    place = (engine.mpu.get_stage_id(), engine.mpu.get_slice_parallel_rank())
+    own = (place, replicas.own_shapes(model))
+    every = comm.gather_objects((problem, own, replicas.shares_out(model), uses, bool(built)))
     validation.check_layers(problem for problem, *_ in every)
-    differ = any(differ for _, differ, *_ in every)
+    if engine.zero_optimization() or engine.bfloat16_enabled():
+        replicas.refuse_uneven(own for _, own, *_ in every)
+    differ = any(shapes for _, (_, shapes), *_ in every)
     ties = own_uses((uses for *_, uses, _ in every), layer_specs(model))
     of_others = attach(model, built, ties) if any(builds for *_, builds in every) else None
     layers = StageLayers(model, ties)

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import nn
 
 import ds_dynmo
 from tests.distributed.harness import run, run_each
 from tests.distributed.support import case_runs, configs
 from tests.distributed.support.case_runs import CaseRun, check_moves_change_nothing, moved
+from tests.distributed.support.configs import Case
 from tests.distributed.support.elastic import PARK
-from tests.distributed.support.training import state, whole
+from tests.distributed.support.models import layers
+from tests.distributed.support.training import build, state, whole
 from tests.distributed.test_expert_parallel import MODELS, load, save, unsharded
 from tests.distributed.test_move_memory import go
 
@@ -140,6 +144,26 @@ def test_a_checkpoint_of_other_replicas_is_refused(tmp_path: Path) -> None:
         assert all(same)
         assert "written by a model of which every data-parallel replica has parameters of its own" in said[0]
         assert "expected one of which every replica has parameters of its own (moe.expert_parallel)" in said[1]
+
+
+class Uneven(nn.Linear):
+    """A layer of which every replica has other rows, and as many more as its number."""
+
+    def use_replicas(self, group: Any) -> None:
+        self.weight.data = self.weight.data[dist.get_rank(group) :].clone()
+        self.weight.replica_own = True  # type: ignore[attr-defined]
+
+
+def uneven() -> str:
+    case = Case(stages=1, replicas=2, precision="bf16")
+    with pytest.raises(ds_dynmo.ConfigError) as said:
+        build(case, lambda case: [*layers(case)[:-1], LayerSpec(Uneven, 3, 2, bias=False)])
+    return str(said.value)
+
+
+def test_replicas_with_other_shapes_are_refused() -> None:
+    for said in run(2, uneven):
+        assert "[[2, 3]] on one data-parallel replica and [[1, 3]] on another" in said and "bf16 or ZeRO" in said
 
 
 def switched_off(key: str) -> str:
