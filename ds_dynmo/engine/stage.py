@@ -91,7 +91,7 @@ class StageContext:
         replicas_differ: each data-parallel replica has parameters of its own.
         replicas_would_differ: so it would be with several replicas.
         layers_moved: published once layers are in place after a move, a re-packing or a load.
-        parameters_replaced: published once others took the places of parameters, in layers that stayed.
+        parameters_replaced: published on every rank once parameters of layers that stayed were replaced on any.
         around_schedule: the context managers that the schedule of every batch runs inside.
         timeline: where parts mark what they do, for a trace.
         schedule: in which order passes run.

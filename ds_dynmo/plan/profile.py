@@ -65,6 +65,7 @@ class LayerCost:
         deferred_bytes: per micro-batch, what the layer holds from the first part to the second.
         first_use: the first layer that uses the same parameters, itself unless it is tied; None: a plain function.
         output_bytes: per micro-batch, the layer's output.
+        workspace_bytes: that the layer says it needs beside, only while it runs.
     """
 
     forward_seconds: float
@@ -81,6 +82,7 @@ class LayerCost:
     weight_gradient_seconds: float = 0.0
     deferred_bytes: int = 0
     output_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def seconds(self) -> float:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from ds_dynmo.engine.balancing.memory import memory_model
 from ds_dynmo.engine.optimizer.state import PerParameterState
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.placement import Placement
 
 
 def test_a_layer_that_did_not_run_is_named() -> None:
@@ -40,3 +42,12 @@ def test_static_bytes() -> None:
     optimizer.step()
     rows = 3 * (8 + 2 * 4)  # one term per lookup in the sparse momentum: its index and two floats
     assert layer_sizes.static_bytes(embedding, PerParameterState(optimizer)) == 2 * 8 * 2 * 4 + rows
+
+
+def test_the_largest_workspace_is_taken_off_the_limit_of_every_stage() -> None:
+    table = torch.zeros(4, layer_sizes._COLUMNS, dtype=torch.float64)
+    table[:, layer_sizes._MEASURED] = 1.0
+    table[:3, layer_sizes._WORKSPACE] = torch.tensor([0.0, 30.0, 20.0])
+    profile = layer_sizes.profile_from(table, Placement.chain((0, 2, 3)), step=1, micro_batches=2)
+    limits = [memory.limits for limit in (100, 10) if (memory := memory_model(profile, limit, 0)) is not None]
+    assert limits == [(70, 70), (0, 0)]

@@ -16,14 +16,18 @@ from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile
 
 
 def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
-    """Make the memory model of a profile's layers under a limit of every rank; None without a limit."""
+    """Make the memory model of a profile's layers under a limit of every rank; None without a limit.
+
+    The largest workspace of any layer is set aside on every stage: one layer runs at a time.
+    """
     if limit_bytes is None:
         return None
+    workspace = max((layer.workspace_bytes for layer in profile.layers), default=0)
     return MemoryModel(
         static_bytes=tuple(layer.static_bytes for layer in profile.layers),
         activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),
         input_bytes=tuple(layer.input_bytes for layer in profile.layers),
-        limits=(limit_bytes,) * profile.placement.num_stages,
+        limits=(max(limit_bytes - workspace, 0),) * profile.placement.num_stages,
         micro_batches=profile.micro_batches,
         checkpoint_interval=checkpoint_interval,
     )

@@ -180,8 +180,7 @@ def _put_in_place(stage: StageContext, found: _Found) -> None:
         stage.state.keep_elements(kept, replace)
     for entry in kept:  # whoever still holds the old parameter does not hold its memory
         entry.old.data, entry.old.grad = entry.old.data.new_empty(0), None
-    if kept:
-        stage.parameters_replaced.publish(None)
+    stage.parameters_replaced.publish(None)  # everywhere: stages tell each other the shapes of activations anew
 
 
 def _shrunk(old: nn.Parameter, index: torch.Tensor) -> KeptElements:

@@ -19,7 +19,7 @@ from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, Profile
 
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _DEFERRED = range(5)
-_PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _OUTPUT, _SIGNAL, _MEASURED, _HELD = range(5, 14)
+_PARAMETERS, _TRAINABLE, _STATIC, _ACTIVATION, _INPUT, _OUTPUT, _SIGNAL, _MEASURED, _WORKSPACE, _HELD = range(5, 15)
 _COLUMNS = _HELD + len(fields(HeldBytes))
 _BATCH, _FAILED, _MOVES = 0, 1, 2  # in the row after the last layer
 
@@ -84,6 +84,8 @@ def _stage_costs(layers: StageLayers, profiler: Profiler, state: OptimizerState,
             row[_HELD:] = torch.tensor(astuple(held_bytes(module, state)))
             signal = getattr(module, "load_signal", None)
             row[_SIGNAL] = 1.0 + float(signal()) if signal is not None else 0.0
+            workspace = getattr(module, "workspace_bytes", None)
+            row[_WORKSPACE] = int(workspace()) if workspace is not None else 0
     table[-1, _BATCH] = profiler.batch_seconds
     table[-1, _MOVES] = move_seconds
     return table
@@ -129,6 +131,7 @@ def profile_from(
                 weight_gradient_seconds=row[_WEIGHT_GRADIENT],
                 deferred_bytes=int(row[_DEFERRED]),
                 output_bytes=int(row[_OUTPUT]),
+                workspace_bytes=int(row[_WORKSPACE]),
             )
         )
     return Profile(step, placement, tuple(costs), micro_batches, float(table[-1, _BATCH]))

@@ -60,7 +60,10 @@ class SlicedBlock(nn.Module):
         self.up.model_parallel = self.down.model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        inner = torch.tanh(_Copy.apply(self.norm(hidden), SLICES["group"]) @ self.up.t())
+        return self.multiply(hidden, self.up)
+
+    def multiply(self, hidden: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(_Copy.apply(self.norm(hidden), SLICES["group"]) @ up.t())
         return hidden + _Reduce.apply(inner @ self.down.t(), SLICES["group"]) + self.bias
 
 
