@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
@@ -113,11 +114,12 @@ def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModu
         )
 
 
-def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -> str | None:
+def unsupported_layers(model: PipelineModule, *, flat: bool, fp16_alone: bool, sums_whole: str | None) -> str | None:
     """Say why the layers of this stage cannot be moved; None: they can be.
 
     Args:
         flat: gradients are kept in flat buffers (bf16, ZeRO-1).
+        fp16_alone: fp16 without ZeRO.
         sums_whole: the key of ZeRO's by which it sums every gradient over all replicas.
     """
     if has_deepspeeds_experts(model):
@@ -130,9 +132,14 @@ def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: str | N
             f"zero_optimization.{sums_whole} = false with layers of which every data-parallel replica holds others "
             "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"
         )
+    if fp16_alone and has_own(model):
+        return (
+            "fp16 without ZeRO with layers of which every data-parallel replica holds others (moe.expert_parallel): "
+            "replicas would not agree on overflows; set zero_optimization.stage to 1"
+        )
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
-    if sparse and flat:
-        return "nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed's flat buffers take no sparse gradients"
+    if sparse and (flat or fp16_alone):
+        return "nn.Embedding(sparse=True) with bf16, fp16 or ZeRO: DeepSpeed takes no sparse gradients there"
     for key, module in model.tied_modules.items():
         ways = {(spec.typename, spec.forward_fn) for spec in layer_specs(model) if _is_use(spec, key)}
         if len(ways) > 1 and any(id(part) in sparse for part in module.modules()):
@@ -177,13 +184,14 @@ _BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
 
 def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
-    if _enabled(config.get("fp16")):
-        raise ConfigError("fp16.enabled = true: layers can be moved in fp32 and bf16 training only")
+    fp16 = config.get("fp16")
+    if isinstance(fp16, Mapping) and _enabled(fp16):
+        _check_fp16(fp16, config.get("optimizer"))
     autocast = config.get("torch_autocast")
     if isinstance(autocast, Mapping) and _enabled(autocast) and autocast.get("dtype") not in _BF16_NAMES:
         raise ConfigError(
-            f"torch_autocast.dtype = {autocast.get('dtype')!r}: layers can be moved in fp32 and bf16 training only (in "
-            f"fp16 every stage scales its loss by itself); allowed are {', '.join(_BF16_NAMES)}"
+            f"torch_autocast.dtype = {autocast.get('dtype')!r}: in fp16 every stage would scale its loss by itself; "
+            f"allowed are {', '.join(_BF16_NAMES)}, or an fp16 block in its place"
         )
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
@@ -215,6 +223,22 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
 
 def _enabled(block: Any) -> bool:
     return isinstance(block, Mapping) and bool(block.get("enabled"))
+
+
+def _check_fp16(block: Mapping[str, Any], optimizer: Any) -> None:
+    """Refuse fp16 where the accelerator has none, and forms of it whose state cannot be moved."""
+    accelerator = get_accelerator()
+    if not accelerator.is_fp16_supported():
+        raise ConfigError(
+            f"fp16.enabled = true: DeepSpeed's accelerator {accelerator.device_name()!r} does not support fp16; use "
+            "bf16 or fp32"
+        )
+    if block.get("fp16_master_weights_and_grads"):
+        raise ConfigError(
+            "fp16.fp16_master_weights_and_grads = true: only fp32 master weights and state can be moved; remove it"
+        )
+    if isinstance(optimizer, Mapping) and optimizer.get("legacy_fusion"):
+        raise ConfigError("optimizer.legacy_fusion = true: its fp16 step takes another optimizer's form; remove it")
 
 
 _JSON_OPTIMIZERS = ("adam", "adamw")

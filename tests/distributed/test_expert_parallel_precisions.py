@@ -30,6 +30,7 @@ CASES = {
     "fp32 zero1": "auxiliary loss",
     "bf16 zero1 fp32sums": "bias and freezing",
     "bf16 immediate": "mod",
+    "fp16 zero1": "auxiliary loss",
 }
 
 

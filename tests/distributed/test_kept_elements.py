@@ -151,6 +151,8 @@ CASES = [
     Case(clip=0.0, optimizer="client AdamW", dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}),
     Case(clip=0.0, optimizer="SGD", groups="two"),
     Case(clip=0.0, precision="bf16", groups="two"),
+    Case(clip=0.0, precision="fp16", groups="two"),
+    Case(clip=0.0, precision="fp16", optimizer="uncompiled FusedAdam"),
     Case(clip=0.0, replicas=2, precision="bf16 zero1", groups="two"),
     Case(clip=0.0, replicas=2, precision="fp32 zero1", checkpoint_interval=2),
     Case(clip=0.0, replicas=2),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
@@ -23,7 +25,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled = true.*accelerator 'cpu'.*bf16"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype = 'float16'.*bfloat16"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = None"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3.*pipeline"),
@@ -39,6 +41,25 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
 )
 def test_unsupported_training_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
+        validation.check_training(config, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp16": {"enabled": True}}, None),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "optimizer": ADAMW}, None),
+        ({"fp16": {"enabled": True}, "optimizer": {"type": "Adafactor"}}, None),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+        ({"fp16": {"enabled": True}, "optimizer": {**ADAMW, "legacy_fusion": True}}, "optimizer.legacy_fusion = true"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Adafactor"}}, "alike"),
+    ],
+)
+def test_fp16_where_the_accelerator_has_it(
+    config: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         validation.check_training(config, None)
 
 

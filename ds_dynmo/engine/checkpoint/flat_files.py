@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 from ds_dynmo.engine.checkpoint.layout import FLAT, Key, Slot, StageLayout, flat_file, fragments, stage_file
+from ds_dynmo.engine.checkpoint.master_files import MasterFiles
 from ds_dynmo.engine.checkpoint.optimizer_files import Named, OptimizerFiles, PerParameter, Saved, in_memory
+from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale, set_loss_scale_state
 from ds_dynmo.engine.deepspeed_adapter.universal import MOMENTS
 from ds_dynmo.engine.optimizer.flat_layout import MASTER, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import Pieces
 from ds_dynmo.engine.optimizer.flat_state import FlatState
+from ds_dynmo.engine.optimizer.master_state import MasterState
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import CheckpointError
@@ -33,6 +36,7 @@ class LoadedFlat:
         pieces: per parameter and kind of state, runs of elements with the position of the first; still in their files.
         kinds, scalars: per group that has state, its kinds, and the values that the group has once, such as steps.
         options: per group.
+        loss_scale: state of a dynamic loss scale (fp16), the same in every file.
     """
 
     groups: dict[Key, int] = field(default_factory=dict)
@@ -40,19 +44,24 @@ class LoadedFlat:
     kinds: dict[int, set[str]] = field(default_factory=dict)
     scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
 class FlatFiles:
     """The state of ``BF16_Optimizer`` and of ``DeepSpeedZeroOptimizer`` stage 1.
 
     Args:
+        optimizer: DeepSpeed's wrapper.
         name_parameters: names the parameters, some of which are new objects, before state is restored.
     """
 
     kind = FLAT
 
-    def __init__(self, state: FlatState, device: torch.device, name_parameters: Callable[[], None]) -> None:
-        self._state, self._device, self._name_parameters = state, device, name_parameters
+    def __init__(
+        self, state: FlatState, optimizer: Any, device: torch.device, name_parameters: Callable[[], None]
+    ) -> None:
+        self._state, self._optimizer, self._device = state, optimizer, device
+        self._name_parameters = name_parameters
 
     # -- writing --------------------------------------------------------------------------------------
 
@@ -76,7 +85,7 @@ class FlatFiles:
     # -- reading --------------------------------------------------------------------------------------
 
     def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> LoadedFlat:
-        loaded = LoadedFlat()
+        loaded = LoadedFlat(loss_scale=saved_loss_scale(_content(saved, stage, 0)))
         places = saved.layout.slots(prefer=stage)
         sources = {stage: None}  # stages, each once, in this order
         for key, saved_as in wanted.items():
@@ -203,15 +212,25 @@ class FlatFiles:
             if not any(parameter is other for other in after.values()):
                 self._state.drop([parameter])
         self._state.load(members, loaded.kinds, loaded.scalars, loaded.options)
+        set_loss_scale_state(self._optimizer, loaded.loss_scale)
 
 
 def _state_dict(saved: Saved, stage: int, shard: int) -> tuple[Any, Any]:
+    content = _content(saved, stage, shard)
+    return content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
+
+
+def _content(saved: Saved, stage: int, shard: int) -> dict[str, Any]:
+    """Read what DeepSpeed's wrapper saved of one rank."""
     name = _rank_file(saved, stage, shard)
     try:
-        content = saved.read(name)["optimizer_state_dict"]
-        return content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
-    except (KeyError, TypeError, IndexError) as error:
+        content: dict[str, Any] = saved.read(name)["optimizer_state_dict"]
+        lacking = {"single_partition_of_fp32_groups", "base_optimizer_state"} - content.keys()
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{saved.path(name)}: holds no state of a flat optimizer: {error!r}") from error
+    if lacking:
+        raise CheckpointError(f"{saved.path(name)}: holds no state of a flat optimizer: lacks {sorted(lacking)}")
+    return content
 
 
 def _rank_file(saved: Saved, stage: int, shard: int) -> str:
@@ -228,5 +247,7 @@ def _is_row(value: Any) -> bool:
 def optimizer_files(stage: StageContext) -> OptimizerFiles:
     """Choose the implementation for the optimizer of a stage."""
     if isinstance(stage.state, FlatState):
-        return FlatFiles(stage.state, stage.engine.device, stage.optimizer.name_parameters)
+        return FlatFiles(stage.state, stage.engine.optimizer, stage.engine.device, stage.optimizer.name_parameters)
+    if isinstance(stage.state, MasterState):
+        return MasterFiles(stage.state, stage.engine.optimizer, stage.engine.device)
     return PerParameter(stage.engine.basic_optimizer, stage.engine.device)

@@ -18,6 +18,7 @@ FORMAT = 3
 MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
 FLAT = "flat"
+MASTERS = "fp16"
 
 Key = tuple[int, str]  # (layer, parameter name); a layer that is tied whole counts as its first use in the model
 
@@ -33,7 +34,7 @@ class Slot:
         index: its position in the optimizer's ``state_dict``, counted over the groups.
         offset: of its first element in the flat vector of its group, which is all shards in order.
         numel: number of its elements.
-        parked: it was frozen and lies in the parked buffer of its group; ``index`` has no meaning.
+        parked: it was frozen: it lies in the parked buffer of its group, or in our file; ``index`` has no meaning.
     """
 
     layer: int
@@ -170,7 +171,7 @@ class Manifest:
     Attributes:
         placement: where layers were when it was written.
         replicas: data-parallel size.
-        optimizer: how optimizer state is kept: :data:`PER_PARAMETER` or :data:`FLAT`.
+        optimizer: how optimizer state is kept: :data:`PER_PARAMETER`, :data:`FLAT` or :data:`MASTERS`.
         optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
         slices: per tensor-parallel slice, what its files hold.
         frozen_excluded: weights of frozen parameters were left out, as the user asked.

@@ -11,7 +11,7 @@ from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.checkpoint.context import CheckpointContext, own_layout, together, universal_info
 from ds_dynmo.engine.checkpoint.flat_files import FlatFiles, optimizer_files
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
-from ds_dynmo.engine.checkpoint.layer_content import add_own, extras_of
+from ds_dynmo.engine.checkpoint.layer_content import add_own, compact, extras_of
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -21,6 +21,7 @@ from ds_dynmo.engine.checkpoint.layout import (
     join,
     rank_file,
 )
+from ds_dynmo.engine.checkpoint.master_files import MasterFiles
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
@@ -99,6 +100,9 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
     of_optimizer = optimizer_files(context.stage)
     if isinstance(of_optimizer, FlatFiles):
         torch.save(of_optimizer.extras(), os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
+    elif isinstance(of_optimizer, MasterFiles):
+        content = compact(of_optimizer.extras(named_parameters(layers)))
+        torch.save(content, os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
     torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica, slice_index)))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ds_dynmo.engine.deepspeed_adapter.loss_scale import loss_scale_state, set_loss_scale_state
+
 _SHARED = (  # alike on every rank
     "global_steps",
     "global_samples",
@@ -17,13 +19,14 @@ _SHARED = (  # alike on every rank
 
 def shared_counters(engine: Any) -> dict[str, Any]:
     """Collect the counters that are alike on every rank, for one that was away."""
-    return {name: getattr(engine, name) for name in _SHARED}
+    return {**{name: getattr(engine, name) for name in _SHARED}, "loss_scale": loss_scale_state(engine.optimizer)}
 
 
 def set_shared_counters(engine: Any, counters: Mapping[str, Any]) -> None:
     """Set the counters to another rank's :func:`shared_counters`."""
     for name in _SHARED:
         setattr(engine, name, counters[name])
+    set_loss_scale_state(engine.optimizer, counters["loss_scale"])
 
 
 def micro_batch_counters(engine: Any) -> dict[str, int]:

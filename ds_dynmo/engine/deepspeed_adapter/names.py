@@ -111,11 +111,33 @@ NEEDED: tuple[Name, ...] = (
         state_dict="",
     ),
     *_of(
+        "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer",
+        "_global_grad_norm fp16_groups fp16_groups_flat fp32_groups_flat loss_scale loss_scale_config optimizer "
+        "overflow overflow_checker",
+        state_dict="",
+        step="",
+    ),
+    *_of("deepspeed.runtime.fp16.fused_optimizer", "get_flattened_grad_norm", get_global_norm="norm_list"),
+    *_of(
+        "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
+        "_global_grad_norm fp16_groups fp32_groups loss_scale loss_scale_config optimizer overflow overflow_checker",
+        state_dict="",
+        step="",
+    ),
+    *_of("deepspeed.runtime.fp16.unfused_optimizer", "get_weight_norm", get_global_norm="norm_list"),
+    *_of("deepspeed.runtime.utils:CheckOverflow", "params"),
+    *_of("deepspeed.runtime.fp16.loss_scaler:LossScaleConfig", "cur_iter cur_scale last_overflow_iter"),
+    *_of(
+        "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+        "cur_hysteresis cur_iter cur_scale last_overflow_iter",
+    ),
+    *_of(
         f"{_ZERO}:DeepSpeedZeroOptimizer",
         "_grad_acc_hooks _hp_optimizer_states_linked _param_slice_mappings all_grad_tensors averaged_gradients "
         "bit16_groups bit16_groups_flat contiguous_gradients device dp_process_group expert_dp_process_group "
-        "first_offset gradient_accumulation_steps groups_padding is_param_in_current_partition model_parallel_group "
-        "model_parallel_rank model_parallel_world_size mpu optimizer parallel_partitioned_bit16_groups param_dict "
+        "first_offset gradient_accumulation_steps groups_padding is_param_in_current_partition loss_scale loss_scaler "
+        "model_parallel_group model_parallel_rank model_parallel_world_size mpu optimizer "
+        "parallel_partitioned_bit16_groups param_dict "
         "param_id params_already_reduced params_in_partition params_not_in_partition partition_count partition_size "
         "real_dp_process_group round_robin_bit16_groups round_robin_bit16_indices round_robin_bit16_meta "
         "single_partition_of_fp32_groups use_grad_accum_attribute",
@@ -166,7 +188,7 @@ NEEDED: tuple[Name, ...] = (
     *_of("deepspeed.checkpoint.universal_checkpoint:SubparamShape", "partition_dim shape"),
     *_of("deepspeed.moe.experts", "Experts"),
     *_of("deepspeed.utils.logging", "LoggerFactory warning_once"),
-    *_of("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler LossScaler"),
+    *_of("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     *_of("deepspeed.comm.comm", "cdb"),
     *_of("deepspeed.comm.torch", "", build_shm_op=""),
     *_of("deepspeed.comm.torch:TorchBackend", "shm_comm_op"),

@@ -13,6 +13,7 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.bf16_wrapper import Bf16Wrapper
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
+from ds_dynmo.engine.deepspeed_adapter.fp16_wrapper import Fp16Wrapper, view_fp16
 from ds_dynmo.engine.deepspeed_adapter.missing_uses import BuiltParameter, join_groups
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
@@ -20,6 +21,7 @@ from ds_dynmo.engine.events import Event
 from ds_dynmo.engine.optimizer import trained_parameters
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.flat_state import FlatState
+from ds_dynmo.engine.optimizer.master_state import MasterState
 from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order, separate_own
 from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
 
@@ -31,7 +33,7 @@ class OptimizerBinding:
     for it. When its constructor is done, :meth:`follow` makes the state.
 
     Attributes:
-        wrapper: DeepSpeed's around the optimizer, with its flat buffers; None: it has none.
+        wrapper: DeepSpeed's around the optimizer; None: it has none.
         changed: published once another optimizer than before follows the layers.
 
     Args:
@@ -53,7 +55,7 @@ class OptimizerBinding:
         self._placeholders: Placeholders | None = None
         self._configured: Any = None  # the optimizer that the state is of
         self._state: OptimizerState | None = None
-        self.wrapper: FlatWrapper | None = None
+        self.wrapper: FlatWrapper | Fp16Wrapper | None = None
         self.changed: Event[None] = Event()
 
     @property
@@ -64,8 +66,13 @@ class OptimizerBinding:
 
     @property
     def is_flat(self) -> bool:
-        """Whether DeepSpeed keeps its state in flat buffers (bf16, ZeRO-1)."""
+        """Whether DeepSpeed keeps its state in flat shards (bf16, ZeRO-1)."""
         return bool(self._engine.zero_optimization() or self._engine.bfloat16_enabled())
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether its steps expect a scaled loss that DeepSpeed does not scale: fp16 without ZeRO."""
+        return isinstance(self.wrapper, Fp16Wrapper)
 
     # -- configuration --------------------------------------------------------------------------------
 
@@ -105,7 +112,7 @@ class OptimizerBinding:
         trained_parameters.refuse_ties_apart(self._comm.gather_objects(ties))
         groups = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in groups]
-        if self.is_flat:
+        if self.is_flat or self._engine.fp16_enabled():
             engine = self._engine
             in_order(optimizer, self._layers.parameters())
             self._placeholders = Placeholders(optimizer, engine.param_names, engine.get_data_types()[0], engine.device)
@@ -127,6 +134,12 @@ class OptimizerBinding:
             self._state = PerParameterState(self._engine.basic_optimizer)
             return
         assert self._placeholders is not None
+        if isinstance(wrapper, Fp16Wrapper):
+            wrapper.clip_by(lambda: self.norm.of_sums(wrapper.gradients()))
+            self.wrapper = wrapper
+            self._state = masters = MasterState(wrapper, self._layers, groups, self._placeholders.parameters)
+            wrapper.hide(lambda: masters.members)
+            return
         norm = self.norm.of_sums if isinstance(wrapper, Bf16Wrapper) else self.norm.of_shards
         wrapper.clip_by(lambda: norm(wrapper.gradients()))
         self.wrapper = wrapper
@@ -151,11 +164,11 @@ class OptimizerBinding:
 
     def is_current(self) -> bool:
         """Tell whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
-        return not isinstance(self._state, FlatState) or self._state.is_current()
+        return not isinstance(self._state, FlatState | MasterState) or self._state.is_current()
 
     def refit(self) -> None:
-        """Take frozen parameters out of the optimizer's flat buffers, and unfrozen ones back in. Collective."""
-        if isinstance(self._state, FlatState):
+        """Take frozen parameters out of what DeepSpeed's wrapper trains, and unfrozen ones back in. Collective."""
+        if isinstance(self._state, FlatState | MasterState):
             self._state.refit()
         elif isinstance(self._state, PerParameterState):
             self._state.count_steps_per_parameter(self._comm.gather_objects)
@@ -187,6 +200,7 @@ class OptimizerBinding:
         return [group for group in shapes if not group.keys() & names]
 
 
-def _wrapper_of(optimizer: Any) -> FlatWrapper | None:
-    """View ``optimizer`` as one of DeepSpeed's flat wrappers; None if it is a plain optimizer."""
-    return next((view(optimizer) for view in (Bf16Wrapper, ZeroWrapper) if isinstance(optimizer, view.wraps)), None)
+def _wrapper_of(optimizer: Any) -> FlatWrapper | Fp16Wrapper | None:
+    """View ``optimizer`` as one of DeepSpeed's wrappers; None if it is a plain optimizer."""
+    flat = (view(optimizer) for view in (Bf16Wrapper, ZeroWrapper) if isinstance(optimizer, view.wraps))
+    return next(flat, None) or view_fp16(optimizer)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ds_dynmo.engine.deepspeed_adapter.loss_scale import present_loss_scale
 from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
 from ds_dynmo.engine.optimizer import clipping
 from ds_dynmo.engine.stage import StageContext
@@ -35,16 +36,18 @@ def zero_gradients(stage: StageContext, elements: Iterable[tuple[nn.Parameter, t
 def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
     """Sum the magnitudes of the gradients that this rank counts, per layer of the model.
 
-    Summed over all ranks, each element of each gradient counts once.
+    Summed over all ranks, each element of each gradient counts once. In fp16 they are divided by the loss scale; those
+    of a batch whose step will be skipped may be infinite, or no number.
 
     Returns:
         fp64 ``[num_layers]`` on the CPU; 0 where a layer is elsewhere, counted elsewhere, or frozen.
     """
     sharded = isinstance(stage.optimizer.wrapper, ZeroWrapper)
     norm, reduced = stage.optimizer.norm, stage.optimizer.gradients()
-    return clipping.gradient_magnitudes(
+    magnitudes = clipping.gradient_magnitudes(
         stage.layers.counted_modules(),
         stage.layers.num_layers,
         norm.coordinates if sharded else norm.replica_coordinates,
         norm.counted_once(lambda parameter: reduced.get(id(parameter))),
     )
+    return magnitudes / present_loss_scale(stage.engine.optimizer)

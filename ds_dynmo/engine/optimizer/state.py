@@ -270,7 +270,7 @@ class PerParameterState:
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)
         for name, held in self._state.get(parameter, {}).items():
-            if _is_per_element(name, held, parameter):
+            if is_per_element(name, held, parameter):
                 held.masked_fill_(where, 0)
 
     def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
@@ -281,12 +281,13 @@ class PerParameterState:
         for entry in kept:
             if entry.old in self._state:
                 self._state[entry.new] = {
-                    name: entry.select(held) if _is_per_element(name, held, entry.old) else held
+                    name: entry.select(held) if is_per_element(name, held, entry.old) else held
                     for name, held in self._state.pop(entry.old).items()
                 }
 
 
-def _is_per_element(name: str, held: Any, parameter: nn.Parameter) -> bool:
+def is_per_element(name: str, held: Any, parameter: nn.Parameter) -> bool:
+    """Tell whether ``held``, of an optimizer's state, has a value for each element of the parameter."""
     return name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape
 
 

@@ -99,6 +99,7 @@ class Executor:
                 self._stage.layers,
                 prefix,
                 accumulates=self._stage.engine.using_bf16_optimizer,
+                scales_loss=self._stage.optimizer.scales_loss,
                 callbacks=self._callbacks,
                 streams=self._streams,
                 scheduled=self._scheduled if ours else None,

@@ -268,8 +268,12 @@ class Freezing(FreezingCase):
         self._controller = FreezingController(
             config, blocks=blocks, num_layers=num_layers, layers_per_block=layers_per_block, total_steps=total_steps
         )
+        self._magnitudes: tuple[torch.Tensor, int] | None = None  # of this batch, and the steps skipped before it
         if self._controller.automatic:
-            engine.before_step(lambda: self._controller.add_gradients(engine.gradient_magnitudes()))
+            engine.before_step(self._measure)
+
+    def _measure(self) -> None:
+        self._magnitudes = self.engine.gradient_magnitudes(), self.engine.skipped_steps
 
     def before_batch(self, step: int) -> None:
         """Freeze what the controller says, and tell the engine if that changed."""
@@ -278,6 +282,11 @@ class Freezing(FreezingCase):
     def after_batch(self, steps_done: int) -> None:
         """Take the cache off the layers, and let the controller decide."""
         super().after_batch(steps_done)
+        if self._magnitudes is not None:
+            magnitudes, skipped = self._magnitudes
+            if self.engine.skipped_steps == skipped:  # else they overflowed (fp16)
+                self._controller.add_gradients(magnitudes)
+            self._magnitudes = None
         self._controller.evaluate(steps_done, self.engine.sum_over_world)
 
     def state_dict(self) -> dict[str, Any]:

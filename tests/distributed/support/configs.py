@@ -6,10 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+OVERFLOWING = {  # the first steps overflow, and later ones when the scale has grown again
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": 17,
+    "loss_scale_window": 2,
+    "hysteresis": 1,
+    "min_loss_scale": 1,
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -22,6 +31,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "data_types": {"grad_accum_dtype": "fp32"},
     },
     "fp32 zero1": {"zero_optimization": {"stage": 1}},
+    "fp16": {"fp16": OVERFLOWING},
+    "fp16 zero1": {"fp16": OVERFLOWING, "zero_optimization": {"stage": 1}},
 }
 BLOCK: dict[str, Any] = {}  # defaults for every "dynmo" block on this rank; a case may override them
 
@@ -63,6 +74,28 @@ class Case:
         return PipeModelDataParallelTopology(num_pp=self.stages, num_mp=self.slices, num_dp=self.replicas)
 
 
+class UncompiledFusedAdam(FusedAdam):
+    """DeepSpeed's FusedAdam with its step in torch: without ZeRO, DeepSpeed keeps fp16 weights flat for no other."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.03, "weight_decay": 0.01})
+        self.set_grad_none = True
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for master in group["params"]:
+                state = self.state[master]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                state["step"] += 1
+                state["exp_avg"].lerp_(master.grad, 0.1)
+                state["exp_avg_sq"].mul_(0.999).addcmul_(master.grad, master.grad, value=0.001)
+                scale = (1 - 0.999 ** state["step"]) ** 0.5 / (1 - 0.9 ** state["step"])
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) * scale
+                master.data.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+
+
 def parameter_groups(module: nn.Module, how: str) -> list[Any]:
     decayed = [p for p in module.parameters() if p.dim() > 1]
     others = [p for p in module.parameters() if p.dim() <= 1]
@@ -72,7 +105,14 @@ def parameter_groups(module: nn.Module, how: str) -> list[Any]:
     return groups if how == "two" else [group for group in groups if group["params"]]
 
 
+def allow_fp16() -> None:
+    """Let DeepSpeed train in fp16 on this rank's CPU: its accelerator says no, but torch computes in it."""
+    get_accelerator().is_fp16_supported = lambda: True
+
+
 def config(case: Case) -> dict[str, Any]:
+    if case.precision.startswith("fp16"):
+        allow_fp16()
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.micro_batches,
@@ -107,6 +147,8 @@ def client_optimizer(case: Case, parameters: list[Any]) -> Any:
         return torch.optim.Adafactor(parameters, lr=0.05)
     if case.optimizer == "CPUAdam":
         return DeepSpeedCPUAdam(parameters or [{"params": []}], lr=0.03)
+    if case.optimizer == "uncompiled FusedAdam":
+        return UncompiledFusedAdam(parameters or [{"params": []}])
     if case.optimizer == "client AdamW":
         return torch.optim.AdamW(parameters, lr=0.03)
     return None

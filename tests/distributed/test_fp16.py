@@ -1,0 +1,290 @@
+"""fp16 training: the loss scale, and steps that an overflow skips, under everything that moves layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+import ds_dynmo
+from tests.distributed.harness import run, run_each
+from tests.distributed.support import checkpoints
+from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
+from tests.distributed.support.elastic import PARK, losses, merged, train_alone, train_and_repack
+from tests.distributed.support.models import layers, module_of
+from tests.distributed.support.training import (
+    batches,
+    build,
+    check_moves_changed_nothing,
+    freeze,
+    gather,
+    layers_of,
+    outcome_of,
+    partitions,
+    raw,
+    train_and_move,
+    train_frozen,
+    whole,
+)
+from tests.distributed.test_universal import load_then_train, save_then_train
+
+UNFUSED = Case(precision="fp16", groups="two")
+FUSED = replace(UNFUSED, optimizer="uncompiled FusedAdam")
+ZERO = replace(UNFUSED, precision="fp16 zero1")
+KINDS = {"unfused": UNFUSED, "fused": FUSED, "zero1": ZERO}
+CALM = {"fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 4}}
+
+
+def kinds(*always: str) -> list[Any]:
+    """List the kinds of optimizer, those not in ``always`` for the fuzz form."""
+    return [pytest.param(c, id=n, marks=() if n in always else pytest.mark.fuzz) for n, c in KINDS.items()]
+
+
+class Overflow(nn.Module):
+    """Passes its input on. In given batches the gradient that it passes back is infinite."""
+
+    def __init__(self, steps: Sequence[int], micro_batches: int) -> None:
+        super().__init__()
+        self.steps, self.micro_batches, self.passes = steps, micro_batches, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        step = self.passes // self.micro_batches
+        self.passes += 1
+        output = hidden.clone()
+        if step in self.steps and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+
+def layers_that_overflow(case: Case) -> list[Any]:
+    plain = layers(case)
+    return [*plain[:3], LayerSpec(Overflow, (3, 6), case.micro_batches), *plain[3:]]
+
+
+def scale_and_skipped(engine: Any) -> tuple[float, int]:
+    return engine.optimizer.loss_scale, engine.skipped_steps
+
+
+def train_through_overflows(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Train 9 batches, with a move after each; two of them overflow in a layer that one stage has."""
+    engine = build(case, layers_that_overflow, more=CALM)
+    data, found, scales = batches(engine), [], []
+    waiting = list(moves)
+    for _ in range(9):
+        found.append(engine.train_batch(data).item())
+        scales.append((*scale_and_skipped(engine), float(engine.get_global_grad_norm())))
+        if waiting:
+            engine.rebalance(waiting.pop(0))
+    assert gather(scales) == [scales] * engine.world_size
+    return {**outcome_of(engine, found), "scales": scales}
+
+
+@pytest.mark.parametrize("case", kinds(*KINDS))
+def test_overflows_at_given_steps_change_nothing_under_moves(case: Case) -> None:
+    case = replace(case, stages=3, tied=True, clip=0.5)
+    moves = [[0, *sorted(inner), 9] for inner in ([1, 2], [3, 4], [2, 8], [1, 4], [4, 8], [5, 6], [2, 3], [3, 6])]
+    still, moved = run_each(3, train_through_overflows, (case, []), (case, moves))
+    check_moves_changed_nothing(still, moved)
+    assert moved[0]["scales"] == still[0]["scales"]
+    scales, skipped, norms = zip(*still[0]["scales"])
+    assert skipped == (0, 0, 0, 1, 1, 1, 2, 2, 2)
+    assert scales[2] == 1024.0 and scales[3] == 512.0  # halved on every stage; growth is DeepSpeed's
+    assert [norm for norm in norms if norm == float("inf")] == [norms[3], norms[6]]
+    assert all(0.01 < norm < 20 for norm in norms if norm != float("inf"))  # of gradients without the scale
+
+
+def scale_stock_loss() -> None:
+    """Let DeepSpeed's engine scale the loss in fp16 without ZeRO, as its optimizer expects."""
+    backward = DeepSpeedEngine.backward
+
+    def scaled(self: Any, loss: Any, **kwargs: Any) -> Any:
+        return backward(self, loss if self.zero_optimization() else loss.float() * self.optimizer.loss_scale, **kwargs)
+
+    DeepSpeedEngine.backward = scaled
+
+
+def train_beside_stock(case: Case, which: str) -> tuple[Any, ...]:
+    """Train under DeepSpeed's engine or ours, at one partition."""
+    if which == "deepspeed":
+        scale_stock_loss()
+    module = module_of(case)
+    parameters = parameter_groups(module, case.groups)
+    initialize = deepspeed.initialize if which == "deepspeed" else ds_dynmo.initialize
+    optimizer = client_optimizer(case, parameters)
+    engine = initialize(model=module, model_parameters=parameters, optimizer=optimizer, config=config(case))[0]
+    data, found = batches(engine), []
+    for _ in range(9):
+        found.append((engine.train_batch(data).item(), *scale_and_skipped(engine), engine.get_lr()))
+    return found, {name: raw(parameter) for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("case", kinds("unfused", "zero1"))
+def test_an_unclipped_run_equals_deepspeed(case: Case) -> None:
+    """Losses, loss scales, skipped steps and learning rates: a skipped step skips the scheduler's, too."""
+    case = replace(case, clip=0.0, tied=True, scheduler=True)
+    stock, ours = (run(case.ranks, train_beside_stock, case, which) for which in ("deepspeed", "ds_dynmo"))
+    assert stock == ours
+    _, scales, skipped, _ = zip(*ours[0][0])
+    assert 1 < skipped[-1] < 8 and any(after > before for before, after in zip(scales, scales[1:]))
+
+
+@pytest.mark.parametrize("case", kinds("fused"))
+def test_a_run_resumes_on_other_stages_and_replicas(case: Case, tmp_path: Path) -> None:
+    case = replace(case, tied=True, clip=0.0 if case is ZERO else 0.05)
+    saved = run(2, checkpoints.save_and_continue, case, str(tmp_path), [0, 6, 8])
+    for stages in (1, 3):
+        loaded = run(stages, checkpoints.load_and_continue, replace(case, stages=stages), str(tmp_path), 1)
+        checkpoints.check_same(saved, loaded)
+    other = replace(case, replicas=2)
+    first = run(4, load_only, other, str(tmp_path))
+    assert whole(first) == whole(run(1, load_only, replace(case, stages=1), str(tmp_path)))
+    ((scale, skipped),) = {result["scale"] for result in first}
+    assert skipped and scale == 2.0 ** (17 - skipped)
+
+
+def load_only(case: Case, folder: str) -> dict[str, Any]:
+    engine = build(case)
+    engine.load_checkpoint(folder)
+    return {**outcome_of(engine, []), "scale": scale_and_skipped(engine)}
+
+
+def save_or_load(which: str, save: bool, case: Case, folder: str) -> Any:
+    if which == "stock":
+        scale_stock_loss()
+    if save:
+        return checkpoints.save_as(which, case, folder)
+    return checkpoints.load_as(which, case, folder)[:2]
+
+
+@pytest.mark.parametrize(
+    ("case", "writer", "reader"),
+    [
+        pytest.param(UNFUSED, "stock", "ours", id="unfused-stock-ours"),
+        pytest.param(ZERO, "ours", "stock", id="zero1-ours-stock"),
+        pytest.param(UNFUSED, "ours", "stock", id="unfused-ours-stock", marks=pytest.mark.fuzz),
+        pytest.param(ZERO, "stock", "ours", id="zero1-stock-ours", marks=pytest.mark.fuzz),
+    ],
+)
+def test_checkpoints_load_in_stock_and_back(case: Case, writer: str, reader: str, tmp_path: Path) -> None:
+    case = replace(case, clip=0.0, scheduler=True)
+    saved = run(2, save_or_load, writer, True, case, str(tmp_path))
+    assert run(2, save_or_load, reader, False, case, str(tmp_path)) == saved
+
+
+@pytest.mark.parametrize("case", kinds("fused"))
+def test_parked_and_recalled_ranks_keep_the_scale(case: Case) -> None:
+    case = replace(case, tied=True, clip=0.0, dynmo=PARK, scheduler=True)
+    came_back, stayed = run(2, train_and_repack, case, {1: 1, 4: 2}, 8), run(2, train_alone, case, 8)
+    assert losses(came_back) == losses(stayed)
+    assert merged(came_back) == merged(stayed)
+
+
+@pytest.mark.parametrize("case", kinds("fused"))
+def test_layers_freeze_and_thaw(case: Case) -> None:
+    """They are frozen in and after skipped steps, move, and go on where they were."""
+    case = replace(case, stages=3, clip=0.0)
+    frozen, moves = {1: 3, 3: 6, 5: 0}, {2: [0, 1, 5, 8], 4: [0, 5, 7, 8], 6: [0, 2, 3, 8]}
+    ours = replace(case, dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}})
+    still, moved = run_each(3, train_frozen, (case, frozen, {}), (ours, frozen, moves))
+    assert [result["losses"] for result in moved] == [result["losses"] for result in still]
+    assert whole(moved) == whole(still)
+    assert not any(result["thawed"] for result in moved)
+
+
+def train_with(case: Case, more: dict[str, Any], moves: Sequence[Sequence[int]]) -> dict[str, Any]:
+    engine = build(case, more=more)
+    return outcome_of(engine, train_and_move(engine, batches(engine), moves, 5))
+
+
+TRANSPEEDER = {  # configs/ds_config.json
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": False},
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 12,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1.0e-8, "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 1e-6, "warmup_max_lr": 1e-5, "warmup_num_steps": 100, "total_num_steps": 1000},
+    },
+    "wall_clock_breakdown": True,
+}
+GDGPT = {  # configs/ds_config_pp.yml, without fp16.fused_optimizer, which DeepSpeed 0.19.8 refuses
+    "gradient_clipping": 2.0,
+    "bf16": {"enabled": False},
+    "fp16": {**TRANSPEEDER["fp16"], "auto_cast": False, "initial_scale_power": 16},
+    "zero_allow_untested_optimizer": True,
+}
+STATIC = {"fp16": {"enabled": True, "loss_scale": 128.0}}
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        pytest.param(UNFUSED, TRANSPEEDER, id="transpeeder"),
+        pytest.param(UNFUSED, GDGPT, id="gdGPT", marks=pytest.mark.fuzz),
+        pytest.param(FUSED, STATIC, id="static", marks=pytest.mark.fuzz),
+    ],
+)
+def test_configurations_as_they_are_shipped_move(case: Case, more: dict[str, Any]) -> None:
+    case = replace(case, groups="one", dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}})
+    still, moved = run_each(2, train_with, (case, more, []), (case, more, partitions(case, seed=2, count=4)))
+    check_moves_changed_nothing(still, moved)
+
+
+def load_weights_alone(case: Case, folder: str) -> list[bool]:
+    """Save, train on, load the weights alone; are fp32 weights those, and the moments as they were?"""
+    engine = build(case)
+    data = batches(engine)
+    for _ in range(4):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder)
+    engine.train_batch(data)
+    freeze(engine, 1)
+    engine.model_changed("a layer froze")
+    state = engine.stage.state
+    parameters = [p for module in layers_of(engine).values() for p in module.parameters()]
+    before = [raw(state.state_of(p)["exp_avg"]) for p in parameters]
+    engine.load_checkpoint(folder, load_module_only=True)
+    engine.model_changed("loaded")
+    return [
+        torch.equal(state.state_of(p)["master"], p.detach().float()) and raw(state.state_of(p)["exp_avg"]) == moment
+        for p, moment in zip(parameters, before)
+    ]
+
+
+@pytest.mark.parametrize("case", [UNFUSED, pytest.param(FUSED, marks=pytest.mark.fuzz)], ids=["unfused", "fused"])
+def test_weights_load_without_state(case: Case, tmp_path: Path) -> None:
+    for results in run(2, load_weights_alone, case, str(tmp_path)):
+        assert results and all(results)
+
+
+def per_element(results: list[tuple[dict[str, Any], Any]]) -> dict[str, bytes]:
+    """Return the fp32 weights and moments that were saved or loaded."""
+    found = whole([now for now, _ in results])
+    return {key: value for key, value in found.items() if key.endswith(("/master", "/exp_avg", "/exp_avg_sq"))}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("precision", ["fp16 zero1", "bf16 zero1"])
+def test_universal_checkpoints_load(precision: str, tmp_path: Path) -> None:
+    case = replace(ZERO, precision=precision)
+    saved = run(2, save_then_train, case, str(tmp_path), [0, 1, 8])
+    for reader in (UNFUSED, ZERO):
+        loaded = run(1, load_then_train, replace(reader, stages=1), str(tmp_path))
+        ours, theirs = per_element(loaded), per_element(saved)
+        assert ours.keys() == theirs.keys() and all(ours[key] == theirs[key][: len(ours[key])] for key in ours)
+        assert all(loss < 4 for loss in loaded[0][1]["losses"])
