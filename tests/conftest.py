@@ -26,6 +26,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = scratch_folder_of_program()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(tempfile, "tempdir", str(folder))
         yield
 

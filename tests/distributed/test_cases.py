@@ -21,7 +21,6 @@ FIRST = (
     "egeria",
     "moe bias and freezing",
     "mod, moe and hash-sparse attention",
-    "mod threshold",
     "pruning in CSR",
     "qk-sparse attention",
     "exits, calm tied",

@@ -1,6 +1,5 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +8,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynmo.config import parse_block
-from ds_dynmo.models import read_model_config
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.gpt import Block, gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
-from ds_dynmo.models.pruning import magnitude
+from ds_dynmo.models.pruning import gradual, magnitude
 from ds_dynmo.models.pruning.gradual import (
     PrunableBlock,
     Pruning,
@@ -23,7 +22,7 @@ from ds_dynmo.models.pruning.gradual import (
     scheduled_sparsity,
 )
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
-from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, csr_is_faster
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, dense_state_dict
 
 SIZES = GPTConfig(vocab_size=20, sequence_length=6, layers=3, hidden_size=8, heads=2, tied_embedding=False)
 
@@ -263,16 +262,17 @@ def test_activation_checkpointing_gives_the_same_numbers(csr_from: float | None,
 class Engine:
     """The part of the engine that the case uses, on one stage with a plain optimizer."""
 
-    def __init__(self, csr_from: float | None = None) -> None:
+    def __init__(self, csr_from: float | None = None, dtype: torch.dtype = torch.float32) -> None:
         blocks = [block(layer, csr_from) for layer in range(1, 4)]
         ends = [spec.build() for spec in gpt_layers(SIZES)]
-        self.module: Any = nn.Sequential(ends[0], *blocks, *ends[-2:])
+        self.module: Any = nn.Sequential(ends[0], *blocks, *ends[-2:]).to(dtype)
         self.module._layer_specs = gpt_layers(SIZES)
         self.module._local_start, self.module._local_stop = 0, 6
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01, weight_decay=0.1)
         self.changes: list[str] = []
         self.model_changed = self.changes.append
-        self.sum_over_stages = alone
+        self.sum_over_stages = self.sum_over_world = alone
+        self.refusal: str | None = None
         self.callbacks: list[Any] = []
         self.before_step = self.callbacks.append
 
@@ -280,6 +280,22 @@ class Engine:
         for parameter, where in elements:
             assert parameter.grad is not None
             parameter.grad.masked_fill_(where, 0)
+
+    def keep_elements_refusal(self) -> str | None:
+        return self.refusal
+
+    def keep_elements(self, kept: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
+        for module, name, index in kept:
+            old = getattr(module, name)
+            new = nn.Parameter(old.detach().view(-1)[index])
+            setattr(module, name, new)
+            for group in self.optimizer.param_groups:
+                group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+            state = self.optimizer.state.pop(old, {})
+            if state:
+                self.optimizer.state[new] = {
+                    name: held.view(-1)[index] if held.shape == old.shape else held for name, held in state.items()
+                }
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         for held in (parameter.detach(), *self.optimizer.state[parameter].values()):
@@ -297,12 +313,21 @@ class Engine:
         return loss.item()
 
 
+SCHEDULE = {"start": 0.25, "end": 0.75, "times": 2, "final_sparsity": 0.95, "probe": False}
+
+
+def linears_of(engine: Engine) -> list[PrunableLinear]:
+    return [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
+
+
+@pytest.mark.parametrize("refusal", [None, "cannot"])
 @pytest.mark.parametrize("csr_from", [None, 0.5])
-def test_a_run_prunes_on_schedule_and_keeps_zeros(csr_from: float | None) -> None:
+def test_a_run_prunes_on_schedule_and_keeps_zeros(csr_from: float | None, refusal: str | None) -> None:
     engine = Engine(csr_from)
-    config = parse_block(PruningConfig, {"start": 0.25, "end": 0.75, "times": 2, "final_sparsity": 0.95}, "pruning")
+    engine.refusal = refusal
+    config = parse_block(PruningConfig, SCHEDULE, "pruning")
     case = Pruning(config, engine, num_layers=6, total_steps=40)
-    linears = [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
+    linears = linears_of(engine)
     total = sum(linear.weight.numel() for linear in linears)
     losses, kept, gone = [], [], [torch.zeros_like(linear.weight, dtype=torch.bool) for linear in linears]
     for step in range(40):
@@ -310,23 +335,116 @@ def test_a_run_prunes_on_schedule_and_keeps_zeros(csr_from: float | None) -> Non
         kept.append(sum(linear.kept for linear in linears))
         losses.append(engine.train(step))
         for linear, before in zip(linears, gone):
-            pruned = torch.zeros_like(before) if linear.mask is None else ~linear.mask
-            assert (
-                not linear.weight[pruned].any() and not engine.optimizer.state[linear.weight]["exp_avg"][pruned].any()
-            )
+            pruned = linear.dense_weight() == 0
+            assert int(pruned.sum()) == linear.size - linear.kept
+            moments = engine.optimizer.state[linear.weight]["exp_avg"]
+            assert moments.shape == linear.weight.shape
+            assert linear.mask is None or not moments[~linear.mask].any()
             assert pruned[before].all()
             before |= pruned
     assert kept == [total] * 20 + [round(total * (1 - 0.83125))] * 10 + [round(total * 0.05)] * 10
+    assert all(linear.is_compressed == (refusal is None) for linear in linears)
     assert engine.changes == ["pruning: 83.1% sparse", "pruning: 95.0% sparse"]
     assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]
     signals = [layer.load_signal() for _, layer in list(local_layers(engine.module))[1:4]]
     assert sum(signals) / 3 == pytest.approx(0.05, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("csr_from", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (0.5, torch.float32)], ids=str
+)
+def test_vectors_train_as_dense_weights_with_masks_to_the_bit(csr_from: float | None, dtype: torch.dtype) -> None:
+    """Losses, weights and moments, by the same kernel, with prunings of dense weights and of vectors."""
+    runs = []
+    for refusal in ("stays dense", None):
+        engine = Engine(csr_from, dtype)
+        engine.refusal = refusal
+        case = Pruning(parse_block(PruningConfig, SCHEDULE, "pruning"), engine, num_layers=6, total_steps=16)
+        losses, weights = [], []
+        for step in range(16):
+            case.before_batch(step)
+            losses.append(engine.train(step))
+            weights.append([linear.dense_weight().clone() for linear in linears_of(engine)])
+        kept = [linear.weight.detach().view(-1)[linear.kept_places()] for linear in linears_of(engine)]
+        moments = [
+            engine.optimizer.state[linear.weight][name].view(-1)[linear.kept_places()]
+            for linear in linears_of(engine)
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        others = [value for name, value in engine.module.named_parameters() if value.dim() > 1 or "norm" in name]
+        runs.append((losses, [t for step in weights for t in step], kept, moments, others[:1] + others[-1:]))
+        assert {linear.is_compressed for linear in linears_of(engine)} == {refusal is None}
+        assert {linear.computes_in_csr for linear in linears_of(engine)} == {csr_from is not None}
+    assert runs[0][0] == runs[1][0] and len(set(runs[0][0])) == 16
+    for dense, vectors in zip(runs[0][1:], runs[1][1:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(dense, vectors, strict=True))
+
+
+def test_an_optimizer_that_cannot_keep_elements_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(gradual.logger, "warning", said.append)
+    engine = Engine()
+    engine.refusal = "Lamb scales by the norm of a whole weight"
+    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
+    for sparsity in (0.7, 0.9):
+        case.prune(sparsity)
+    assert len(said) == 1 and "Lamb scales" in said[0]
+
+
+def test_vectors_whose_optimizer_cannot_shrink_them_any_more_get_masks() -> None:
+    """As after loading weights alone into another optimizer."""
+    engine = Engine()
+    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
+    case.prune(0.7)
+    sizes = [linear.weight.numel() for linear in linears_of(engine)]
+    engine.refusal = "cannot"
+    case.prune(0.9)
+    for step in range(2):
+        engine.train(step)
+    assert sizes == [linear.weight.numel() for linear in linears_of(engine)]
+    kept = sum(linear.kept for linear in linears_of(engine))
+    assert kept == round(0.1 * sum(linear.size for linear in linears_of(engine)))
+    assert all(not linear.weight[~linear.mask].any() for linear in linears_of(engine) if linear.mask is not None)
+    engine.refusal = None
+    case.prune(0.9)
+    assert kept == sum(linear.weight.numel() for linear in linears_of(engine))
+
+
+def test_dense_weights_of_an_earlier_checkpoint_shrink_before_the_next_batch() -> None:
+    engine = Engine()
+    case = Pruning(PruningConfig(probe=False, start=0.9, end=0.95), engine, num_layers=6, total_steps=100)
+    for linear in linears_of(engine):
+        linear.prune(linear.weight.detach().abs() > linear.weight.detach().abs().quantile(0.9))
+        linear.register_buffer("crow", torch.zeros(3, dtype=torch.int32))
+    before = [linear.weight.detach().clone() for linear in linears_of(engine)]
+    case.load_state_dict({})
+    case.before_batch(0)
+    assert all(linear.is_compressed and "crow" not in linear.state_dict() for linear in linears_of(engine))
+    assert all(torch.equal(linear.dense_weight(), weight) for linear, weight in zip(linears_of(engine), before))
+
+
+def test_a_plain_layer_loads_what_is_left() -> None:
+    pruned, plain = block(), Block(SIZES, 1)
+    prune_block(pruned, 0.8)
+    weights = [linear.weight.detach().clone() for linear in prunable_linears(pruned)]
+    for linear in prunable_linears(pruned):
+        linear.compress()
+    plain.load_state_dict(dense_state_dict(pruned))
+    found = [part.weight for part in plain.modules() if isinstance(part, nn.Linear)]
+    assert all(torch.equal(one, other) for one, other in zip(weights, found, strict=True))
+    plain.load_state_dict(dense_state_dict(block()))
+
+
+def test_a_setting_that_the_dtype_cannot_do_is_named() -> None:
+    engine = Engine(dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"csr_from = 0.5.*bfloat16.*'cpu'.*allowed is null"):
+        Pruning(PruningConfig(csr_from=0.5), engine, num_layers=6, total_steps=40)
+
+
 def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
     """A run that resumes at a pruning step prunes again."""
     engine = Engine()
-    case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
+    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
     engine.train(0)
     case.prune(0.7)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -337,7 +455,7 @@ def test_a_second_pruning_to_the_same_sparsity_changes_nothing() -> None:
 
 def test_a_lower_sparsity_restores_no_weight() -> None:
     engine = Engine()
-    case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
+    case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
     case.prune(0.7)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     case.prune(0.3)
@@ -347,17 +465,8 @@ def test_a_lower_sparsity_restores_no_weight() -> None:
 def test_a_fully_pruned_block_gives_finite_numbers() -> None:
     for csr_from in (None, 0.0):
         engine = Engine(csr_from)
-        case = Pruning(PruningConfig(), engine, num_layers=6, total_steps=40)
+        case = Pruning(PruningConfig(probe=False), engine, num_layers=6, total_steps=40)
         case.prune(1 - 1e-9)
         assert all(layer.load_signal() == 0.0 for _, layer in list(local_layers(engine.module))[1:4])
         assert all(math.isfinite(engine.train(step)) for step in range(3))
         assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
-
-
-def test_the_configured_sparsity_makes_csr_faster() -> None:
-    """At the sparsity that ds_configs/pruning.json ends with, CSR is faster in every linear layer of its blocks."""
-    model = read_model_config(Path(__file__).parents[2] / "ds_configs" / "pruning.json")
-    assert model.pruning is not None
-    for linear in prunable_linears(PrunableBlock(model, 1)):
-        kept = round(linear.weight.numel() * (1 - model.pruning.final_sparsity))
-        assert csr_is_faster(*linear.weight.shape, kept)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_dynmo.models.pruning.sparse_linear import PrunableLinear, csr_is_faster, csr_structure
+from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -108,12 +108,6 @@ def test_inputs_without_gradients_and_frozen_weights(csr_from: float) -> None:
     assert hidden.grad is not None and linear.weight.grad is None
 
 
-def test_the_rows_of_the_structure() -> None:
-    mask = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
-    crow, col, index = csr_structure(mask)
-    assert (crow.tolist(), col.tolist(), index.tolist()) == ([0, 1, 1, 3], [1, 0, 2], [1, 6, 8])
-
-
 @pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
 def test_before_pruning_it_is_a_linear_layer(csr_from: float) -> None:
     linear = PrunableLinear(nn.Parameter(seeded(24, 20)), csr_from)
@@ -157,13 +151,85 @@ def test_optimizer_steps_keep_zeros(csr_from: float) -> None:
     assert not optimizer.state[linear.weight]["exp_avg_sq"][~linear.mask].any()
 
 
-def test_where_csr_is_faster() -> None:
-    assert csr_is_faster(1024, 1024, round(0.05 * 1024**2)) and not csr_is_faster(1024, 1024, round(0.1 * 1024**2))
-    assert csr_is_faster(1024, 256, round(0.05 * 1024 * 256))
-    assert not csr_is_faster(384, 128, round(0.05 * 384 * 128)) and csr_is_faster(384, 128, 0)
-    assert not csr_is_faster(64, 64, 0)
-
-
 def test_a_copy_computes_the_same() -> None:
     linear = pruned(0.9, ALWAYS)
     assert torch.equal(copy.deepcopy(linear)(seeded(3, 20)), linear(seeded(3, 20)))
+
+
+# -- the vector of kept values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 7), (1, 1)])
+def test_a_vector_computes_what_the_dense_weight_does(sparsity: float, csr_from: float, shape: tuple[int, ...]) -> None:
+    masked, vector = pruned(sparsity, csr_from), pruned(sparsity, csr_from)
+    vector.compress()
+    assert vector.mask is None and vector.index is not None and vector.computes_in_csr == masked.computes_in_csr
+    results = []
+    for linear in (masked, vector):
+        hidden = seeded(*shape, 20, seed=1).requires_grad_()
+        output = linear(hidden)
+        output.backward(seeded(*shape, 24, seed=2))
+        assert linear.weight.grad is not None
+        results.append((output, hidden.grad, linear.weight.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][2].view(-1)[vector.index.long()], results[1][2])
+    assert vector.kept == masked.kept == vector.weight.numel()
+    assert torch.equal(vector.dense_weight(), masked.weight)
+
+
+@pytest.mark.parametrize(("sparsity", "limit"), [(0.9, 0.15), (0.97, 0.05)])
+def test_bytes_of_a_layer_fall_with_sparsity(sparsity: float, limit: float) -> None:
+    held = []
+    for share in (0.0, sparsity):
+        linear = pruned(share, ALWAYS, 128, 96) if share else PrunableLinear(nn.Parameter(seeded(128, 96)))
+        if share:
+            assert linear.would_shrink(linear.kept)
+            linear.compress()
+        optimizer = torch.optim.AdamW(linear.parameters())
+        linear(seeded(4, 96)).sum().backward()
+        optimizer.step()
+        assert linear.weight.grad is not None
+        moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        tensors = [linear.weight, linear.weight.grad, *moments, *linear.buffers()]
+        held.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+    assert held[1] <= limit * held[0]
+
+
+def test_from_where_a_vector_is_smaller() -> None:
+    single = PrunableLinear(nn.Parameter(seeded(24, 20)))
+    assert single.would_shrink(239) and not single.would_shrink(240)
+    half = PrunableLinear(nn.Parameter(seeded(24, 20).bfloat16()))
+    assert half.would_shrink(159) and not half.would_shrink(160)
+    single.prune(single.weight.detach().abs() > 1)
+    single.compress()
+    assert single.would_shrink(single.kept - 1) and not single.would_shrink(single.kept)
+
+
+def test_a_dense_transient_counts_as_workspace() -> None:
+    linear = pruned(0.9, NEVER)
+    assert linear.workspace_bytes == 0
+    linear.compress()
+    assert linear.workspace_bytes == 24 * 20 * 4
+    linear.csr_from = ALWAYS
+    assert linear.workspace_bytes == 0
+
+
+def test_autocast_casts_a_vector_as_it_does_a_weight() -> None:
+    plain, vector = pruned(0.9, NEVER), pruned(0.9, ALWAYS)
+    vector.compress()
+    hidden = seeded(7, 20, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, output = plain(hidden), vector(hidden)
+    assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
+    output.sum().backward()
+    assert vector.weight.grad is not None and vector.weight.grad.dtype == torch.float32
+
+
+def test_structure_of_an_earlier_version_is_dropped() -> None:
+    linear = pruned(0.9, ALWAYS)
+    for name in ("crow", "col", "crow_transposed", "col_transposed", "index_transposed"):
+        linear.register_buffer(name, torch.zeros(3, dtype=torch.int32))
+    linear.drop_old_structure()
+    assert set(linear.state_dict()) == {"weight", "mask", "index"} and linear.computes_in_csr

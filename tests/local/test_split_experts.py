@@ -95,11 +95,13 @@ def test_under_autocast_grouped_weights_of_its_type_are_not_deferred() -> None:
     assert check_same(Grouped(), inputs(7, WIDTH, dtype=torch.bfloat16)) == set()
 
 
-def pruned(share: float) -> nn.Module:
+def pruned(share: float, csr_from: float = 0.5, compressed: bool = False) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
-    layer = PrunableLinear(nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator)), csr_from=0.5)
+    layer = PrunableLinear(nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator)), csr_from)
     if share:
         layer.prune(torch.rand(WIDTH, WIDTH, generator=generator) >= share)
+    if compressed:
+        layer.compress()
     return layer
 
 
@@ -107,6 +109,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Passes, set[str]]] = {
     "dense": (lambda: pruned(0.0), inputs(2, 5, WIDTH), {"weight"}),
     "pruned, dense": (lambda: pruned(0.3), inputs(2, 5, WIDTH), {"weight"}),
     "pruned, sparse": (lambda: pruned(0.9), inputs(2, 5, WIDTH), set()),
+    "pruned, a vector, dense": (lambda: pruned(0.9, 1.0, True), inputs(2, 5, WIDTH), {"weight"}),
+    "pruned, a vector, sparse": (lambda: pruned(0.9, 0.5, True), inputs(2, 5, WIDTH), {"weight"}),
     "head": (lambda: head(), [(a, torch.cat([b] * 16, -1)) for a, b in inputs(2, 10, WIDTH)], {"weight"}),
 }
 

@@ -1,27 +1,31 @@
 """Gradual global magnitude pruning (paper, section 2, parameter pruning, and Algorithm 1; Zhu and Gupta, 2017).
 
 At a few steps of the run the smallest weights of the whole model are set to zero, for good: their gradients, fp32
-master weights and optimizer state are zero from then on. The linear weights of all blocks are pruned; embedding, norms
-and head are not. Magnitudes are compared in compute precision, bf16 under bf16: those weights are the same on every
-replica, while fp32 master weights may be sharded. Among equal magnitudes, of which bf16 has many, layer and position
-decide.
+master weights and optimizer state are zero from then on, or gone where the parameter becomes the vector of kept values.
+The linear weights of all blocks are pruned; embedding, norms and head are not. Magnitudes are compared in compute
+precision, bf16 under bf16: those weights are the same on every replica, while fp32 master weights may be sharded. Among
+equal magnitudes, of which bf16 has many, layer and position decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import logger
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
+from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.gpt import AttentionHalf, Block, BlockPart, FeedForwardHalf
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.pruning.kernels import can_csr
 from ds_dynmo.models.pruning.magnitude import Linears, select_largest
+from ds_dynmo.models.pruning.probe import agree_on_csr
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 __all__ = [
@@ -50,8 +54,12 @@ class PruningConfig(BaseModel):
         default=None,
         ge=0,
         le=1,
-        description="linear layers that have lost this share compute in CSR; null: where a rule fitted on one CPU "
-        "expects it to be faster. It counts in fp32 on a CPU only: under bf16 and on accelerators all compute dense",
+        description="linear layers that have lost this share compute in CSR; null: from where it is measured faster",
+    )
+    probe: bool = Field(
+        default=True,
+        description="measure before the first pruning from what share on CSR is faster, and keep that in the user's "
+        "cache folder; false: without csr_from no layer computes in CSR",
     )
 
     @field_validator("end")
@@ -107,8 +115,12 @@ class _Prunable(BlockPart):
     def load_signal(self) -> float:
         """The paper's ``p_i``: the share of this layer's prunable weights that is left; 0.0 where nothing trains."""
         linears = prunable_linears(self)
-        share = sum(linear.kept for linear in linears) / sum(linear.weight.numel() for linear in linears)
+        share = sum(linear.kept for linear in linears) / sum(linear.size for linear in linears)
         return super().load_signal() * share
+
+    def workspace_bytes(self) -> int:
+        """Count the bytes of the largest dense weight that a pass makes of kept values, and frees again."""
+        return max(linear.workspace_bytes for linear in prunable_linears(self))
 
 
 class PrunableBlock(_Prunable, Block):
@@ -135,24 +147,30 @@ def local_linears(module: PipelineModule) -> Linears:
 
 
 class Pruning(DynamicCase):
-    """Prunes the model on schedule. It has no state of its own: a resumed run finds the masks in the layers.
+    """Prunes the model on schedule. It has no state of its own: a resumed run finds what is pruned in the layers.
 
     Masks may have been loaded without the optimizer's moments; those of pruned weights are zeroed before a batch.
+
+    Raises:
+        ConfigError: ``csr_from`` is given, and torch has no CSR for the model's dtype on this device.
     """
 
     name = "pruning"
 
     def __init__(self, config: PruningConfig, engine: Any, *, num_layers: int, total_steps: int) -> None:
         super().__init__(engine)
+        _check_csr(config, engine.module)
         self._num_layers = num_layers
         self._steps = pruning_steps(config, total_steps)
+        self._probe = config.probe
         self._loaded = True  # layers may have been, before this was built
+        self._told = False
         engine.before_step(self._zero_gradients)
 
     def before_batch(self, step: int) -> None:
         """Prune if that is due, and tell the engine."""
         if self._loaded:
-            self._zero_pruned()
+            self._zero_loaded()
             self._loaded = False
         sparsity = self._steps.get(step, 0.0)
         if sparsity:
@@ -162,16 +180,21 @@ class Pruning(DynamicCase):
         """Note that layers were loaded; this has no state of its own."""
         self._loaded = True
 
-    def _zero_pruned(self) -> None:
+    def _zero_loaded(self) -> None:
+        """Zero optimizer state where loaded weights are pruned, and shrink those of a checkpoint that held masks."""
+        linears = [linear for members in local_linears(self.engine.module).values() for linear in members]
+        for linear in linears:
+            linear.drop_old_structure()
         for weight, pruned in self._pruned(lambda linear: True):
             self.engine.zero_elements(weight, pruned)
+        self._shrink(linears)
 
     def _zero_gradients(self) -> None:
-        """Zero the gradients of pruned weights; in CSR they are 0 already."""
-        self.engine.zero_gradients(self._pruned(lambda linear: not linear.computes_in_csr))
+        """Zero the gradients of pruned weights; where there is an index they are 0 already, or not there."""
+        self.engine.zero_gradients(self._pruned(lambda linear: linear.is_compressed or not linear.computes_in_csr))
 
     def _pruned(self, of: Callable[[PrunableLinear], bool]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Iterate over weights of this stage, and where they are pruned."""
+        """Iterate over parameters of this stage that have pruned elements, and where."""
         for members in local_linears(self.engine.module).values():
             for linear in members:
                 if linear.mask is not None and of(linear):
@@ -185,7 +208,9 @@ class Pruning(DynamicCase):
         """
         linears = local_linears(self.engine.module)
         every = [linear for members in linears.values() for linear in members]
-        sizes = [sum(linear.weight.numel() for linear in every), sum(linear.kept for linear in every)]
+        if self._probe:
+            agree_on_csr(linears, num_layers=self._num_layers, sum_over_world=self.engine.sum_over_world)
+        sizes = [sum(linear.size for linear in every), sum(linear.kept for linear in every)]
         total, left = self.engine.sum_over_stages(torch.tensor(sizes, dtype=torch.float64)).tolist()
         keep = min(round(total * (1 - sparsity)), int(left))
         selection = select_largest(
@@ -195,4 +220,30 @@ class Pruning(DynamicCase):
             for linear, mask in zip(members, selection.masks(number, members), strict=True):
                 linear.prune(mask)
                 self.engine.zero_elements(linear.weight, ~mask)
+        self._shrink(every)
         self.engine.model_changed(f"pruning: {sparsity:.1%} sparse")
+
+    def _shrink(self, linears: Sequence[PrunableLinear]) -> None:
+        """Make vectors of the kept values of those weights that are smaller so. Collective."""
+        refusal = self.engine.keep_elements_refusal()
+        if refusal is not None:
+            if not self._told:
+                logger.warning(f"pruning: weights stay dense, with zeros, and take the memory of dense ones: {refusal}")
+            self._told = True
+            return
+        smaller = [linear for linear in linears if linear.mask is not None and linear.would_shrink(linear.kept)]
+        kept = [(linear, "weight", linear.kept_places()) for linear in smaller]
+        indices = [linear.index_at(places) for linear, _, places in kept]
+        self.engine.keep_elements(kept)
+        for linear, index in zip(smaller, indices):
+            linear.use_values(index)
+
+
+def _check_csr(config: PruningConfig, module: nn.Module) -> None:
+    weight = next(module.parameters(), None)
+    if config.csr_from is None or weight is None or can_csr(weight.dtype, weight.device):
+        return
+    raise ConfigError(
+        f"model.pruning.csr_from = {config.csr_from}: torch has no products in CSR for {weight.dtype} on "
+        f"{weight.device.type!r}; allowed is null, and then they compute dense"
+    )

@@ -36,7 +36,7 @@ class Selection:
     equal: Mapping[int, int]
 
     def masks(self, layer: int, linears: Sequence[PrunableLinear]) -> Iterator[torch.Tensor]:
-        """Iterate over the masks of a layer's linear layers, bool in the shape of the weight: True stays."""
+        """Iterate over the masks of a layer's linear layers, bool in the shape of the parameter: True stays."""
         left = self.equal[layer]
         for linear in linears:
             mask = torch.empty_like(linear.weight, dtype=torch.bool, memory_format=torch.contiguous_format)
@@ -52,8 +52,8 @@ class Selection:
 def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_stages: Sum) -> Selection:
     """Select the ``keep`` unpruned weights of all stages that are largest in magnitude. Collective.
 
-    Of equal ones the first stay, by layer and by position in the layer. Magnitudes are compared in fp32, in which
-    those of bf16 and fp16 weights are exact.
+    Of equal ones the first stay, by layer and by position in the layer's dense weights. Magnitudes are
+    compared in fp32, in which those of bf16 and fp16 weights are exact.
 
     Args:
         linears: of this stage.

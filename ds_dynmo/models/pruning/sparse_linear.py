@@ -1,13 +1,15 @@
-"""A linear layer whose weights can be pruned: dense at first, and compressed sparse rows where those are faster.
+"""A linear layer whose weights can be pruned: dense at first, then the vector of the weights that are left.
 
-Where nothing is kept there is no product at all. While it computes densely the mask costs nothing: pruned weights are
-exactly 0, and :class:`~ds_dynmo.models.Pruning` sets their gradients to 0 once a batch, before they are used.
+The parameter is one of these:
 
-The parameter stays the dense weight for life, with exact zeros where it is pruned, so that optimizers, moves and
-checkpoints know it as before. Beside it there are buffers: the mask, 1 byte per weight, and where the layer computes in
-CSR the structure of the matrix and of its transpose, 16 bytes per weight that stays. CSR values are gathered from the
-dense weight in every pass. What travels and is stored so is the dense weight, its dense optimizer state and these
-buffers: pruning saves time, not memory.
+- the dense weight ``[outputs, inputs]``, with exact zeros where it is pruned. There ``mask``, a bool buffer in its
+  shape, is False, and gradients have to be set to 0 before they are used (:class:`~ds_dynmo.models.Pruning` does).
+- as soon as that is smaller, the vector of the values that are kept, beside ``index``, an int32 buffer of their places
+  in the flattened weight: the CSR triple of the paper in 4 bytes per value. Gradients, fp32 master weights and
+  optimizer state are vectors of that length, and so is what moves and what checkpoints hold.
+
+The values are scattered to a dense weight for every product, or multiplied in CSR: :mod:`.kernels`. Both calculate
+bit for bit what they do for a dense weight with zeros.
 """
 
 from __future__ import annotations
@@ -18,37 +20,47 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["PrunableLinear", "csr_is_faster", "csr_linear", "csr_structure", "no_linear"]
+from ds_dynmo.models.pruning.kernels import CSR, DENSE, NOTHING, Kernel, Shape, can_csr, compressed_linear, dense
 
-Structure = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+__all__ = ["PrunableLinear", "dense_state_dict"]
+
+BYTES_PER_PLACE = 4
+MOST_PLACES = torch.iinfo(torch.int32).max
 
 
 class PrunableLinear(nn.Module):
     """``hidden @ weight.T``, at first dense.
 
-    Where it computes densely, pruned weights get gradients too. The caller sets these to 0 where the mask is False,
-    after the last micro-batch and before the step, so that pruned weights stay 0.
-
     Args:
         weight: ``[outputs, inputs]``.
-        csr_from: from what share of pruned weights on the layer computes in CSR, where it can (fp32 on a CPU with MKL);
-            None: where :func:`csr_is_faster`.
+        csr_from: from what share of pruned weights on the layer computes in CSR, where torch can (fp32 on a CPU);
+            None: from ``measured_csr_from`` on.
+
+    Attributes:
+        shape: of the dense weight.
+        measured_csr_from: where CSR was measured to be faster, on the machine that pruned first; None: not measured,
+            the layer does not compute in CSR.
+        mask: in the shape of ``weight``, which elements are not pruned; None: none is.
+        index: the places of the values with which the layer computes; None: it computes with a dense weight.
     """
 
     mask: torch.Tensor | None
-    crow: torch.Tensor | None
-    col: torch.Tensor | None
     index: torch.Tensor | None
-    crow_transposed: torch.Tensor | None
-    col_transposed: torch.Tensor | None
-    index_transposed: torch.Tensor | None
 
     def __init__(self, weight: nn.Parameter, csr_from: float | None = None) -> None:
         super().__init__()
+        outputs, inputs = weight.shape
+        self.shape: Shape = (outputs, inputs)
         self.weight = weight
         self.csr_from = csr_from
-        for name in ("mask", "crow", "col", "index", "crow_transposed", "col_transposed", "index_transposed"):
-            self.register_buffer(name, None)
+        self.measured_csr_from: float | None = None
+        self.register_buffer("mask", None)
+        self.register_buffer("index", None)
+
+    @property
+    def size(self) -> int:
+        """How many weights the layer was built with."""
+        return self.shape[0] * self.shape[1]
 
     @property
     def kept(self) -> int:
@@ -56,143 +68,110 @@ class PrunableLinear(nn.Module):
         return self.weight.numel() if self.mask is None else int(self.mask.sum())
 
     @property
+    def is_compressed(self) -> bool:
+        """Is the parameter the vector of kept values?"""
+        return self.weight.dim() == 1
+
+    @property
     def computes_in_csr(self) -> bool:
         """Does the next pass use CSR?"""
-        return self.crow is not None and _can_csr(self.weight)
+        return self._kernel() is CSR
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The bytes of the dense weight, or its gradient, that a pass makes and frees again."""
+        kernel = self._kernel()
+        return 0 if kernel is None else kernel.workspace_elements(self.shape) * self.weight.element_size()
+
+    def would_shrink(self, kept: int) -> bool:
+        """Would the parameter get smaller if it were the vector of ``kept`` values, with their places beside it?"""
+        if self.is_compressed:
+            return kept < self.weight.numel()
+        value = self.weight.element_size()
+        return kept * (value + BYTES_PER_PLACE) < self.size * value and self.size <= MOST_PLACES
 
     def prune(self, mask: torch.Tensor) -> None:
-        """Keep the weights where ``mask``, bool ``[outputs, inputs]``, is True; the others are 0 from now on."""
-        self.mask = mask
+        """Keep the weights where ``mask``, bool in the shape of ``weight``, is True; the others are 0 from now on."""
         self.weight.detach().masked_fill_(~mask, 0)
-        self.crow = self.col = self.index = None
-        self.crow_transposed = self.col_transposed = self.index_transposed = None
-        if not mask.any():
-            self.index = torch.zeros(0, dtype=torch.int32, device=mask.device)
-        elif _can_csr(self.weight) and self._wants_csr():
-            self.crow, self.col, self.index = csr_structure(mask)
-            self.crow_transposed, self.col_transposed, index = csr_structure(mask.t())
-            outputs, inputs = mask.shape
-            self.index_transposed = index % outputs * inputs + index // outputs  # where it lies in the weight
+        if self.is_compressed:
+            self.mask = None if mask.all() else mask
+            return
+        self.mask = mask
+        places = mask.view(-1).nonzero().squeeze(1).int()
+        computes_sparse = not len(places) or (self._wants_csr(len(places)) and self._can_csr())
+        self.index = places if computes_sparse else None
 
-    def _wants_csr(self) -> bool:
-        outputs, inputs = self.weight.shape
-        if self.csr_from is None:
-            return csr_is_faster(outputs, inputs, self.kept)
-        return outputs * inputs - self.kept >= self.csr_from * outputs * inputs
+    def index_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Give the places in the flattened weight of the parameter's elements at ``places``: the ``index`` of these."""
+        if not self.is_compressed:
+            return places.int()
+        assert self.index is not None
+        return self.index[places]
+
+    def use_values(self, index: torch.Tensor) -> None:
+        """Compute with the values at ``index``; the parameter is, or is about to be, the vector of these."""
+        self.index, self.mask = index, None
+
+    def compress(self) -> None:
+        """Replace the parameter by the vector of the kept values, where no optimizer knows it."""
+        places = self.kept_places()
+        self.use_values(self.index_at(places))
+        self.weight = nn.Parameter(self.weight.detach().view(-1)[places], self.weight.requires_grad)
+
+    def kept_places(self) -> torch.Tensor:
+        """Places in the flattened parameter that are not pruned, int64 and ascending."""
+        if self.mask is None:
+            return torch.arange(self.weight.numel(), device=self.weight.device)
+        return self.mask.view(-1).nonzero().squeeze(1)
+
+    def dense_weight(self) -> torch.Tensor:
+        """Make the weight ``[outputs, inputs]``, with zeros where it is pruned."""
+        if not self.is_compressed:
+            return self.weight.detach()
+        assert self.index is not None
+        return dense(self.weight.detach(), self.index, self.shape)
+
+    def drop_old_structure(self) -> None:
+        """Forget what checkpoints of earlier versions hold beside the mask: the structure in rows and in columns."""
+        for name in [name for name in self._buffers if name not in ("mask", "index")]:
+            del self._buffers[name]
+
+    def _kernel(self) -> Kernel | None:
+        if self.index is None:
+            return None
+        if not len(self.index):
+            return NOTHING
+        if self._wants_csr(len(self.index)) and self._can_csr():
+            return CSR
+        return DENSE if self.is_compressed else None
+
+    def _wants_csr(self, kept: int) -> bool:
+        start = self.measured_csr_from if self.csr_from is None else self.csr_from
+        return start is not None and self.size - kept >= start * self.size
+
+    def _can_csr(self) -> bool:
+        return can_csr(self.weight.dtype, self.weight.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.index is not None and not len(self.index):
-            return no_linear(hidden, self.weight)
-        if not self.computes_in_csr:
+        kernel = self._kernel()
+        if kernel is None:
             return F.linear(hidden, self.weight)
-        assert self.crow is not None and self.col is not None and self.index is not None
-        assert self.crow_transposed is not None
-        assert self.col_transposed is not None and self.index_transposed is not None
-        structure = self.crow, self.col, self.index
-        transposed = self.crow_transposed, self.col_transposed, self.index_transposed
-        return csr_linear(hidden, self.weight, structure, transposed)
+        assert self.index is not None
+        values = self.weight if self.is_compressed else self.weight.view(-1).index_select(0, self.index)
+        return compressed_linear(hidden, values, self.index, self.shape, kernel)
 
     def extra_repr(self) -> str:
-        outputs, inputs = self.weight.shape
+        outputs, inputs = self.shape
         return f"{inputs}, {outputs}, csr_from={self.csr_from}"
 
 
-def csr_is_faster(outputs: int, inputs: int, kept: int) -> bool:
-    """Is CSR expected to be faster than dense, forward and backward, with ``kept`` weights in fp32 on one CPU core?
-
-    The rule is a constant: it was fitted once, on one x86-64 CPU with MKL, and measures nothing where it runs. Per
-    token dense costs ``outputs * inputs`` products, CSR about ten times as much per weight that is kept, and the
-    transposing of inputs, outputs and their gradients besides, about as much as 80 products each. There, with 192
-    to 512 tokens, at 1024 x 1024 CSR got faster at 90%, at 1024 x 256 at 92%, at 384 x 128 at 96%. The rule stays
-    two hundredths on the dense side of that.
-    """
-    return kept / (outputs * inputs) <= 0.1 - 8 * (1 / outputs + 1 / inputs)
-
-
-def csr_structure(mask: torch.Tensor) -> Structure:
-    """List where a bool matrix ``[rows, columns]`` is True, in the order of rows.
-
-    Returns:
-        The first entry of each row, int32 ``[rows + 1]``; columns and places in the flattened matrix, int32 each.
-    """
-    rows, columns = mask.shape
-    index = mask.reshape(-1).nonzero().squeeze(1)
-    crow = torch.zeros(rows + 1, dtype=torch.int32, device=mask.device)
-    crow[1:] = mask.sum(1).cumsum(0)
-    return crow, (index % columns).int(), index.int()
-
-
-def csr_linear(hidden: torch.Tensor, weight: torch.Tensor, structure: Structure, transposed: Structure) -> torch.Tensor:
-    """Compute ``hidden @ weight.T`` by the weight's kept entries alone, forward and backward.
-
-    Args:
-        hidden: ``[..., inputs]``.
-        weight: ``[outputs, inputs]``, contiguous. Its gradient is dense, 0 where nothing is kept.
-        structure: of the kept entries, see :func:`csr_structure`.
-        transposed: of the transpose; the last tensor says where its entries lie in the flattened weight.
-    """
-    result: torch.Tensor = _Csr.apply(hidden.reshape(-1, hidden.shape[-1]), weight, *structure, *transposed)
-    return result.view(*hidden.shape[:-1], weight.shape[0])
-
-
-def no_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute ``hidden @ weight.T`` of a weight of which nothing is kept, without a product; gradients are 0 too."""
-    result: torch.Tensor = _Nothing.apply(hidden, weight)
-    return result
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        ctx.inputs = hidden.shape
-        return hidden.new_zeros(*hidden.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        (weight,) = ctx.saved_tensors
-        to_hidden = gradient.new_zeros(ctx.inputs) if ctx.needs_input_grad[0] else None
-        return to_hidden, torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-
-
-class _Csr(torch.autograd.Function):
-    """``Y = X W^T``: ``Y^T = W X^T``, ``dX^T = W^T dY^T``, ``dW = dY^T X`` at the kept places only (SDDMM).
-
-    All three need ``X^T`` and ``dY^T`` in rows: each is transposed once.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, *structures: torch.Tensor) -> torch.Tensor:
-        across = hidden.t().contiguous()
-        ctx.save_for_backward(across, weight, *structures)
-        crow, col, index = structures[:3]
-        return (_csr(crow, col, _values(weight, index), weight.shape) @ across).t().contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        across, weight, crow, col, index, crow_transposed, col_transposed, index_transposed = ctx.saved_tensors
-        gradient_across = gradient.t().contiguous()
-        to_hidden = to_weight = None
-        if ctx.needs_input_grad[0]:
-            values = _values(weight, index_transposed)
-            transposed = _csr(crow_transposed, col_transposed, values, weight.t().shape)
-            to_hidden = (transposed @ gradient_across).t().contiguous()
-        if ctx.needs_input_grad[1]:
-            kept = _csr(crow, col, weight.new_zeros(len(index)), weight.shape)  # zeros: torch multiplies them by beta
-            products = torch.sparse.sampled_addmm(kept, gradient_across, across.t(), beta=0.0).values()
-            to_weight = torch.zeros_like(weight)
-            to_weight.view(-1).index_copy_(0, index.long(), products)
-        return to_hidden, to_weight, *[None] * 6
-
-
-def _values(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return weight.view(-1).index_select(0, index)
-
-
-def _csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return torch.sparse_csr_tensor(crow, col, values, shape, check_invariants=False)
-
-
-def _can_csr(weight: torch.Tensor) -> bool:
-    """Is CSR possible and measured here? torch has none in bf16 on the CPU; accelerators were not measured."""
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and torch.backends.mkl.is_available()
+def dense_state_dict(layer: nn.Module) -> dict[str, Any]:
+    """Make the ``state_dict`` of a layer as if it had never been prunable: dense weights, zeros where it is pruned."""
+    state = dict(layer.state_dict())
+    for path, part in layer.named_modules():
+        if isinstance(part, PrunableLinear):
+            prefix = f"{path}." if path else ""
+            for name in part._buffers:
+                state.pop(prefix + name, None)
+            state[f"{prefix}weight"] = part.dense_weight()
+    return state

@@ -114,7 +114,7 @@ class Pruning(Case):
     52.0, 78.8, 88.6 and 90.0); 24 stages x 30 replicas; almost five times the idleness of the dense model at 90%.
     Weights of a layer are normal; the layers' deviations differ by ``trend`` from first to last, in logarithms, and
     by ``scatter`` at random: chosen for a static bubble ratio near 70% at 90%. Balancing by parameters sees what is
-    left of them, as in the paper. In the engine a pruned weight stays in a dense parameter, and counts.
+    left of them, as in the paper.
     """
 
     name: str = "pruning"

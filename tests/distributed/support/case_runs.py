@@ -33,11 +33,27 @@ EGERIA = {"interval": 0.17, "delay": 0.17, "start": 0.0, "window": 2, "threshold
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "freezing": {"freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
-    "pruning": {"pruning": {"start": 0.1, "end": 0.7, "times": 3, "initial_sparsity": 0.2, "final_sparsity": 0.95}},
+    "pruning": {
+        "pruning": {
+            "start": 0.1,
+            "end": 0.7,
+            "times": 3,
+            "initial_sparsity": 0.2,
+            "final_sparsity": 0.95,
+            "probe": False,
+        }
+    },
     "pruning in CSR": {"pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.8, "csr_from": 0.5}},
     "freezing and pruning": {
         "freezing": {"schedule": [[0.3, 1], [0.5, 2], [0.7, 0]]},
-        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "initial_sparsity": 0.5, "final_sparsity": 0.8},
+        "pruning": {
+            "start": 0.3,
+            "end": 0.6,
+            "times": 1,
+            "initial_sparsity": 0.5,
+            "final_sparsity": 0.8,
+            "probe": False,
+        },
     },
     "automatic freezing": {"freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
     "moe auxiliary loss": {"moe": {"experts": 4}},
@@ -58,8 +74,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mod": {"mod": {"capacity": 0.25}},
     "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
-    "mod threshold": {"mod": {"threshold": 0.0, "every": 1, "min_capacity": 0.1, "max_capacity": 0.8}},
-    "mod schedule": {"mod": {"capacity": 1.0, "every": 1, "schedule": [[0.3, 0.5], [0.6, 0.25]]}},
     "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
     # With these thresholds some tokens leave at every exit. In the last case all leave.
     "exits, calm": {"early_exit": {"method": "calm", "threshold": 0.02, "start": 0.3}},
@@ -76,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sparse_attention": {"kind": "hash", "buckets": 4},
     },
     "pruning and qk-sparse attention": {
-        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
+        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
         "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
     },
     "halves, moe auxiliary loss and freezing": {
@@ -87,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "halves, automatic freezing, pruning and qk-sparse attention": {
         "split_blocks": True,
         "freezing": {"automatic": {"interval": 0.2, "start": 0.2}},
-        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8},
+        "pruning": {"start": 0.3, "end": 0.6, "times": 1, "final_sparsity": 0.8, "probe": False},
         "sparse_attention": {"kind": "qk", "keep_queries": 0.6, "keep_keys": 0.4},
     },
 }
