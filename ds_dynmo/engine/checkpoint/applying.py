@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynmo.engine.checkpoint.context import CheckpointContext, together, universal_info
@@ -13,6 +13,7 @@ from ds_dynmo.engine.checkpoint.layout import Manifest
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_random_states
 from ds_dynmo.engine.deepspeed_adapter import files
+from ds_dynmo.engine.deepspeed_adapter.loss_scale import set_loss_scale_state
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Loaded:
         common: the content of the file at ``path``.
         random: states of this rank's random number generators; None: they are not loaded.
         groups: numbers of the parameter groups that the LR scheduler's lists are of; None: those that are not empty.
+        loss_scale: state of a dynamic loss scale; empty: there is none, or ``optimizer`` has it.
     """
 
     path: str
@@ -44,6 +46,7 @@ class Loaded:
     common: dict[str, Any]
     random: dict[str, Any] | None
     groups: list[int | None] | None = None
+    loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
 def apply(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded, options: LoadOptions) -> None:
@@ -74,6 +77,7 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
         )
     after = named_parameters(layers)
     optimizer_files(context.stage).restore(before, after, loaded.optimizer)
+    set_loss_scale_state(context.engine.optimizer, loaded.loss_scale)
     layers.split_uses()  # tied aliases copy their layer's attributes
     context.stage.publish_move()
 

@@ -122,7 +122,8 @@ def read_universal(context: CheckpointContext, path: str, options: LoadOptions) 
     def finish() -> Loaded:
         state = _optimizer_state(context, folder, model, found, steps) if with_state else None
         source, common, groups = _common(context, folder, model, options)
-        return Loaded(source, found.layers, state, common, None, groups)
+        loss_scale = folder.loss_scale() if with_state else {}
+        return Loaded(source, found.layers, state, common, None, groups, loss_scale)
 
     return together(comm, finish)
 

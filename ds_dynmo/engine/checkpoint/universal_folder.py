@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 import os
 import re
+from typing import Any
 
 import torch
 
 from ds_dynmo.engine.checkpoint.safe_load import safe_load
 from ds_dynmo.engine.checkpoint.universal_slices import Shape, cut_slice
+from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale
 from ds_dynmo.engine.deepspeed_adapter.universal import (
     MOMENTS,
     OPTIMIZER,
@@ -75,8 +77,19 @@ class UniversalFolder:
 
     def groups(self, stage_file: str) -> list[SavedGroup]:
         """Read the parameter groups that a saved stage had."""
-        optimizer = safe_load(os.path.join(self._folder, OPTIMIZER)) if stage_file == self.stage_files[0] else None
+        optimizer = self._optimizer() if stage_file == self.stage_files[0] else None
         try:
             return saved_groups(safe_load(stage_file, mapped=True), optimizer)
         except ValueError as error:
             raise CheckpointError(f"{stage_file}: {error}") from error
+
+    def loss_scale(self) -> dict[str, Any]:
+        """Read the state of a dynamic loss scale; empty: there was none."""
+        return saved_loss_scale(self._optimizer())
+
+    def _optimizer(self) -> dict[str, Any]:
+        path = os.path.join(self._folder, OPTIMIZER)
+        content = safe_load(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected the state of an optimizer")
+        return content
