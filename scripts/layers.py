@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Compare the seconds of each dynamic case's block with a dense block of the same size, as its load falls.
 
-"pruned_linear" is a single linear layer, 1024 x 1024 for 512 tokens. Pruned layers are compared in both kernels, and
-where a vector of kept values is smaller that is their parameter.
+"pruned_linear" is a single linear layer, 1024 x 1024. Pruned layers are compared in both kernels, and where a vector of
+kept values is smaller that is their parameter. "attention" is the attention of a dense block alone, without its
+projections: over dense is its share of the block.
 
     OMP_NUM_THREADS=1 python scripts/layers.py freezing
+    OMP_NUM_THREADS=1 python scripts/layers.py attention sparse_attention --tokens 4096 --hidden-size 64
     OMP_NUM_THREADS=1 python scripts/layers.py --json layers.json
 
 A table per case shows its setting, the block's load signal, forward and backward seconds over the dense block's, and
@@ -23,9 +25,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from deepspeed.pipe import TiedLayerSpec
 
-from command_line import CommandParser, print_table, write_json
+from command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.pruning.gradual import prunable_linears
@@ -33,8 +36,7 @@ from ds_dynmo.models.pruning.magnitude import select_largest
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from ds_dynmo.models.stream import Activations, Stream
 
-TOKENS = 512
-SIZES = {"hidden_size": 256, "heads": 4, "sequence_length": TOKENS, "layers": 2, "tied_embedding": False}
+SIZES = {"hidden_size": 256, "heads": 4, "sequence_length": 512, "layers": 2, "tied_embedding": False}
 WIDTH = 1024  # of the single linear layer
 SPARSITIES = (0.0, 0.52, 0.79, 0.9, 0.95, 0.97, 0.99)
 PRUNED = {
@@ -120,12 +122,30 @@ class SomeLeft(torch.nn.Module):
         return signal
 
 
+class AttentionAlone(torch.nn.Module):
+    """Dense causal attention of the hidden states among themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = SIZES["heads"]
+        self.unused = torch.nn.Parameter(torch.zeros(1))  # a layer that trains
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = hidden.shape
+        states = hidden.view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
+        return F.scaled_dot_product_attention(states, states, states, is_causal=True).transpose(1, 2)
+
+    def load_signal(self) -> float:
+        return 1.0
+
+
 ROUTINGS: list[dict[str, Any]] = [
     *({"top_k": top_k} for top_k in (8, 4, 2, 1)),
     *({"top_k": 2, "capacity_factor": factor} for factor in (0.75, 0.5, 0.25)),
     *({"top_k": 2, "routing": routing} for routing in ("sbase", "bias")),
 ]
 CASES: dict[str, dict[str, Callable[[], torch.nn.Module]]] = {  # by case and setting, a function that builds the layer
+    "attention": {"dense": AttentionAlone},
     "freezing": {"trained": block_of, "frozen": lambda: block_of().requires_grad_(False)},
     "moe": {
         ", ".join(f"{key} {value}" for key, value in keys.items()): partial(block_of, moe={"experts": 8, **keys})
@@ -162,7 +182,9 @@ CASES: dict[str, dict[str, Callable[[], torch.nn.Module]]] = {  # by case and se
 def activations(layer: torch.nn.Module, seed: int) -> Activations:
     """Make the activations that the layer before would send."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(1, TOKENS, getattr(layer, "width", SIZES["hidden_size"]), generator=generator)
+    hidden = torch.randn(
+        1, SIZES["sequence_length"], getattr(layer, "width", SIZES["hidden_size"]), generator=generator
+    )
     hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
     carries = getattr(layer, "carries", "hidden")
     if carries == "hidden":
@@ -170,7 +192,7 @@ def activations(layer: torch.nn.Module, seed: int) -> Activations:
     auxiliary = torch.zeros(1, requires_grad=hidden.requires_grad)
     if carries == "auxiliary":
         return Stream(hidden, auxiliary).pack()
-    tokens = torch.randint(0, 256, (1, TOKENS), generator=generator)
+    tokens = torch.randint(0, 256, (1, SIZES["sequence_length"]), generator=generator)
     return Stream(hidden, auxiliary, tokens, torch.zeros_like(tokens)).pack()
 
 
@@ -187,6 +209,8 @@ def seconds(layer: torch.nn.Module, seed: int) -> float:
 
 def held_bytes(layer: torch.nn.Module) -> int:
     """Count the bytes of weights, gradients, AdamW's state and buffers."""
+    if not [*layer.parameters()]:
+        return 0
     optimizer = torch.optim.AdamW(layer.parameters())
     layer.zero_grad()
     seconds(layer, 0)
@@ -214,8 +238,13 @@ def measure(case: str, setting: str, pairs: int) -> dict[str, Any]:
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("--tokens", type=int, default=512, help="of the sequence, default %(default)s")
+    parser.add_argument("--hidden-size", type=int, default=256, help="default %(default)s")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of measurements, default %(default)s")
     arguments = parser.parse_args(given)
+    with refusals_of("layers.py"):
+        check_at_least_1(arguments, "tokens", "hidden_size", "pairs")
+    SIZES.update(sequence_length=arguments.tokens, hidden_size=arguments.hidden_size)
     torch.set_num_threads(1)
     rows = [measure(case, setting, arguments.pairs) for case in arguments.cases or CASES for setting in CASES[case]]
     cells = [

@@ -1,8 +1,9 @@
-"""Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark, or schedules.
+"""Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark, schedules, routers.
 
     python scripts/plot.py report.jsonl --trace trace.json --out pictures
     python scripts/plot.py --rows rows.json --format svg --out pictures
     python scripts/plot.py --schedules 8 12 --format svg --out pictures      # stages and micro-batches
+    python scripts/plot.py --routers none.json bias.json --format svg --out pictures  # of scripts/routers.py
 
 ``report.jsonl`` is written with ``--report`` of scripts/train.py or ``dynmo.report``, ``trace.json`` with ``--trace``
 or ``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs matplotlib: the extra "plots".
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 from plotting.data import (
@@ -82,6 +84,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar=("STAGES", "MICRO_BATCHES"),
         help="1F1B beside zero bubble, where all passes take the same",
     )
+    parser.add_argument("--routers", type=Path, nargs="+", metavar="FILE", help="the JSON files of scripts/routers.py")
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the pictures, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="FOLDER", help="default: %(default)s")
     return parser.parse_args(arguments)
@@ -93,8 +96,8 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    if args.report is None and args.rows is None and args.schedules is None:
-        raise ConfigError("give the report of a run, or --rows FILE of a benchmark, or --schedules")
+    if args.report is None and args.rows is None and args.schedules is None and args.routers is None:
+        raise ConfigError("give the report of a run, or --rows FILE of a benchmark, or --schedules, or --routers")
     if args.schedules is not None and min(args.schedules) < 1:
         raise ConfigError(f"--schedules {' '.join(map(str, args.schedules))}: should be at least 1 each")
     if args.steps is not None and args.trace is None:
@@ -106,7 +109,7 @@ def check(args: argparse.Namespace) -> None:
 def main(arguments: list[str]) -> int:
     args = parse(arguments)
     try:
-        from plotting import html, pictures
+        from plotting import html, pictures, routers
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
         print(f'plot.py: error: no {missing}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)
@@ -116,12 +119,15 @@ def main(arguments: list[str]) -> int:
         report = read_report(args.report) if args.report is not None else None
         timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
         rows = read_rows(args.rows) if args.rows is not None else []
+        routed = [load_json(file) for file in args.routers or ()]
     except ConfigError as error:
         print(f"plot.py: error: {error}", file=sys.stderr)
         return 2
     figures: dict[str, tuple[str, Any]] = {}
     if rows:
         figures["Speed of each case"] = ("cases", pictures.cases(rows))
+    if routed:
+        figures["Loads by routers"] = ("routers", routers.figure(routed))
     if args.schedules is not None:
         figures["Schedules"] = ("schedules", pictures.timelines(orders(*args.schedules), in_passes=True))
     if report is not None:

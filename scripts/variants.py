@@ -120,7 +120,7 @@ def row_of(variant: str, one: Trained, dense: Trained, losses: dict[str, list[tu
 
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("case", help="of ds_configs")
+    parser.add_argument("case", choices=("early_exit", "freezing", "mod", "moe", "pruning", "sparse_attention"))
     parser.add_argument("variants", nargs="+", metavar="VARIANT", help="a JSON object")
     parser.add_argument("--steps", type=int, default=300, help="batches of each run, default %(default)s")
     arguments = parser.parse_args(given)

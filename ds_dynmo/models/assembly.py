@@ -16,7 +16,7 @@ from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.prefix import Freezing
 from ds_dynmo.models.gpt import AttentionHalf, Block, FeedForwardHalf, gpt_layers
 from ds_dynmo.models.local_layers import block_numbers
-from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock
+from ds_dynmo.models.mixture_of_depths import MixtureOfDepths, MixtureOfDepthsBlock
 from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
 from ds_dynmo.models.moe.routing import moe_blocks
 from ds_dynmo.models.pruning.gradual import (
@@ -126,6 +126,8 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         )
     if config.moe is not None:
         cases.append(ExpertBalance(config.moe, engine, num_layers=num_layers))
+    if config.mod is not None and config.mod.schedule is not None:
+        cases.append(MixtureOfDepths(config.mod, engine, total_steps=total_steps))
     if config.early_exit is not None:
         cases.append(EarlyExit(config.early_exit, engine, total_steps=total_steps))
     return cases

@@ -110,7 +110,13 @@ class ModelConfig(GPTConfig):
     def scheduled(self) -> list[str]:
         """The keys of the cases that change the model at fractions of the run's steps."""
         exits_later = self.early_exit is not None and self.early_exit.start > 0
-        by_steps = {"freezing": self.freezing, "pruning": self.pruning, "early_exit": exits_later or None}
+        capacities = self.mod.schedule if self.mod is not None else None
+        by_steps = {
+            "freezing": self.freezing,
+            "pruning": self.pruning,
+            "early_exit": exits_later or None,
+            "mod": capacities,
+        }
         return [key for key, case in by_steps.items() if case is not None]
 
     @field_validator(*_APART)
@@ -212,7 +218,24 @@ class ModelConfig(GPTConfig):
         layers = info.data.get("layers")
         if mod is not None and layers is not None and mod.every > layers:
             raise ValueError(f"every {mod.every} blocks one is routed (every), the model has {layers} (layers)")
+        if mod is not None and layers is not None and isinstance(mod.capacity, tuple):
+            routed = layers // mod.every
+            if len(mod.capacity) != routed:
+                raise ValueError(
+                    f"capacity lists {len(mod.capacity)} capacities, the model has {routed} routed blocks "
+                    f"(layers {layers}, every {mod.every})"
+                )
+        freezing = info.data.get("freezing")
+        if mod is not None and mod.schedule is not None and freezing is not None and freezing.cache_bytes:
+            raise ValueError(
+                "schedule cannot be combined with freezing.cache_bytes: outputs of another capacity would be found"
+            )
         moe = info.data.get("moe")
+        if mod is not None and mod.threshold is not None and moe is not None and moe.expert_parallel:
+            raise ValueError(
+                "threshold cannot be combined with moe.expert_parallel: in an evaluation replicas would not run their "
+                "experts equally often"
+            )
         if mod is not None and mod.sampling == "predictor" and moe is not None and moe.expert_parallel:
             raise ValueError(
                 'sampling "predictor" cannot be combined with moe.expert_parallel: in an evaluation replicas would not '

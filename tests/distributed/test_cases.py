@@ -21,6 +21,7 @@ FIRST = (
     "egeria",
     "moe bias and freezing",
     "mod, moe and hash-sparse attention",
+    "mod threshold",
     "pruning in CSR",
     "qk-sparse attention",
     "exits, calm tied",

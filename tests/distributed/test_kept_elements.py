@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, MigrationError
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.checkpoints import STEPS, outcome, train_on
@@ -454,6 +454,44 @@ def refusals() -> list[Any]:
     with pytest.raises(ConfigError) as error:
         engine.keep_elements([(layer, "weight", torch.arange(3))])
     return [*found, str(error.value)]
+
+
+def belongings() -> dict[str, Any]:
+    """Keep elements of a marked weight with a hook, then fail; also without an optimizer."""
+    engine = build(Case(), pruned_layers)
+    layer, shapes = layers_of(engine)[1 + 3 * engine.stage_id], []
+    old = layer.weight
+    old.mark = "mine"
+    old.register_hook(lambda gradient: shapes.append(list(gradient.shape)))
+    group = engine.basic_optimizer.param_groups[0]["params"]
+    place = next(number for number, parameter in enumerate(group) if parameter is old)
+    name = engine.param_names[old]
+    layer.places = torch.arange(3, dtype=torch.int32)
+    engine.keep_elements([(layer, "weight", layer.places)])
+    layer.places = layer.places.long()
+    new = layer.weight
+    engine.train_batch(batches(engine))
+    found = {
+        "new": (new is not old, new.mark, list(new.shape), old.numel()),
+        "named": engine.param_names[new] == name and old not in engine.param_names,
+        "trained": engine.basic_optimizer.param_groups[0]["params"][place] is new,
+        "shapes": shapes,
+    }
+    engine.stage.state.keep_elements = None
+    with pytest.raises(MigrationError, match="Parameters had begun to change: resume the job") as error:
+        engine.keep_elements([(layer, "weight", torch.arange(2))])
+    assert not error.value.harmless
+    engine = build(Case(optimizer="none"), pruned_layers)
+    layer = layers_of(engine)[1 + 3 * engine.stage_id]
+    layer.places = torch.arange(3)
+    engine.keep_elements([(layer, "weight", layer.places)])
+    return {**found, "evaluated": engine.eval_batch(batches(engine)).item() > 0, "left": layer.weight.numel()}
+
+
+def test_what_belongs_to_a_parameter_is_that_of_its_successor() -> None:
+    for found in run(2, belongings):
+        assert found["new"] == (True, "mine", [3], 0) and found["shapes"] == [[3]] * 3
+        assert found["named"] and found["trained"] and found["evaluated"] and found["left"] == 3
 
 
 def test_optimizers_with_state_of_rows_are_refused() -> None:

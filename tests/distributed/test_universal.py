@@ -23,7 +23,7 @@ from tests.distributed.support.checkpoints import STEPS, attempt, damaged, outco
 from tests.distributed.support.configs import Case, config, parameter_groups
 from tests.distributed.support.models import layers, module_of
 from tests.distributed.support.sliced_layers import CutBlock, sliced_layers
-from tests.distributed.support.training import build, gather, raw, whole
+from tests.distributed.support.training import build, gather, layers_of, raw, whole
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 INFO = "universal_checkpoint_info"
@@ -255,6 +255,7 @@ HURT = [
     ("zero/5.norm.bias/fp32.pt", "truncated", "zero/5.norm.bias/fp32.pt: cannot be read"),
     ("zero/5.norm.bias/fp32.pt", "zero/5.up.weight/fp32.pt", "has shape [4, 8], which cannot be cut"),
     ("zero/2.up.bias/step.pt", "zero/5.up.weight/fp32.pt", "expected a count of steps"),
+    ("zero/2.up.bias/step.pt", "other count", "layer 2's up.bias 9, but bf16 and ZeRO count steps per parameter group"),
     ("zero/2.up.bias/fp32.pt", "zero/2.up.bias/step.pt", "holds no whole parameter"),
     ("zero/optimizer_state.pt", "missing", "this is no universal checkpoint"),
     ("mp_rank_00_model_states.pt", "evil", "holds what could run code"),
@@ -277,6 +278,8 @@ def refuse(case: Case, folder: str) -> list[tuple[str, bool]]:
                 shutil.rmtree(copy / file)
             elif how == "more":
                 (copy / file).mkdir()
+            elif how == "other count":
+                torch.save(torch.tensor(9.0), copy / file)
             else:
                 damaged(copy / file, str(good / how) if how.endswith(".pt") else how)
         gather(None)
@@ -288,7 +291,11 @@ def refuse(case: Case, folder: str) -> list[tuple[str, bool]]:
     sgd.load_checkpoint(folder, load_optimizer_states=False)
     for name, parameter in sgd.module.named_parameters():
         assert torch.load(good / "zero" / name / "fp32.pt", weights_only=True)["param"].equal(parameter), name
-    return [*found, attempt(build(case), folder, tag="universal")]
+    found.append(attempt(build(replace(case, groups="one"), more=UNIVERSAL), folder))
+    found.append(attempt(build(case), folder, tag="universal"))
+    pruned = [layers_of(engine)[2].up] if engine.stage_id == 0 else []
+    engine.keep_elements([(module, "weight", torch.tensor([0, 3])) for module in pruned])
+    return [*found, attempt(engine, folder)]
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
@@ -298,12 +305,14 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
         "now/latest_universal: there is no such file",
         *(message for *_, message in HURT),
         "has the moments of Adam, but this engine trains with SGD; load_optimizer_states=False",
+        "mp_rank_00_model_states.pt: parameter group 1 there is not one group here but (part of) [0]",
         "a universal checkpoint, which checkpoint.load_universal = true loads",
+        "layer 2's up.weight had shape [7, 8] when it was built and has [2] now",
     ]
     for found in run(2, refuse, case, str(tmp_path)):
         for (message, unchanged), part in zip(found, expected, strict=True):
             assert part in message and unchanged, (part, message)
-    assert not (tmp_path / "8" / "evil").exists()
+    assert not list(tmp_path.rglob("evil"))
 
 
 def test_patterns_that_are_no_dict_are_refused(tmp_path: Path) -> None:

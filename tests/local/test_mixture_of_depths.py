@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, language_model_loss, model_layers
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
-from ds_dynmo.models.mixture_of_depths import MixtureOfDepthsBlock, MixtureOfDepthsConfig, top_tokens
+from ds_dynmo.models.mixture_of_depths import (
+    MixtureOfDepths,
+    MixtureOfDepthsBlock,
+    tokens_of,
+    top_tokens,
+)
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.stream import Stream
 from ds_dynmo.models.transformer import CausalSelfAttention, apply_rotary
@@ -122,7 +128,7 @@ def test_the_choice_equals_a_stable_sort() -> None:
     ("capacity", "sequence", "tokens"), [(0.125, 256, 32), (0.125, 3, 1), (1.0, 7, 7), (0.29, 100, 29)]
 )
 def test_capacity_is_a_fraction_of_the_sequence(capacity: float, sequence: int, tokens: int) -> None:
-    assert MixtureOfDepthsConfig(capacity=capacity).tokens(sequence) == tokens
+    assert tokens_of(capacity, sequence) == tokens
 
 
 @pytest.mark.parametrize(("every", "routed"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (4, [4])])
@@ -233,6 +239,103 @@ def test_activation_checkpointing_gives_the_same(sampling: str) -> None:
         found.append([stream.hidden, hidden.grad, *(parameter.grad for parameter in block.parameters())])
         assert block.load_signal() == 0.25
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+# -- capacities that differ --------------------------------------------------------------------------------
+
+
+def test_each_routed_block_has_its_capacity_of_a_list() -> None:
+    specs = model_layers(model_config(capacity=[0.5, 0.25]))
+    blocks = [spec.build() for spec in specs if spec.typename is MixtureOfDepthsBlock]
+    assert [block.load_signal() for block in blocks] == [0.5, 0.25]
+    for block in blocks:
+        run(block, hidden_states())
+    assert [block.load_signal() for block in blocks] == [0.5, 0.25]
+
+
+def test_a_schedule_changes_the_capacity_and_says_so() -> None:
+    config, said = model_config(capacity=1.0, every=4, schedule=[[0.25, 0.5], [0.75, 0.25]]), []
+    stage = nn.Module()
+    stage._layer_specs = model_layers(config)  # type: ignore[assignment]
+    stage._local_start, stage._local_stop = 0, len(stage._layer_specs)  # type: ignore[assignment]
+    block = MixtureOfDepthsBlock(config, 4, config.mod)  # type: ignore[arg-type]
+    stage.add_module("4", block)
+    engine = SimpleNamespace(module=stage, model_changed=said.append)
+    case = MixtureOfDepths(config.mod, engine, total_steps=4)  # type: ignore[arg-type]
+    signals = []
+    for step in range(4):
+        case.before_batch(step)
+        block.train()
+        run(block, hidden_states(step))
+        signals.append((block.load_signal(), len(said)))
+    assert signals == [(1.0, 0), (0.5, 1), (0.5, 1), (0.25, 2)]
+    resumed = MixtureOfDepths(config.mod, engine, total_steps=4)  # type: ignore[arg-type]
+    resumed.before_batch(2)
+    assert block.capacity == 0.5 and len(said) == 2
+
+
+THRESHOLD = {"capacity": 0.125, "threshold": 0.5, "min_capacity": 0.25, "max_capacity": 0.5}
+
+
+def above(weights: torch.Tensor) -> list[set[int]]:
+    """Choose as THRESHOLD does, of sequences of 12."""
+    counts = [min(max(sum(weight > 0.5 for weight in row), 3), 6) for row in weights.tolist()]
+    return [slow_top(row, count) for row, count in zip(weights.tolist(), counts, strict=True)]
+
+
+def test_a_threshold_takes_the_tokens_above_it_within_bounds() -> None:
+    block, inputs = block_of(sampling="topk", **THRESHOLD), [hidden_states(), hidden_states()]
+    with torch.no_grad():
+        for each in inputs:
+            each[0] -= 2 * block.router.weight[0] / block.router.weight.square().sum()  # fewer than the minimum
+            each[1] += 3 * block.router.weight[0] / block.router.weight.square().sum()  # more than the maximum
+            each[2] += block.router.weight[0] / block.router.weight.square().sum() / 4
+        members = above(inputs[0] @ block.router.weight[0])
+    assert [len(chosen) for chosen in members[:2]] == [3, 6] and 3 < len(members[2]) < 6
+    outputs = [run(block, inputs[0]).hidden, slow_block(block, inputs[1], members, SEQUENCE)]
+    assert block.load_signal() == sum(map(len, members)) / 36
+    gradients = []
+    for hidden, output in zip(inputs, outputs, strict=True):
+        block.zero_grad()
+        (output * torch.randn(output.shape, generator=generator_for("weights"))).sum().backward()
+        gradients.append([hidden.grad, *(parameter.grad for parameter in block.parameters())])
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
+    for mine, slow in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, slow, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_load_signal_is_measured_over_the_micro_batches_of_a_batch(recompute: bool) -> None:
+    block = block_of(sampling="topk", **THRESHOLD)
+    taken = [sum(map(len, above((hidden_states(n) @ block.router.weight[0]).detach()))) for n in range(3)]
+    assert len(set(taken)) > 1
+    for batch in ([0], [1, 2]):
+        block.train()
+        for n in batch:
+            given = hidden_states(n)
+            (checkpoint(block, given, use_reentrant=False) if recompute else block(given)).sum().backward()
+        assert block.load_signal() == sum(taken[n] for n in batch) / (36 * len(batch))
+    run(block.eval(), hidden_states())
+    assert block.load_signal() == (taken[1] + taken[2]) / 72
+
+
+def test_evaluation_by_the_threshold_does_not_look_ahead_and_has_no_bounds() -> None:
+    block, hidden = block_of(**{**THRESHOLD, "threshold": -0.5, "sampling": "threshold"}).eval(), hidden_states()
+    assert block.predictor is None
+    changed = (run(block, hidden).hidden != hidden).any(dim=-1)
+    assert torch.equal(changed, hidden @ block.router.weight[0] > -0.5) and changed.sum(dim=1).max() > 6
+    other = torch.cat((hidden[:, :8], hidden_states(1)[:, 8:]), dim=1)
+    torch.testing.assert_close(run(block, other).hidden[:, :8], run(block, hidden).hidden[:, :8])
+
+
+def test_the_predictor_learns_who_is_above_the_threshold() -> None:
+    block, hidden = block_of(**THRESHOLD, predictor_coefficient=1.0), hidden_states()
+    members = torch.zeros(BATCH, SEQUENCE)
+    for row, chosen in zip(members, above((hidden @ block.router.weight[0]).detach()), strict=True):
+        row[list(chosen)] = 1.0
+    logits = (block.predictor.decide(F.gelu(block.predictor.expand(hidden))) + block.predictor.bias).squeeze(-1)
+    expected = F.binary_cross_entropy_with_logits(logits, members)
+    torch.testing.assert_close(run(block, hidden).auxiliary, expected.view(1))
 
 
 # -- the predictor -----------------------------------------------------------------------------------------

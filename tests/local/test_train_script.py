@@ -127,10 +127,12 @@ CHANGING = {
     "freezing": {"freezing": {"schedule": [[0.5, 2]]}},
     "pruning": {"pruning": {}},
     "early_exit": {"early_exit": {"method": "calm", "start": 0.5}},
+    "mod": {"mod": {"schedule": [[0.5, 0.25]]}},
 }
 CONSTANT = {
     "nothing": {},
     "experts": {"moe": {}},
+    "one capacity": {"mod": {}},
     "exits from the start": {"early_exit": {"method": "calm", "start": 0.0}},
 }
 

@@ -74,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mod": {"mod": {"capacity": 0.25}},
     "mod topk": {"mod": {"capacity": 0.25, "every": 1, "sampling": "topk"}},
+    "mod threshold": {"mod": {"threshold": 0.0, "every": 1, "min_capacity": 0.1, "max_capacity": 0.8}},
+    "mod schedule": {"mod": {"capacity": 1.0, "every": 1, "schedule": [[0.3, 0.5], [0.6, 0.25]]}},
     "mod and freezing": {"mod": {"capacity": 0.25}, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
     # With these thresholds some tokens leave at every exit. In the last case all leave.
     "exits, calm": {"early_exit": {"method": "calm", "threshold": 0.02, "start": 0.3}},

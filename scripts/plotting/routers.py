@@ -1,0 +1,49 @@
+"""Read and draw what scripts/routers.py wrote: loads of experts and replicas, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Loads = np.ndarray[Any, np.dtype[np.float64]]  # [steps, layers]
+
+REPLICAS = "4"  # those that are drawn
+EVERY = 10  # steps that a point of the picture is the mean of
+NAMES = {"none": "no balancing", "aux_loss": "auxiliary loss", "sbase": "S-BASE", "bias": "bias"}
+
+
+def loads_over_mean(found: dict[str, Any]) -> dict[str, Loads]:
+    """Give the choices that go to the busiest expert, and to the busiest of some replicas, over the mean."""
+    choices = np.array(found["choices"], dtype=float)
+    every = choices.sum(axis=2)
+    of_replicas = {
+        f"of {count} replicas": np.array(busiest) * int(count) / every for count, busiest in found["busiest"].items()
+    }
+    return {"expert": choices.max(axis=2) / choices.mean(axis=2), **of_replicas}
+
+
+def figure(every: Sequence[dict[str, Any]]) -> Any:
+    """Draw the busiest replica's load of each layer, a panel for each routing."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(2.6 * len(every) + 1.0, 3.0), layout="constrained")
+    panels = drawn.subplots(1, len(every), sharey=True, squeeze=False)[0]
+    for axes, found in zip(panels, every):
+        loads = loads_over_mean(found)[f"of {REPLICAS} replicas"]
+        points = len(loads) // EVERY
+        means = loads[: points * EVERY].reshape(points, EVERY, -1).mean(axis=1)
+        colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, means.shape[1]))
+        for layer, color in enumerate(colors):
+            steps = EVERY * np.arange(points) + EVERY / 2
+            axes.plot(steps, means[:, layer], color=color, linewidth=1, label=f"{layer + 1}")
+        axes.set_title(NAMES[found["routing"]], fontsize=10)
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+    panels[0].set_ylim(bottom=1.0)
+    panels[0].set_ylabel(f"busiest of {REPLICAS} replicas\nover their mean")
+    panels[-1].legend(title="block", loc="upper left", bbox_to_anchor=(1.0, 1.05), frameon=False, fontsize=7)
+    return drawn
