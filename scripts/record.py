@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import engines_end_here, say
-from benchmarks.trained import configuration
+from benchmarks.trained import CONFIGS, configuration
 from command_line import CommandParser, num_processes, refusals_of
 from simulation.loads import CASES
 from startup import begin_rank
@@ -30,14 +30,15 @@ OWN_CHANGES: dict[str, dict[str, Any]] = {  # further ones, by case
     "pruning": {"gradient_accumulation_steps": 4, "model": {"hidden_size": 256, "heads": 4}},
     "freezing": {"model": {"freezing": {"schedule": [[0.2, 3], [0.4, 5], [0.6, 8]]}}},
     "moe": {"gradient_accumulation_steps": 4},
-    "sparse_attention": {"gradient_accumulation_steps": 4},
+    "sparse_attention": {"gradient_accumulation_steps": 2},
     "early_exit": {"model": {"early_exit": {"depths": [4, 8, 12]}}},
 }
 
 
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__, has_figures=False)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    found = sorted(path.stem for path in CONFIGS.glob("*.json"))
+    parser.add_argument("cases", nargs="*", choices=[*found, []], help="files of ds_configs; default: the six cases")
     parser.add_argument("--steps", type=int, default=300, help="of each run, default %(default)s")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="default: scripts/recordings")
     arguments = parser.parse_args(given)

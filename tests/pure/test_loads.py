@@ -140,7 +140,7 @@ def test_a_recording_ends_a_phase_where_the_model_changed(tmp_path: Path) -> Non
 
 
 def test_a_phase_of_a_recording_has_the_medians_of_its_layers(tmp_path: Path) -> None:
-    stalls = [[1, 1], [1, 9], [1, 1], [9, 1], [1, 1], [1, 1]]
+    stalls = [[1, 1], [1, 9], [1, 1], [1, 9], [1, 1], [1, 1]]
     (phase,) = Recorded.read(write_recording(tmp_path / "a.jsonl", stalls)).phases(2, 1)
     assert phase.forward[0] == phase.forward[1]
 
