@@ -76,11 +76,13 @@ def scale_and_skipped(engine: Any) -> tuple[float, int]:
 def train_through_overflows(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Train 9 batches, with a move after each; two of them overflow in a layer that one stage has."""
     engine = build(case, layers_that_overflow, more=CALM)
-    data, found, scales = batches(engine), [], []
+    data, found, scales, magnitudes = batches(engine), [], [], []
+    engine.before_step(lambda: magnitudes.append(engine.gradient_magnitudes()))
     waiting = list(moves)
     for _ in range(9):
         found.append(engine.train_batch(data).item())
-        scales.append((*scale_and_skipped(engine), float(engine.get_global_grad_norm())))
+        sums = engine.sum_over_world(magnitudes.pop()).sum().nan_to_num(-1).item()
+        scales.append((*scale_and_skipped(engine), float(engine.get_global_grad_norm()), round(sums, 6)))
         if waiting:
             engine.rebalance(waiting.pop(0))
     assert gather(scales) == [scales] * engine.world_size
@@ -94,11 +96,12 @@ def test_overflows_at_given_steps_change_nothing_under_moves(case: Case) -> None
     still, moved = run_each(3, train_through_overflows, (case, []), (case, moves))
     check_moves_changed_nothing(still, moved)
     assert moved[0]["scales"] == still[0]["scales"]
-    scales, skipped, norms = zip(*still[0]["scales"])
+    scales, skipped, norms, sums = zip(*still[0]["scales"])
     assert skipped == (0, 0, 0, 1, 1, 1, 2, 2, 2)
     assert scales[2] == 1024.0 and scales[3] == 512.0  # halved on every stage; growth is DeepSpeed's
     assert [norm for norm in norms if norm == float("inf")] == [norms[3], norms[6]]
-    assert all(0.01 < norm < 20 for norm in norms if norm != float("inf"))  # of gradients without the scale
+    trained = [(norm, total) for norm, total in zip(norms, sums) if norm != float("inf")]
+    assert all(0.01 < norm < 20 and norm < total < 100 * norm for norm, total in trained)  # both without the scale
 
 
 def scale_stock_loss() -> None:
@@ -246,18 +249,20 @@ def test_configurations_as_they_are_shipped_move(case: Case, more: dict[str, Any
 
 
 def load_weights_alone(case: Case, folder: str) -> list[bool]:
-    """Save, train on, load the weights alone; are fp32 weights those, and the moments as they were?"""
+    """Save, train on, freeze, thaw, freeze, load the weights alone. Are fp32 weights those, moments as they were?"""
     engine = build(case)
     data = batches(engine)
     for _ in range(4):
         engine.train_batch(data)
     engine.save_checkpoint(folder)
     engine.train_batch(data)
-    freeze(engine, 1)
-    engine.model_changed("a layer froze")
     state = engine.stage.state
     parameters = [p for module in layers_of(engine).values() for p in module.parameters()]
-    before = [raw(state.state_of(p)["exp_avg"]) for p in parameters]
+    masters, before = ([raw(state.state_of(p)[kind]) for p in parameters] for kind in ("master", "exp_avg"))
+    for prefix in (2, 0, 1):
+        freeze(engine, prefix)
+        engine.model_changed(f"{prefix} layers are frozen")
+    assert [raw(state.state_of(p)["master"]) for p in parameters] == masters
     engine.load_checkpoint(folder, load_module_only=True)
     engine.model_changed("loaded")
     return [

@@ -12,6 +12,7 @@ from ds_dynmo.config import parse_block
 from ds_dynmo.engine.optimizer.clipping import RankCoordinates, gradient_magnitudes
 from ds_dynmo.models.freezing.front import set_frozen_prefix
 from ds_dynmo.models.freezing.prefix import (
+    Freezing,
     FreezingConfig,
     FreezingController,
     auto_freeze,
@@ -228,3 +229,24 @@ def test_layers_before_the_blocks_are_frozen_with_the_first_block() -> None:
     decides = controller({"schedule": [[0.5, 1]]}, blocks=range(2, 5), total_steps=2)  # GPT-2 embeds positions, too
     assert [decides.frozen_prefix(step) for step in range(2)] == [0, 3]
     assert block_numbers(gpt_layers(UNTIED)) == range(1, 4)
+
+
+def test_a_batch_whose_step_was_skipped_does_not_count() -> None:
+    callbacks: list[Any] = []
+    magnitudes = torch.tensor([0.0, float("inf"), 1.0, 2.0], dtype=torch.float64)
+    engine = SimpleNamespace(
+        before_step=callbacks.append,
+        skipped_steps=0,
+        gradient_magnitudes=lambda: magnitudes,
+        sum_over_world=lambda sums: sums,
+    )
+    config = parse_block(FreezingConfig, {"automatic": {"interval": 1.0}}, "freezing")
+    case = Freezing(config, engine, blocks=range(1, 4), num_layers=4, total_steps=10)
+    sums = []
+    for step in range(3):
+        callbacks[0]()
+        engine.skipped_steps += step == 0
+        case.after_batch(step + 1)
+        sums.append(case.state_dict()["sums"])
+        magnitudes = torch.arange(4, dtype=torch.float64)
+    assert sums == [[0, 0, 0, 0], [0, 1, 2, 3], [0, 2, 4, 6]]
