@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 
 from ds_dynmo.models import Pruning, PruningConfig, dynamic_cases, local_layers
 from ds_dynmo.models.pruning.gradual import prunable_linears
+from ds_dynmo.models.pruning.probe import SPARSITIES
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 from tests.distributed.harness import run
 from tests.distributed.support import case_runs
@@ -180,6 +184,59 @@ def test_pruned_weights_stay_pruned_in_an_optimizer_with_moments(precision: str,
     for _, *trained in results:
         assert all(counts["weight"][1] for counts in trained)
         assert all(pruned == 0 for counts in trained for pruned, _ in counts.values())
+
+
+def train_pruned(run: CaseRun, refusal: str | None) -> dict[str, Any]:
+    """Train a case; with a ``refusal``, weights stay dense with masks. Return losses, and dense weights at the end."""
+    engine, model = case_runs.build(run)
+    if refusal is not None:
+        engine.keep_elements_refusal = lambda: refusal
+    cases = dynamic_cases(model, engine, total_steps=run.steps)
+    data, losses = case_runs.batches(engine, model), []
+    for step in range(run.steps):
+        if step in run.moves:
+            engine.rebalance(run.moves[step])
+        for case in cases:
+            case.before_batch(step)
+        drop_decision(engine)
+        losses.append(engine.train_batch(data).item())
+    linears = [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
+    return {
+        "losses": losses,
+        "weights": weights(engine),
+        "compressed": {linear.is_compressed for linear in linears},
+    }
+
+
+@pytest.mark.parametrize(("name", "precision"), [("pruning", "bf16 zero1"), ("pruning in CSR", "fp32")])
+def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: str) -> None:
+    """To the bit, and moved while they do. Without clipping, whose norm is summed in another order."""
+    case = CaseRun(CASES[name], precision=precision, steps=8, clip=0.0)
+    masked = run(2, train_pruned, case, "asked for")
+    vectors = run(2, train_pruned, replace(case, moves={3: [0, 5, 7], 7: [0, 2, 7]}), None)
+    assert masked[0]["losses"] == vectors[0]["losses"]
+    ours, theirs = ({k: v for result in results for k, v in result["weights"].items()} for results in (vectors, masked))
+    assert ours.keys() == theirs.keys() == {1, 2, 3, 4}
+    assert all(np.array_equal(a, b) for layer in ours for a, b in zip(ours[layer], theirs[layer], strict=True))
+    assert [result["compressed"] - {True} for result in vectors] == [set(), set()]
+    assert all(result["compressed"] == {False} for result in masked)
+
+
+def probe_in_a_pipeline(run: CaseRun, folder: str) -> dict[tuple[int, int], float | None]:
+    """Prune with the probe on; return from where CSR was found to be faster, by shape."""
+    os.environ["XDG_CACHE_HOME"] = folder
+    engine, model = case_runs.build(run)
+    Pruning(PruningConfig(), engine, num_layers=model.layers + 3, total_steps=run.steps).prune(0.8)
+    engine.train_batch(case_runs.batches(engine, model))
+    linears = [linear for _, layer in local_layers(engine.module) for linear in prunable_linears(layer)]
+    return {linear.shape: linear.measured_csr_from for linear in linears}
+
+
+def test_ranks_agree_on_what_they_measured(tmp_path: Path) -> None:
+    found = run(2, probe_in_a_pipeline, CaseRun(PRUNING), str(tmp_path))
+    assert found[0] == found[1] and found[0] and all(start in SPARSITIES for start in found[0].values())
+    assert len(json.loads((tmp_path / "ds_dynmo" / "csr_from.json").read_text())) == len(found[0])
+    assert run(2, probe_in_a_pipeline, CaseRun(PRUNING), str(tmp_path)) == found
 
 
 def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ the user's cache folder: ``ds_dynmo`` in ``XDG_CACHE_HOME``, or in ``~/.cache``.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -171,12 +172,17 @@ def _remember(key: str, sparsity: float) -> None:
 
 
 def _write(key: str, sparsity: float) -> None:
-    """Add an entry by replacing the file; where that is not possible nothing is kept."""
+    """Add an entry by replacing the file, one process at a time; where that is not possible nothing is kept."""
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            json.dump({**_read(), key: sparsity}, file, indent=2, sort_keys=True)
-        os.replace(file.name, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+                json.dump({**_read(), key: sparsity}, file, indent=2, sort_keys=True)
+            os.replace(file.name, path)
+        finally:
+            os.close(folder)  # and with it the lock
     except OSError:
         pass
