@@ -282,15 +282,20 @@ class Freezing(FreezingCase):
     def after_batch(self, steps_done: int) -> None:
         """Take the cache off the layers, and let the controller decide."""
         super().after_batch(steps_done)
+        self._add_gradients()
+        self._controller.evaluate(steps_done, self.engine.sum_over_world)
+
+    def _add_gradients(self) -> None:
+        """Let the controller have what was measured, once it is known whether the step was taken."""
         if self._magnitudes is not None:
             magnitudes, skipped = self._magnitudes
             if self.engine.skipped_steps == skipped:  # else they overflowed (fp16)
                 self._controller.add_gradients(magnitudes)
             self._magnitudes = None
-        self._controller.evaluate(steps_done, self.engine.sum_over_world)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the controller's state. Collective."""
+        self._add_gradients()
         return self._controller.state_dict(self.engine.sum_over_world)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
