@@ -122,6 +122,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) ->
     assert whole(whole_run) == whole(resumed)
 
 
+@pytest.mark.parametrize(
+    "name", [name if name == "mod threshold" else pytest.param(name, marks=pytest.mark.fuzz) for name in CASES]
+)
+def test_split_backward_passes_change_nothing(name: str) -> None:
+    """Layers move, too."""
+    split = moved(CaseRun(CASES[name], dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}))
+    plain, ours = plain_run(name), run(2, case_runs.train, split)
+    assert plain[0]["losses"] == ours[0]["losses"] and whole(plain) == whole(ours) and signals(plain) == signals(ours)
+
+
 CACHED: dict[str, dict[str, Any]] = {
     "blocks": {"freezing": {"schedule": [[0.2, 1], [0.5, 3], [0.8, 2]]}},
     "pruned": {
