@@ -111,6 +111,7 @@ def trained(steps: int) -> list[list[dict[str, Any]]]:
     return kept
 
 
+@pytest.mark.fuzz
 def test_rows_of_real_models_are_kept_after_each_round() -> None:
     (first, last), others = run(2, trained, 6)
     assert others == []

@@ -58,6 +58,7 @@ SELDOM = (
     "exits, calm",
     "exits, state",
     "mod and freezing",
+    "mod schedule",
     "moe auxiliary loss and freezing",
 )
 
