@@ -2,11 +2,15 @@
 """Measure what re-packing gains and costs.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/repack.py phases --case pruning
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/repack.py memory --steps 100
     OMP_NUM_THREADS=1 python scripts/repack.py restart
 
 "phases": emulated layers sleep as long as the case's load model says in each phase of a run of 10,000 iterations. In
 every phase, balanced batches are timed on all stages, and then on the fewest stages that the planner finds as fast as
 the dense model was. The parked ranks are recalled for the next phase.
+
+"memory": scripts/train.py's model trains on real text, under the memory limit that it just meets as it was built. The
+engine gives ranks back by itself, where the model's bytes have fallen.
 
 "restart": a job of real linear layers goes from 4 to 2 stages while it runs, and again by a checkpoint and a new
 launch. It shows the seconds from the decision to the end of the next batch, split up, and the memory of a parked
@@ -33,13 +37,15 @@ from torch import nn
 
 from benchmarks.arms import say, timed
 from benchmarks.emulation import data, make_engine, pipeline_engine, set_loads
-from command_line import CommandParser, print_table, write_json
+from command_line import CommandParser, print_table, refusals_of, write_json
 from guard import guarded_group, scratch_folder
 from simulation.loads import CASES, Phase
 from startup import begin_rank
+from training.packing import prepare_runs, show_memory, train_within_limit
 
 LAYERS, WIDTH = 16, 1024  # of the restarted job: linear layers, WIDTH x WIDTH
 STAGES, FEWER = 4, 2
+MEMORY_CONFIG = "ds_configs/repack_memory.json"
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -53,6 +59,10 @@ def parse(given: list[str]) -> argparse.Namespace:
     phases.add_argument("--forward-ms", type=float, default=8.0, help="of a dense layer, default %(default)s")
     phases.add_argument("--phases", type=int, default=8, help="phases of the run, default %(default)s")
     phases.add_argument("--batches", type=int, default=2, help="timed per number of stages, default %(default)s")
+    memory = kinds.add_parser("memory", description="ranks of a real run under a memory limit; start with deepspeed")
+    memory.add_argument("--deepspeed_config", default=MEMORY_CONFIG, metavar="JSON", help="default %(default)s")
+    memory.add_argument("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's standard library)")
+    memory.add_argument("--steps", type=int, default=100, help="default %(default)s")
     kinds.add_parser("restart", description="re-packing beside a checkpoint and a new launch")
     worker = kinds.add_parser("worker", description="what restart launches")
     worker.add_argument("--folder", type=Path, required=True)
@@ -124,6 +134,23 @@ def show_phases(arguments: argparse.Namespace, stages: int, rows: list[dict[str,
     )
     summary = {"case": arguments.case, "stages": stages, "average_stages": average, "over_start": kept}
     write_json(arguments.json, {**summary, "all_over_start": on_all, "rows": rows})
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def memory(arguments: argparse.Namespace) -> None:
+    """Train within the memory that the dense model needs, and show the ranks at work."""
+    flags = ["--deepspeed_config", arguments.deepspeed_config, "--steps", str(arguments.steps)]
+    if arguments.data is not None:
+        flags += ["--data", arguments.data]
+    with refusals_of("repack.py memory"):
+        unlimited, settings = prepare_runs(flags, arguments.deepspeed_config)
+    begin_rank()
+    found = train_within_limit(flags, unlimited, settings)
+    if found is not None:
+        show_memory(found)
+        write_json(arguments.json, found)
 
 
 # -- restart ------------------------------------------------------------------------------------------
@@ -205,6 +232,9 @@ def main(given: list[str]) -> None:
     arguments = parse(given)
     if arguments.kind == "restart":
         restart(arguments)
+        return
+    if arguments.kind == "memory":
+        memory(arguments)
         return
     begin_rank()
     (phases if arguments.kind == "phases" else worker)(arguments)
