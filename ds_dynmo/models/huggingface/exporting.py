@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ds_dynmo.checkpoint_files import REPLICA_OWN, layer_file
-from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.errors import CheckpointError
+from ds_dynmo.models.exporting import check_is_new, load, tag_folder, weights_file
 from ds_dynmo.models.huggingface.adapter import PART, Source, source_of
 from ds_dynmo.models.huggingface.weights import INDEX
 
@@ -33,10 +34,9 @@ def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.Path
         ConfigError: as :func:`~ds_dynmo.models.huggingface.layers`, or ``folder`` is not empty.
         CheckpointError: the checkpoint lacks a layer's file, or it holds other tensors than the model has.
     """
-    source, saved, out = source_of(model, seed=0, weights=False), _tag_folder(Path(checkpoint)), Path(folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: is there already: it should be an empty folder, or not exist")
-    files = [(layer, saved / f"layer_{layer:02d}-model_states.pt") for layer in range(len(source.paths) - source.tied)]
+    source, saved, out = source_of(model, seed=0, weights=False), tag_folder(Path(checkpoint)), Path(folder)
+    check_is_new(out)
+    files = [(layer, saved / weights_file(layer)) for layer in range(len(source.paths) - source.tied)]
     for _, path in files:
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no such file")
@@ -56,18 +56,9 @@ def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.Path
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _tag_folder(checkpoint: Path) -> Path:
-    latest = checkpoint / "latest"
-    if latest.is_file():
-        return checkpoint / latest.read_text().strip()
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: there is no such folder")
-    return checkpoint
-
-
 def _exported(source: Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of one pipeline layer, named as the library names them."""
-    found = {name.removeprefix(PART): value for name, value in _load(path).items()}
+    found = {name.removeprefix(PART): value for name, value in load(path).items()}
     part = source.skeleton.get_submodule(source.paths[layer])
     expected = {name: parameter.shape for name, parameter in part.named_parameters()}
     shares = _shares(path.parent, layer)
@@ -88,19 +79,11 @@ def _shares(folder: Path, layer: int) -> list[dict[str, torch.Tensor]]:
     shares: list[dict[str, torch.Tensor]] = []
     for replica in count():
         path = folder / layer_file(layer, replica, 0)
-        own = _load(path).get(REPLICA_OWN) if path.is_file() else None
+        own = load(path).get(REPLICA_OWN) if path.is_file() else None
         if own is None:
             return shares
         shares.append({name.removeprefix(PART): content["weight"] for name, content in own.items()})
     raise AssertionError("files have numbers without end")
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    return content
 
 
 def _shape(shape: torch.Size | None) -> str:

@@ -1,0 +1,58 @@
+"""Read the files of a checkpoint in one process, one layer after the other, and write others beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_dynmo.errors import CheckpointError, ConfigError
+
+__all__ = ["check_is_new", "load", "tag_folder", "weights_file"]
+
+
+def tag_folder(checkpoint: Path) -> Path:
+    """Find the folder of the latest tag, where ``checkpoint`` is not one itself.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    latest = checkpoint / "latest"
+    if latest.is_file():
+        return checkpoint / latest.read_text().strip()
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: there is no such folder")
+    return checkpoint
+
+
+def weights_file(layer: int) -> str:
+    """Name the file of a layer's weights, DeepSpeed's.
+
+    >>> weights_file(3)
+    'layer_03-model_states.pt'
+    """
+    return f"layer_{layer:02d}-model_states.pt"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Load a file, without running code in it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return content
+
+
+def check_is_new(folder: Path) -> None:
+    """Refuse a folder that something is in.
+
+    Raises:
+        ConfigError: with its path.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: is there already: it should be an empty folder, or not exist")
