@@ -22,6 +22,7 @@ from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.local_layers import local_layers
+from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.models.transformer import INIT_STD, init_linear
 
@@ -141,14 +142,15 @@ class MixtureOfDepthsConfig(BaseModel):
         return self.capacity[block // self.every - 1] if isinstance(self.capacity, tuple) else self.capacity
 
     def scheduled_capacity(self, step: int, total_steps: int) -> float:
-        """Give the schedule's capacity in step ``step``, counted from 0.
+        """Give the schedule's capacity in step ``step``, counted from 0. All have begun by the last step.
 
-        >>> config = MixtureOfDepthsConfig(capacity=1.0, schedule=[[0.5, 0.25]])
+        >>> config = MixtureOfDepthsConfig(capacity=1.0, schedule=[[0.5, 0.25], [0.99, 0.125]])
         >>> [config.scheduled_capacity(step, 4) for step in range(4)]
-        [1.0, 1.0, 0.25, 0.25]
+        [1.0, 1.0, 0.25, 0.125]
         """
         assert self.schedule is not None and isinstance(self.capacity, float)
-        due = [capacity for fraction, capacity in self.schedule if step >= round(fraction * total_steps)]
+        last = total_steps - 1
+        due = [capacity for fraction, capacity in self.schedule if step >= min(round(fraction * total_steps), last)]
         return due[-1] if due else self.capacity
 
 
@@ -241,7 +243,8 @@ class MixtureOfDepthsBlock(Block):
             changed, auxiliary = self._on_members(hidden, weights, positions, members)
         if not self.training:
             return changed, auxiliary
-        self._count(members)
+        if not is_recomputing():
+            self._count(members)
         if self.predictor is not None and self.router.weight.requires_grad:  # a frozen block has nothing to learn
             loss = self.depths.predictor_coefficient * self.predictor.loss(hidden, members)
             auxiliary = loss if auxiliary is None else auxiliary + loss
@@ -266,7 +269,6 @@ class MixtureOfDepthsBlock(Block):
         return taken
 
     def _count(self, members: torch.Tensor) -> None:
-        """Count tokens. What is recomputed counts again, in every micro-batch alike: the share stays as it is."""
         if self._count_anew:
             self.tokens_taken, self.tokens, self._count_anew = 0, 0, False
         self.tokens_taken += int(members.sum())

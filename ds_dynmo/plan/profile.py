@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ds_dynmo.placement import Placement
 
-__all__ = ["HeldBytes", "LayerCost", "Profile"]
+__all__ = ["HeldBytes", "LayerCost", "Profile", "limit_without_workspace"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,15 @@ class LayerCost:
     def seconds(self) -> float:
         """Forward and backward together, per micro-batch."""
         return self.forward_seconds + self.backward_seconds
+
+
+def limit_without_workspace(limit_bytes: int, layers: Sequence[LayerCost]) -> int:
+    """Set the largest workspace of any layer aside: one layer runs at a time, and it may be on any stage.
+
+    Returns:
+        Bytes of a rank's limit that are left for what stays.
+    """
+    return max(0, limit_bytes - max((layer.workspace_bytes for layer in layers), default=0))
 
 
 @dataclass(frozen=True)

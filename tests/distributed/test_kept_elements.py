@@ -273,6 +273,10 @@ def sliced_pruned(case: Case) -> list[Any]:
     return [made[0], *(LayerSpec(SlicedPruned, index) for index in range(case.blocks)), made[-1]]
 
 
+def sliced(engine: Any) -> list[SlicedPruned]:
+    return [layer for layer in layers_of(engine).values() if isinstance(layer, SlicedPruned)]
+
+
 def train_slices(case: Case, *, shrinks: bool) -> dict[str, Any]:
     engine = build(case, sliced_pruned)
     engine.before_step(
@@ -285,15 +289,17 @@ def train_slices(case: Case, *, shrinks: bool) -> dict[str, Any]:
     data, losses = batches(engine), []
     for step in range(4):
         if step == 1:
+            own = torch.arange(3) + engine.grid.get_slice_parallel_rank()
+            with pytest.raises(ConfigError, match="hold copies of the same parameters of stage 0 and would keep diff"):
+                engine.keep_elements([(layer, "bias", own) for layer in sliced(engine)])
             kept = []
-            for layer in layers_of(engine).values():
-                if isinstance(layer, SlicedPruned):
-                    mask = seeded(layer.shape, engine.grid.get_slice_parallel_rank()) > 0
-                    layer.places = (~mask).view(-1).nonzero().view(-1)
-                    kept.append((layer, "up", layer.places))
-                    if not shrinks:
-                        layer.pruned = mask
-                        engine.zero_elements(layer.up, mask)
+            for layer in sliced(engine):
+                mask = seeded(layer.shape, engine.grid.get_slice_parallel_rank()) > 0
+                layer.places = (~mask).view(-1).nonzero().view(-1)
+                kept.append((layer, "up", layer.places))
+                if not shrinks:
+                    layer.pruned = mask
+                    engine.zero_elements(layer.up, mask)
             engine.keep_elements(kept if shrinks else [])
         if step == 2:
             engine.rebalance([0, 4, 6])
@@ -437,7 +443,7 @@ def test_what_cannot_be_kept_is_refused_by_name_on_every_rank() -> None:
         "layer 4: weight: the index is list",
         "layer 1: weights is no parameter; Pruned has ['weight', 'back']",
         "layer 0: weight is tied",
-        "ranks 0 and 1 are replicas of stage 0 and would keep different elements",
+        "ranks 0 and 1 hold copies of the same parameters of stage 0 and would keep different elements",
         "rank 0: 'weight' of a Linear, which is in no layer of this stage",
         "layer 4: back is given twice",
         "was called inside a batch",

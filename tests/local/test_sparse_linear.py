@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_dynmo.models.pruning.kernels import can_csr
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
 
@@ -225,6 +226,15 @@ def test_autocast_casts_a_vector_as_it_does_a_weight() -> None:
     assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
     output.sum().backward()
     assert vector.weight.grad is not None and vector.weight.grad.dtype == torch.float32
+
+
+def test_whether_there_is_csr_does_not_depend_on_who_asks_first() -> None:
+    found = []
+    for enabled in (True, False):
+        can_csr.cache_clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(can_csr(torch.float32, torch.device("cpu")))
+    assert found[0] is found[1]
 
 
 def test_structure_of_an_earlier_version_is_dropped() -> None:

@@ -12,22 +12,21 @@ from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import MigrationError
 from ds_dynmo.partitioners import MemoryModel, Overflow
-from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile
+from ds_dynmo.plan import HeldBytes, MigrationPlan, Profile, limit_without_workspace
 
 
 def memory_model(profile: Profile, limit_bytes: int | None, checkpoint_interval: int) -> MemoryModel | None:
     """Make the memory model of a profile's layers under a limit of every rank; None without a limit.
 
-    The largest workspace of any layer is set aside on every stage: one layer runs at a time.
+    The largest workspace of any layer is set aside on every stage.
     """
     if limit_bytes is None:
         return None
-    workspace = max((layer.workspace_bytes for layer in profile.layers), default=0)
     return MemoryModel(
         static_bytes=tuple(layer.static_bytes for layer in profile.layers),
         activation_bytes=tuple(layer.activation_bytes for layer in profile.layers),
         input_bytes=tuple(layer.input_bytes for layer in profile.layers),
-        limits=(max(limit_bytes - workspace, 0),) * profile.placement.num_stages,
+        limits=(limit_without_workspace(limit_bytes, profile.layers),) * profile.placement.num_stages,
         micro_batches=profile.micro_batches,
         checkpoint_interval=checkpoint_interval,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ds_dynmo.config.dynmo import ScheduleConfig
 from ds_dynmo.partitioners import PassModel, PipelineModel, loads
-from ds_dynmo.plan import LayerCost
+from ds_dynmo.plan import LayerCost, limit_without_workspace
 from ds_dynmo.schedules import Schedule, replay
 
 
@@ -56,7 +56,7 @@ class ScheduleChoice:
             frozen_layers=next((index for index, cost in enumerate(layers) if cost.trainable_parameters), 0),
             checkpoint_interval=self.checkpoint_interval,
             memory=self.config.memory,
-            limit_bytes=self.limit_bytes,
+            limit_bytes=None if self.limit_bytes is None else limit_without_workspace(self.limit_bytes, layers),
             may_stay=self.config.kind == "auto",
             output_bytes=tuple(cost.output_bytes for cost in layers),
             in_force=self.in_force,

@@ -11,6 +11,7 @@ from torch import nn
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import bound_by_wrapper
+from ds_dynmo.engine.deepspeed_adapter.module import is_split
 from ds_dynmo.engine.migration.content import register_hooks, user_hooks
 from ds_dynmo.engine.optimizer.compaction import KeptElements, select
 from ds_dynmo.engine.stage import StageContext
@@ -40,21 +41,23 @@ def keep_elements(stage: StageContext, kept: Kept, *, is_moving: bool) -> None:
     if stage.around_schedule.running:
         raise ConfigError(f"{_CALL} was called inside a batch: call it between two batches, on every rank")
     stage.comm.enter("keep_elements")
-    problem, found = None, _Found(stage)
+    problem, found, shorter = None, _Found(stage), list[KeptElements]()
     try:
         _check_state(stage, is_moving)
         for module, name, index in kept:
             found.add(module, name, index)
+        shorter = [_shorter(parameter, index) for *_, parameter, index in found.entries.values()]
     except Exception as error:  # whatever a user's module raises: the others have to hear of it
         problem = str(error) if isinstance(error, ConfigError | ValueError) else repr(error)
     grid = stage.engine.grid
     place = stage.engine.stage_id, grid.get_slice_parallel_rank()
-    every = stage.comm.gather_objects((place, problem, found.digest(), len(found.entries)))
+    digests = found.digest(split=True), found.digest(split=False)
+    every = stage.comm.gather_objects((place, problem, digests, len(found.entries)))
     _refuse(every)
     if not any(count for *_, count in every):
         return
     try:
-        _put_in_place(stage, found)
+        _replace_parameters(stage, found, shorter)
         stage.comm.all_done()
     except Exception as error:
         raise MigrationError(
@@ -121,10 +124,12 @@ class _Found:
         if len(users) > 1:
             raise ConfigError(f"{where} has other names too, {[name for _, name in users]}: register it once")
 
-    def digest(self) -> str:
-        """Hash what is kept, to compare replicas."""
+    def digest(self, *, split: bool) -> str:
+        """Hash what is kept of parameters that tensor-parallel slices split, or of the others, to compare ranks."""
         found = hashlib.sha256()
-        for key, (*_, index) in sorted(self.entries.items(), key=lambda entry: entry[0]):
+        for key, (*_, parameter, index) in sorted(self.entries.items(), key=lambda entry: entry[0]):
+            if is_split(parameter) is not split:
+                continue
             found.update(repr((key, len(index))).encode())
             found.update(index.cpu().numpy().tobytes())
         return found.hexdigest()
@@ -152,27 +157,25 @@ def _checked(where: str, parameter: nn.Parameter, index: torch.Tensor) -> torch.
     return places
 
 
-def _refuse(every: Sequence[tuple[tuple[int, int], str | None, str, int]]) -> None:
-    """Raise the first problem of any rank, or that replicas differ; the same on every rank."""
+def _refuse(every: Sequence[tuple[tuple[int, int], str | None, tuple[str, str], int]]) -> None:
+    """Raise the first problem of any rank, or that replicas or slices differ; the same on every rank."""
     for rank, (_, problem, *_) in enumerate(every):
         if problem is not None:
             raise ConfigError(f"{_CALL}: rank {rank}: {problem}. Nothing has changed")
-    first: dict[tuple[int, int], tuple[int, str]] = {}
-    for rank, (place, _, digest, _) in enumerate(every):
-        leader, theirs = first.setdefault(place, (rank, digest))
-        if theirs != digest:
-            raise ConfigError(
-                f"{_CALL}: ranks {leader} and {rank} are replicas of stage {place[0]} and would keep different "
-                "elements: every replica has to pass the same. Nothing has changed"
-            )
+    first: dict[tuple[int, ...], tuple[int, str]] = {}
+    for rank, ((stage, tp_rank), _, (of_split, of_others), _) in enumerate(every):
+        for place, digest in (((stage, tp_rank), of_split), ((stage,), of_others)):
+            leader, theirs = first.setdefault(place, (rank, digest))
+            if theirs != digest:
+                raise ConfigError(
+                    f"{_CALL}: ranks {leader} and {rank} hold copies of the same parameters of stage {stage} and "
+                    "would keep different elements: each has to pass the same. Nothing has changed"
+                )
 
 
-def _put_in_place(stage: StageContext, found: _Found) -> None:
-    entries = list(found.entries.values())
-    kept = [_shrunk(parameter, index) for _, _, parameter, index in entries]
-
+def _replace_parameters(stage: StageContext, found: _Found, kept: Sequence[KeptElements]) -> None:
     def replace() -> None:
-        for (module, name, *_), entry in zip(entries, kept):
+        for (module, name, *_), entry in zip(found.entries.values(), kept):
             module._parameters[name] = entry.new
         stage.optimizer.name_parameters()
 
@@ -183,7 +186,7 @@ def _put_in_place(stage: StageContext, found: _Found) -> None:
     stage.parameters_replaced.publish(None)  # everywhere: stages tell each other the shapes of activations anew
 
 
-def _shrunk(old: nn.Parameter, index: torch.Tensor) -> KeptElements:
+def _shorter(old: nn.Parameter, index: torch.Tensor) -> KeptElements:
     """Make the parameter that takes the place of ``old``, with what belongs to it."""
     new = nn.Parameter(select(old, index), requires_grad=old.requires_grad)
     new.grad = None if old.grad is None else select(old.grad, index)
