@@ -133,10 +133,13 @@ class Benchmark:
             self.say(f"round {number + 1} of {self.rounds}")
 
     def one_iteration(self, arm: Arm, phase: Phase, before: Phase, profiling: float) -> Slice:
-        """Time one iteration. Before it, untimed, the oracle goes to the best partition for the last loads."""
+        """Time one iteration. Before it, untimed, the oracle goes to the best partition for its loads.
+
+        Of made-up loads, which no balancer can foresee, it knows those of the iteration before.
+        """
         self.load(arm, phase)
         if arm.name == "oracle":
-            self.go_to_best(arm, before)
+            self.go_to_best(arm, phase if isinstance(self.case, Recorded) else before)
         partition = tuple(arm.engine.partition)
         seconds = self.timed_batch(arm)
         profile, decide, migrate = arm.new_costs()
@@ -170,7 +173,7 @@ class Benchmark:
         arm.new_costs()
         partitions, decisions = [arm.engine.partition], [self.batch_and_costs(arm)]
         partitions.append(arm.engine.partition)
-        if arm.dynamic and phase.iterations > known_after(self.case) + self.case.interval:
+        if arm.dynamic and phase.iterations > known_after(self.case, phase) + self.case.interval:
             arm.engine.balancer.trigger.ask(Request(Reason.INTERVAL))
             decisions.append(self.batch_and_costs(arm))
             partitions.append(arm.engine.partition)
@@ -179,7 +182,7 @@ class Benchmark:
             self.timed_batch(arm)  # warm up: new shapes, new memory
         if not arm.dynamic:
             return 0, 0.0, (0.0, 0.0, 0.0)
-        return until_settled(self.case, phase.iterations, decisions, profiling, moved_again=any(moved[1:]))
+        return until_settled(self.case, phase, decisions, profiling, moved_again=any(moved[1:]))
 
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
         """Give the seconds of one batch, and of the rebalance after it, or at the end of the next one."""
@@ -226,29 +229,29 @@ def layers_of(case: Case, arguments: argparse.Namespace) -> int:
     return int(arguments.layers or (case.layers if isinstance(case, Recorded) else LAYERS))
 
 
-def known_after(case: Case) -> int:
-    """Give the iterations that pass until a change is known, and decided on."""
-    return 1 if case.announces else case.interval
+def known_after(case: Case, phase: Phase) -> int:
+    """Give the iterations of ``phase`` that pass until its loads are known, and decided on: at most all of them."""
+    return 1 if phase.announced else min(case.interval, phase.iterations)
 
 
 def until_settled(
-    case: Case, iterations: int, decisions: Sequence[tuple[float, Costs]], profiling: float, *, moved_again: bool
+    case: Case, phase: Phase, decisions: Sequence[tuple[float, Costs]], profiling: float, *, moved_again: bool
 ) -> tuple[int, float, Costs]:
     """Count what a phase begins with: a decision once the change is known, and another one an interval later.
 
     Args:
-        iterations: of the phase.
         decisions: the one or two: seconds of a batch before it, and of itself.
         profiling: seconds of a batch that are its profile's.
         moved_again: the second one moved layers; else they had settled with the first.
 
     Returns:
         How many iterations pass before layers have settled, their seconds, and those of all rebalances of the phase,
-        which are as many as it has intervals and of which these alone move layers.
+        which are as many as it has intervals, these at least. These alone move layers.
     """
-    unsettled = (known_after(case), case.interval if moved_again else 0)
+    unsettled = (known_after(case, phase), case.interval if moved_again else 0)
     seconds = sum(count * (batch - profiling) for count, (batch, _) in zip(unsettled, decisions))
     profile, decide, migrate = (sum(parts) for parts in zip(*(costs for _, costs in decisions)))
-    rebalances, profiled = iterations / case.interval, len(decisions)
+    profiled = len(decisions)
+    rebalances = max(profiled, phase.iterations / case.interval)
     costs = (rebalances * (profile / profiled + profiling), rebalances * decide / profiled, migrate)
     return sum(unsettled), seconds, costs

@@ -46,7 +46,8 @@ class Setting:
 
     Attributes:
         micro_batches: of one replica and iteration; 4 for each stage in the paper.
-        interval: iterations between rebalances; announced: one follows each change instead.
+        interval: iterations between rebalances.
+        announced: of a phase that is announced, its first iteration is followed by one instead.
         forward_seconds: of a dense layer and micro-batch, the backward pass taking twice that: 2 x 2048 tokens, hidden
             size 1024, at 400 TFLOP/s.
         layer_bytes: what moves with a layer: 12 x 1024^2 weights in bf16, fp32 and Adam's two moments.
@@ -87,7 +88,7 @@ class Setting:
             "replicas": case.replicas,
             "micro_batches": 4 * stages,
             "interval": case.interval,
-            "announced": case.announces and given.get("interval") is None,
+            "announced": given.get("interval") is None,
         }
         return cls(**{**paper, **given})  # type: ignore[arg-type]
 
@@ -127,12 +128,13 @@ class Step:
     forward: Floats
     backward: Floats
     trainable: tuple[float, ...]
+    announced: bool = False
 
     @classmethod
     def of(cls, phases: Sequence[Phase], forward_seconds: float) -> Step:
         forward = forward_seconds * np.array([phase.forward for phase in phases])
         backward = 2 * forward_seconds * np.array([phase.backward for phase in phases])
-        return cls(phases[0].iterations, forward, backward, phases[0].trainable)
+        return cls(phases[0].iterations, forward, backward, phases[0].trainable, phases[0].announced)
 
     def slowest(self) -> tuple[Floats, Floats]:
         """Give forward and backward seconds of each layer on its slowest replica, as a profile does."""
@@ -300,7 +302,7 @@ def iterations_until_known(step: Step, arm: str, setting: Setting, begin: int) -
     """Count the iterations of a phase, which begins after ``begin`` others, before a rebalance knows its loads."""
     if arm == "oracle":
         return 0 if step.iterations > 1 else 1
-    return 1 if setting.announced else setting.interval - begin % setting.interval
+    return 1 if setting.announced and step.announced else setting.interval - begin % setting.interval
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:

@@ -19,12 +19,13 @@ RESUME_FILE = "dynmo_train.json"
 LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
 RUN = "run"  # name under which RunFacts is shared
 STEPS = 150
-RECORDING = {  # in the "dynmo" block: every batch is profiled, and no decision moves a layer
+RECORDING = {  # in the "dynmo" block: every batch is profiled, and no layer moves
     "enabled": True,
     "interval": 1,
     "start_step": 0,
     "stop_step": None,
     "min_improvement": 0.99,
+    "memory_limit": None,
     "profile": {"batches": 1, "warmup_batches": 1},
 }
 
@@ -165,6 +166,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         if dynmo.repack.enabled:
             raise ConfigError(f"--record {args.record}: needs dynmo.repack.enabled = false: stages must stay")
         settings["dynmo"] |= RECORDING
+        if dynmo.initial_partition == "profile":
+            settings["dynmo"]["initial_partition"] = None
     for option, path in (("--report", report), ("--record", args.record)):
         if path is not None:
             with refusing(option, path):

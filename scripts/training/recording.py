@@ -15,6 +15,8 @@ from ds_dynmo.engine.reporting.files import WarnsOnce, append_line
 from simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 from training.options import Run
 
+OF_THE_ENGINE = {reason.value for reason in Reason if reason is not Reason.MODEL_CHANGED}
+
 
 class Recording:
     """Writes a line for each batch that was profiled, on rank 0.
@@ -75,7 +77,7 @@ class Recording:
         """Say what the model announced before this batch."""
         reports = self._engine.reports[self._reports_seen :]
         self._reports_seen += len(reports)
-        reasons = [report.reason for report in reports if report.reason != Reason.INTERVAL.value]
+        reasons = [report.reason for report in reports if report.reason not in OF_THE_ENGINE]
         return {"changed": reasons[-1]} if reasons else {}
 
 

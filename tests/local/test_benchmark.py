@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from benchmarks.machine import Machine
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
-from simulation.loads import CASES
+from simulation.loads import CASES, Phase, Recorded
 from simulation.runs import ARMS
 from simulation.statics import Statics
 from tests.recordings import write_recording
@@ -115,22 +116,49 @@ def test_the_requested_share_of_parameters_is_trainable(share: float, units: int
 
 def test_a_phase_begins_with_two_decisions() -> None:
     first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.1))
-    freezing, early_exit = CASES["freezing"], CASES["early_exit"]  # announced; found out after an interval of 100
-    passed, seconds, costs = until_settled(freezing, 2500, [first, second], 0.05, moved_again=True)
+    freezing, early_exit = CASES["freezing"], CASES["early_exit"]
+    announced, later = replace(Phase.of([1], 2500), announced=True), Phase.of([1], 2500)  # after an interval of 100
+    passed, seconds, costs = until_settled(freezing, announced, [first, second], 0.05, moved_again=True)
     assert passed == 1 + 50
     assert seconds == pytest.approx(1.95 + 50 * 0.95)
     assert costs == pytest.approx((50 * (0.2 + 0.05), 50 * 0.1, 0.4))
-    passed, seconds, _ = until_settled(early_exit, 2500, [first, second], 0.0, moved_again=True)
+    passed, seconds, _ = until_settled(early_exit, later, [first, second], 0.0, moved_again=True)
     assert (passed, seconds) == (200, pytest.approx(200.0 + 100.0))
 
 
 def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
     first, second = (2.0, (0.1, 0.2, 0.3)), (1.0, (0.3, 0.0, 0.0))
     freezing, pruning = CASES["freezing"], CASES["pruning"]
-    assert until_settled(freezing, 2500, [first, second], 0.05, moved_again=False)[:2] == (1, pytest.approx(1.95))
+    announced = replace(Phase.of([1], 2500), announced=True)
+    assert until_settled(freezing, announced, [first, second], 0.05, moved_again=False)[:2] == (1, pytest.approx(1.95))
     # A phase of pruning that is as long as its interval has one decision.
-    passed, seconds, costs = until_settled(pruning, 1000, [first], 0.0, moved_again=False)
+    passed, seconds, costs = until_settled(
+        pruning, replace(announced, iterations=1000), [first], 0.0, moved_again=False
+    )
     assert (passed, seconds, costs) == (1, 2.0, pytest.approx((0.1, 0.2, 0.3)))
+
+
+def test_a_phase_that_is_shorter_than_its_interval_has_a_decision() -> None:
+    passed, seconds, costs = until_settled(
+        CASES["pruning"], Phase.of([1], 75), [(2.0, (0.1, 0.2, 0.3))], 0.05, moved_again=False
+    )
+    assert (passed, seconds) == (75, pytest.approx(75 * 1.95))  # nothing was announced, and it is over before
+    assert costs == pytest.approx((0.15, 0.2, 0.3))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_oracle_knows_recorded_loads_before_they_come(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, now = Phase.of([1, 0]), Phase.of([0, 1])
+    benchmark, went = object.__new__(Benchmark), list[Phase]()
+    benchmark.case = Recorded("recorded") if recorded else CASES["moe"]
+    arm = SimpleNamespace(
+        name="oracle", dynamic=False, engine=SimpleNamespace(partition=[0, 1, 2]), new_costs=lambda: (0.0, 0.0, 0.0)
+    )
+    for name in ("load", "timed_batch", "passes"):
+        monkeypatch.setattr(Benchmark, name, lambda *given: 1.0)
+    monkeypatch.setattr(Benchmark, "go_to_best", lambda self, arm, phase: went.append(phase))
+    benchmark.one_iteration(arm, now, before, 0.0)
+    assert went == [now if recorded else before]
 
 
 def test_a_decision_that_is_taken_while_the_next_batch_trains_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
 from training.options import RECORDING, RESUME_FILE, Run, prepare
+from training.recording import Recording
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
@@ -79,11 +82,24 @@ def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> 
     run = prepare(["--deepspeed_config", str(path), "--record", str(tmp_path / "new" / "r.jsonl")])
     assert run.settings["dynmo"] == {**RECORDING, "balancer": "partition"} and run.interval == 7
     assert (run.name, run.record) == ("config", tmp_path / "new" / "r.jsonl")
+    for given, kept in (("profile", None), ("parameters", "parameters")):  # layers would move after a profile
+        write(tmp_path, dynmo={"initial_partition": given, "memory_limit": 0.5})
+        recorded = prepare(["--deepspeed_config", str(path), "--record", str(tmp_path / "r.jsonl")])
+        assert recorded.settings["dynmo"] == {**RECORDING, "initial_partition": kept, "memory_limit": None}
     settings = json.loads(path.read_text())
     del settings["dynmo"]
     path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
     with pytest.raises(ConfigError, match=r'^--record r\.jsonl: needs a "dynmo" block'):
         prepare(["--deepspeed_config", str(path), "--record", "r.jsonl"])
+
+
+@pytest.mark.parametrize("reason", [*Reason, "freezing: first 2 layers"])
+def test_a_recording_names_what_the_model_announced_alone(reason: Reason | str) -> None:
+    said = reason.value if isinstance(reason, Reason) else reason
+    counts = reason is Reason.MODEL_CHANGED or said == reason
+    recording = Recording(SimpleNamespace(), SimpleNamespace(reports=[SimpleNamespace(reason=said)]), None)
+    assert recording._change() == ({"changed": said} if counts else {})
+    assert recording._change() == {}  # it was said once
 
 
 def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:

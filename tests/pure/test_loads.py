@@ -128,14 +128,15 @@ def test_at_90_percent_a_static_pipeline_idles_almost_five_times_as_much() -> No
 def test_a_recording_ends_a_phase_where_the_model_changed(tmp_path: Path) -> None:
     frozen = write_recording(tmp_path / "a.jsonl", [[2, 4]] * 8 + [[0, 4]] * 9, changed=[8], trainable={8: [0, 50]})
     case = Recorded.read(frozen)
-    assert (case.name, case.interval, case.announces, case.layers, case.stages) == ("a case", 25, True, 2, 2)
+    assert (case.name, case.interval, case.layers, case.stages) == ("a case", 25, 2, 2)
     first, second = case.phases(2, 1)
     assert (first.iterations, second.iterations) == (8, 9)
     # A share of 1 is the mean layer; a backward pass of a dense layer counts as two forward passes.
     assert first.forward == first.backward == pytest.approx((2 / 3, 4 / 3)) and first.mean_share() == pytest.approx(1)
     assert second.forward == second.backward == pytest.approx((0, 4 / 3))
     assert (first.trainable, second.trainable) == ((1, 1), (0, 1))
-    assert [phase.iterations for phase in case.phases(2, 3)] == [6, 2, 6, 3]  # none is longer than a third
+    parts = [(phase.iterations, phase.announced) for phase in case.phases(2, 3)]
+    assert parts == [(6, False), (2, False), (6, True), (3, False)]  # none is longer than a third
     assert case.dense(2) == replace(first, iterations=FIRST)
 
 

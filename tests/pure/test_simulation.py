@@ -29,7 +29,8 @@ from simulation.runs import (
 from simulation.statics import label
 from tests.recordings import write_recording
 
-HALF_FROZEN = Phase.of((0, 0, 0, 0, 1, 1, 1, 1), 1000, trainable=(0, 0, 0, 0, 1, 1, 1, 1))
+LAST_HALF = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+HALF_FROZEN = Phase(1000, LAST_HALF, LAST_HALF, LAST_HALF, announced=True)
 
 
 def setting(**changes: float) -> Setting:
@@ -63,6 +64,9 @@ def test_an_unannounced_change_is_seen_at_the_next_interval() -> None:
     run = steps(Phase.of([1] * 8, 250), HALF_FROZEN)
     seconds = replay(run, "partition_time", setting()).full_seconds
     assert seconds == pytest.approx((300 * 96 + 950 * 48) / 1250)  # from 250 to the multiple of 100 after it
+    drifting = steps(replace(HALF_FROZEN, announced=False))
+    later = replay(drifting, "partition_time", setting(announced=True)).full_seconds
+    assert later == pytest.approx((100 * 96 + 900 * 48) / 1000)  # others of the same run may be announced
     rare = replay(run, "partition_time", setting(interval=5000))
     assert rare.full_seconds == 96 and rare.moves == 0
 
@@ -181,7 +185,7 @@ def test_static_partitions_come_from_the_first_phase() -> None:
 
 def test_a_static_partition_that_fits_leaves_moves_no_gain() -> None:
     class Lopsided:
-        name, interval, announces = "lopsided", 100, True
+        name, interval = "lopsided", 100
 
         def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
             return [Phase.of([1] * 6 + [4] * 2, 1000)]

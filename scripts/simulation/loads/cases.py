@@ -7,7 +7,7 @@ a docstring names these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist, fmean
 
@@ -26,13 +26,11 @@ class Case:
     Attributes:
         name: as in ``ds_configs``.
         interval: iterations between rebalances: 1 for MoE, MoD and sparse attention, 100s to 1000s else (section 4).
-        announces: the model says when its work changes, so that a rebalance follows at once.
         layers, stages, replicas: of the paper's largest run.
     """
 
     name: str
     interval: int = 1
-    announces: bool = False
     layers: int = 48
     stages: int = 24
     replicas: int = 30
@@ -119,7 +117,6 @@ class Pruning(Case):
 
     name: str = "pruning"
     interval: int = 1000
-    announces: bool = True
     initial: float = 0.0
     final: float = 0.9
     start: int = 3000
@@ -143,7 +140,7 @@ class Pruning(Case):
 
     def _phase(self, num_layers: int, iteration: int, iterations: int, seed: int) -> Phase:
         kept = retained(tuple(self.deviations(num_layers, seed).tolist()), 1 - self.sparsity(iteration))
-        return Phase.of(kept, iterations, trainable=kept)
+        return replace(Phase.of(kept, iterations, trainable=kept), announced=True)
 
     def deviations(self, num_layers: int, seed: int) -> Floats:
         depth = (np.arange(num_layers) + 0.5) / num_layers
@@ -180,7 +177,6 @@ class Freezing(Case):
 
     name: str = "freezing"
     interval: int = 50
-    announces: bool = True
     layers: int = 40
     start: int = 1000
     end: int = 6000
@@ -198,7 +194,9 @@ class Freezing(Case):
 
     def _phase(self, num_layers: int, frozen: int, iterations: int) -> Phase:
         active = (0.0,) * frozen + (1.0,) * (num_layers - frozen)
-        return Phase(iterations, tuple(max(share, self.forward_kept) for share in active), active, active)
+        return Phase(
+            iterations, tuple(max(share, self.forward_kept) for share in active), active, active, announced=True
+        )
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ class Phase:
         iterations: how long the phase lasts.
         forward, backward: shares of a dense layer's forward and backward seconds.
         trainable: share of a layer's parameters that train, without pruned ones, as balancing by parameters sees it.
+        announced: the model says at its beginning that its work has changed, so that a rebalance follows at once.
     """
 
     iterations: int
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     trainable: tuple[float, ...]
+    announced: bool = False
 
     @classmethod
     def of(cls, shares: Iterable[float], iterations: int = 1, *, trainable: Iterable[float] | None = None) -> Phase:

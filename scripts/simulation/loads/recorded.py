@@ -80,7 +80,6 @@ class Recorded(Case):
         return cls(
             name=header["case"],
             interval=header["interval"] or len(iterations),
-            announces=any(one.changed for one in iterations),
             layers=layers,
             stages=header["stages"],
             replicas=1,
@@ -144,6 +143,7 @@ class Recorded(Case):
             tuple(one / unit for one in forward),
             tuple(one / (2 * unit) for one in backward),
             tuple(one / largest for one in iterations[-1].trainable),
+            announced=iterations[0].changed,
         )
 
     def _check_layers(self, num_layers: int) -> None:
