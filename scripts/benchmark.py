@@ -40,14 +40,14 @@ from command_line import (
     write_json,
 )
 from ds_dynmo.errors import ConfigError
-from simulation.loads import CASES, RECORDED_HELP, Case, Recorded, chosen_cases
+from simulation.loads import CASE_HELP, RECORDED_HELP, Case, Recorded, chosen_cases
 from simulation.runs import ARMS
 from startup import begin_rank
 
 
 def parse(given: list[str]) -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all; may be repeated")
+    parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
     parser.add_argument(
         "--balancer",
         action="append",

@@ -244,7 +244,8 @@ def main(given: list[str]) -> None:
     arguments = parser.parse_args(given)
     with refusals_of("layers.py"):
         check_at_least_1(arguments, "tokens", "hidden_size", "pairs")
-    SIZES.update(sequence_length=arguments.tokens, hidden_size=arguments.hidden_size)
+        SIZES.update(sequence_length=arguments.tokens, hidden_size=arguments.hidden_size)
+        block_of()  # refuses sizes that make no block
     torch.set_num_threads(1)
     rows = [measure(case, setting, arguments.pairs) for case in arguments.cases or CASES for setting in CASES[case]]
     cells = [

@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 from plotting.data import (
@@ -119,7 +118,7 @@ def main(arguments: list[str]) -> int:
         report = read_report(args.report) if args.report is not None else None
         timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
         rows = read_rows(args.rows) if args.rows is not None else []
-        routed = [load_json(file) for file in args.routers or ()]
+        routed = [routers.read_loads(file) for file in args.routers or ()]
     except ConfigError as error:
         print(f"plot.py: error: {error}", file=sys.stderr)
         return 2

@@ -37,7 +37,7 @@ OWN_CHANGES: dict[str, dict[str, Any]] = {  # further ones, by case
 
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__, has_figures=False)
-    found = sorted(path.stem for path in CONFIGS.glob("*.json"))
+    found = [name for name in sorted(path.stem for path in CONFIGS.glob("*.json")) if can_change(name)]
     parser.add_argument("cases", nargs="*", choices=[*found, []], help="files of ds_configs; default: the six cases")
     parser.add_argument("--steps", type=int, default=300, help="of each run, default %(default)s")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="default: scripts/recordings")
@@ -49,6 +49,11 @@ def main(given: list[str]) -> None:
         for run in runs:
             with engines_end_here():
                 record(run)
+
+
+def can_change(case: str) -> bool:
+    """Tell whether the model has the number of layers that is changed; others have one in their own library's words."""
+    return "huggingface" not in configuration(case)["model"]
 
 
 def prepared(case: str, steps: int, folder: Path) -> Run:

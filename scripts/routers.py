@@ -6,8 +6,8 @@
 
 The first form trains the model of a configuration in this process, on Python's standard library, and counts the
 choices of every expert in every layer. ``--routing none`` is the auxiliary loss with coefficient 0. Of R replicas that
-share the experts, each has one micro-batch at a time: R of them run at once, and all wait for the busiest. The second
-form prints figures of such files; ``scripts/plot.py --routers`` draws them.
+share the experts, each has one micro-batch at a time: R of them run at once, and all wait for the busiest. Figures are
+printed at the end, which the second form does for such files; ``scripts/plot.py --routers`` draws them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import MixtureOfExperts, load_text, model_layers, read_model_config
 from ds_dynmo.models.gpt import language_model_losses
-from plotting.routers import Loads, loads_over_mean
+from plotting.routers import Loads, loads_over_mean, read_loads
 
 NONE = "none"
 ROUTINGS = (NONE, "aux_loss", "sbase", "bias")
@@ -126,19 +126,18 @@ def busiest(counts: Counts, replicas: int) -> list[int]:
     return loads
 
 
-def show(files: list[Path]) -> None:
-    """Print, over the last :data:`LAST` steps of each file, how loads differ, and how alike they are later."""
-    for file in files:
-        found = load_json(file)
-        print(f"{file}: routing {found['routing']}, {found['steps']} steps, loss {found['losses'][-1]:.2f}")
+def show(runs: dict[str, dict[str, Any]]) -> None:
+    """Print, over the last :data:`LAST` steps of each run, how loads differ, and how alike they are later."""
+    for name, found in runs.items():
+        print(f"{name}: routing {found['routing']}, {found['steps']} steps, loss {found['losses'][-1]:.2f}")
         rows = []
-        for name, loads in loads_over_mean(found).items():
+        for busiest_of, loads in loads_over_mean(found).items():
             late = loads[-LAST:]
             levels, worst = late.mean(axis=0), late.max(axis=1) / late.mean(axis=1)
             settled = loads[min(LAST, len(loads) // 2) :]
             alike = [f"{likeness(settled, lag):.2f}" if len(settled) > lag else "-" for lag in LAGS]
             spread = f"{levels.min():.2f} to {levels.max():.2f}"
-            rows.append((name, f"{np.median(late):.2f}", spread, f"{np.median(worst):.2f}", *alike))
+            rows.append((busiest_of, f"{np.median(late):.2f}", spread, f"{np.median(worst):.2f}", *alike))
         head = ("busiest", "over mean", "of layers", "worst layer over mean layer", *(f"after {lag}" for lag in LAGS))
         print_table(head, rows)
         print()
@@ -160,13 +159,15 @@ def main(arguments: list[str]) -> int:
     with refusals_of("routers.py"):
         check_at_least_1(args, "steps")
         if args.show is not None:
-            show(args.show)
+            show({str(file): read_loads(file) for file in args.show})
             return 0
         settings = load_json(args.deepspeed_config)
         check(settings)
         settings = with_routing(settings, args.routing)
     torch.set_num_threads(1)
-    write_json(args.json, {"routing": args.routing, "steps": args.steps, **train(settings, args.steps)})
+    found = {"routing": args.routing, "steps": args.steps, **train(settings, args.steps)}
+    write_json(args.json, found)
+    show({str(args.deepspeed_config): found})
     return 0
 
 

@@ -23,13 +23,18 @@ from typing import Any
 
 from command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
 from ds_dynmo.errors import ConfigError, PartitionError
-from simulation.loads import CASES, RECORDED_HELP, chosen_cases
+from simulation.loads import CASE_HELP, RECORDED_HELP, Recorded, chosen_cases
 from simulation.paper import AVERAGE_GPUS, PAPER
 from simulation.repacking import repack_rows, sustained_stages
 from simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
 from simulation.statics import label
 
 SIZES = ("layers", "stages", "replicas", "micro_batches", "interval")
+
+
+PHASES_HELP = (
+    "of a run, or iterations simulated, default %(default)s; recordings at interval 1 are simulated from end to end"
+)
 
 
 def row(case: str, arm: str, outcomes: dict[str, Outcome], setting: Setting) -> dict[str, Any]:
@@ -135,17 +140,19 @@ def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for case in cases:
         sizes = {name: getattr(arguments, name) for name in SIZES}
         setting = Setting.of(case, **sizes, link_bytes_per_second=arguments.link_gbps / 8 * 1e9)
-        outcomes = compare(case, setting, arms, count=arguments.phases, seeds=arguments.seeds)
+        seeds = 1 if isinstance(case, Recorded) else arguments.seeds  # they change no recording
+        outcomes = compare(case, setting, arms, count=arguments.phases, seeds=seeds)
         of_case = [row(case.name, arm, outcomes, setting) for arm in arms]
         print_case(of_case, setting)
         rows += [{**one, "setting": asdict(setting)} for one in of_case]
-    print_beside_the_paper(rows)
+    if arguments.recorded is None:
+        print_beside_the_paper(rows)
     return rows
 
 
 def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all; may be repeated")
+    parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
     parser.add_argument("--layers", type=int, help="default: the paper's for the case")
     parser.add_argument("--stages", type=int, help="default: the paper's, 24 or 16")
@@ -154,7 +161,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--interval", type=int, help="iterations between rebalances, default: the paper's")
     parser.add_argument("--link-gbps", type=float, default=200, help="between stages, default %(default)s")
     parser.add_argument("--balancers", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
-    parser.add_argument("--phases", type=int, default=20, help="of a run, or iterations simulated, default %(default)s")
+    parser.add_argument("--phases", type=int, default=20, help=PHASES_HELP)
     parser.add_argument("--seeds", type=int, default=8, help="runs per figure, default %(default)s")
     parser.add_argument("--repack", action="store_true", help="the table of re-packing instead")
     arguments = parser.parse_args(given)

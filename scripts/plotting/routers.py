@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ds_dynmo.config import load_json
+from ds_dynmo.errors import ConfigError
 
 Loads = np.ndarray[Any, np.dtype[np.float64]]  # [steps, layers]
 
 REPLICAS = "4"  # those that are drawn
 EVERY = 10  # steps that a point of the picture is the mean of
 NAMES = {"none": "no balancing", "aux_loss": "auxiliary loss", "sbase": "S-BASE", "bias": "bias"}
+
+
+def read_loads(file: Path) -> dict[str, Any]:
+    """Read what scripts/routers.py wrote.
+
+    Raises:
+        ConfigError: naming the file and what it lacks.
+    """
+    found = load_json(file)
+    if lacks := [key for key in ("routing", "steps", "losses", "choices", "busiest") if key not in found]:
+        raise ConfigError(f"{file}: is not of scripts/routers.py --json: it lacks {', '.join(lacks)}")
+    return found
 
 
 def loads_over_mean(found: dict[str, Any]) -> dict[str, Loads]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo.models import model_layers
-from record import OWN_CHANGES, merged, prepared
+from record import OWN_CHANGES, can_change, merged, prepared
 from simulation.loads import CASES
 
 
@@ -17,6 +17,10 @@ def test_every_case_is_trained_with_16_blocks(case: str, tmp_path: Path, monkeyp
     run = prepared(case, 30, tmp_path)
     assert (run.name, run.model.layers, run.steps) == (case, 16, 30) and run.record == tmp_path / f"{case}.jsonl"
     assert len(model_layers(run.model)) >= 19 and getattr(run.model, case) is not None
+
+
+def test_models_that_cannot_have_16_blocks_are_not_offered() -> None:
+    assert not can_change("huggingface") and can_change("gpt") and all(map(can_change, CASES))
 
 
 def test_changes_are_of_known_cases_and_keep_other_keys() -> None:

@@ -39,6 +39,7 @@ def written(folder: Path, **model: Any) -> str:
         ({"moe": None}, [], "model.moe: null: should be an object"),
         ({"tied_embedding": True}, [], "model.tied_embedding: true: should be false"),
         ({}, ["--show", "nowhere.json"], "nowhere.json: cannot be read"),
+        ({}, ["--show", "ds_configs/gpt.json"], "gpt.json: is not of scripts/routers.py --json: it lacks routing"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -65,6 +66,7 @@ def test_choices_of_a_run_are_written_shown_and_drawn(
     path = tmp_path / "loads.json"
     config = written(tmp_path)
     assert routers.main(["--deepspeed_config", config, "--routing", routing, "--steps", "12", "--json", str(path)]) == 0
+    figures = capsys.readouterr().out.partition(f"{config}: ")[2]  # of the run are those of its file
     found = json.loads(path.read_text())
     assert found["losses"][-1] < found["losses"][0]
     choices = np.array(found["choices"])
@@ -73,6 +75,7 @@ def test_choices_of_a_run_are_written_shown_and_drawn(
     assert list(loads) == ["expert", "of 2 replicas", "of 4 replicas"]
     assert all(values.shape == (12, 3) and (values >= 1).all() for values in loads.values())
     assert routers.main(["--show", str(path)]) == 0
-    assert f"routing {routing}, 12 steps" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"routing {routing}, 12 steps" in shown and shown == f"{path}: {figures}"
     plot.main(["--routers", str(path), "--format", "svg", "--out", str(tmp_path / "pictures")])
     assert (tmp_path / "pictures" / "routers.svg").is_file()

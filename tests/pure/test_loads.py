@@ -149,7 +149,7 @@ def test_a_phase_of_a_recording_has_the_medians_of_its_layers(tmp_path: Path) ->
 def test_at_interval_1_every_recorded_iteration_counts_as_it_was(tmp_path: Path) -> None:
     shares = [[1, 1]] * FIRST + [[1, number] for number in range(20)]
     case = Recorded.read(write_recording(tmp_path / "a.jsonl", shares, interval=1))
-    assert [phase.forward for phase in case.phases(2, 4)] == [(1, 1), (1, 17), (1, 18), (1, 19)]
+    assert [phase.forward for phase in case.phases(2, 4)] == [(1, 1), *((1, number) for number in range(20))]
     turns = case.turns(2, 3, 4)  # of five iterations each, from the first to the last that was recorded
     assert [[phase.forward[1] for phase in turn] for turn in turns] == [
         [1, 0, 1, 2, 3],
@@ -184,6 +184,10 @@ EVEN = [[1, 1]] * 9
         ),
         (lambda lines: [lines[0], lines[1].replace(":[1", ":[-1"), *lines[2:]], "forward_us = .*-1.*none of them neg"),
         (lambda lines: [lines[0].replace("layers", "depth"), *lines[1:]], "its header lacks layers"),
+        (lambda lines: [lines[0].replace("25", '"often"'), *lines[1:]], "has interval = 'often': should be an integer"),
+        (lambda lines: [lines[0].replace('"layers":2', '"layers":0'), *lines[1:]], "has layers = 0: .* at least 1"),
+        (lambda lines: [lines[0].replace('"a case"', "[]"), *lines[1:]], r"has case = \[\]: should be a name"),
+        (lambda lines: [lines[0], lines[1].replace('"step":1', '"step":"1"'), *lines[2:]], "line 2: is not a later"),
         (lambda lines: lines[:6], "holds 5 iterations, should be more than 5"),
     ],
 )
@@ -204,6 +208,8 @@ def test_recordings_are_chosen_by_case(tmp_path: Path) -> None:
     assert [case.name for case in chosen_cases(["moe"], None)] == ["moe"]
     with pytest.raises(ConfigError, match="--case freezing: there are recordings of mod, moe"):
         chosen_cases(["freezing"], [tmp_path])
+    with pytest.raises(ConfigError, match=r"--case dense: there are moe, pruning, .*mod"):
+        chosen_cases(["dense"], None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty: the folder holds no"):
         chosen_cases(None, [tmp_path / "empty"])

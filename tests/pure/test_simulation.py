@@ -216,10 +216,11 @@ def test_the_table_shows_every_balancer_beside_the_paper(capsys: pytest.CaptureF
 def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recording, path = tmp_path / "run.jsonl", tmp_path / "rows.json"
     write_recording(recording, [[1] * 4] * 10 + [[0, 0, 1, 1]] * 100, changed=[10])
-    flags = ["--balancers", "oracle", "--phases", "1"]
+    flags = ["--balancers", "oracle", "--phases", "1", "--case", "a case"]
     simulate.main(["--recorded", str(recording), "--json", str(path), *flags])
     rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
-    assert "a case: 4 layers, 2 stages x 1 replicas" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "a case: 4 layers, 2 stages x 1 replicas" in printed and "Beside the paper" not in printed
     case = Recorded.read(recording)
     outcomes = compare(case, Setting.of(case), [*STATICS, "oracle"], count=1, seeds=1)
     static, oracle = outcomes[STATIC], outcomes["oracle"]

@@ -19,11 +19,12 @@ from ds_dynmo.errors import ConfigError
 from simulation.loads.cases import CASES, Case
 from simulation.loads.phases import Phase
 
+CASE_HELP = f"one of {', '.join(CASES)}, or with --recorded of its cases; default: all; may be repeated"
 RECORDED_HELP = "what train.py --record wrote, in place of the load models; may be repeated"
 KIND = "recording"
 FORWARD, BACKWARD, TRAINABLE = "forward_us", "backward_us", "trainable_parameters"
 NUMBERS = (FORWARD, BACKWARD, TRAINABLE, "parameters", "static_bytes")  # per layer; load signals may be null too
-HEADER = ("case", "interval", "layers", "stages")  # of its keys, those that are read
+HEADER = {"case": None, "interval": 0, "layers": 1, "stages": 1}  # keys that are read: the least number; None: a name
 FIRST = 5  # iterations at most, whose median is the model before it changes
 
 
@@ -65,11 +66,10 @@ class Recorded(Case):
         header, *records = _objects(path)
         if header.get("kind") != KIND:
             raise ConfigError(f"{path}: is not a recording: its first line is not the header of train.py --record")
-        if lacks := [key for key in HEADER if key not in header]:
-            raise ConfigError(f"{path}: its header lacks {', '.join(lacks)}")
+        _check_header(path, header)
         layers, iterations, known = header["layers"], [], dict[str, Any]()
         for number, record in enumerate(records, start=2):
-            if not record.get("step", 0) > known.get("step", 0):
+            if type(record.get("step")) is not int or record["step"] <= known.get("step", 0):
                 raise ConfigError(f"{path}, line {number}: is not a later step of the same recording")
             known |= record
             _check(f"{path}, line {number}", known, layers)
@@ -88,10 +88,10 @@ class Recorded(Case):
         )
 
     def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
-        """Give the last ``count`` iterations after the first, or phases of at most a ``count``-th of the recording."""
+        """Give every iteration at interval 1, else phases of at most a ``count``-th of the recording."""
         self._check_layers(num_layers)
         if self.interval == 1:
-            return [self._each[0], *self._each[1:][-max(1, count - 1) :]]
+            return self._each
         longest = math.ceil(len(self.iterations) / count)
         begins = [number for number, one in enumerate(self.iterations) if one.changed or number == 0]
         ends = [*begins[1:], len(self.iterations)]
@@ -160,18 +160,18 @@ def chosen_cases(names: Sequence[str] | None, recorded: Sequence[Path] | None) -
     Raises:
         ConfigError: a folder without a recording, a name that none has; else as :meth:`Recorded.read`.
     """
-    if recorded is None:
-        return [CASES[name] for name in names or CASES]
-    found = recordings(recorded)
+    found = [*CASES.values()] if recorded is None else recordings(recorded)
     if missing := set(names or ()) - {case.name for case in found}:
         have = ", ".join(case.name for case in found)
-        raise ConfigError(f"--case {missing.pop()}: there are recordings of {have}")
+        raise ConfigError(f"--case {missing.pop()}: there are {'' if recorded is None else 'recordings of '}{have}")
+    if recorded is None and names:
+        return [CASES[name] for name in names]
     return [case for case in found if not names or case.name in names]
 
 
-def recordings(paths: Iterable[Path]) -> list[Recorded]:
+def recordings(paths: Iterable[Path]) -> list[Case]:
     """Read recordings: files, and those in folders."""
-    found = []
+    found = list[Case]()
     for path in paths:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:
@@ -196,6 +196,17 @@ def _objects(path: Path) -> list[dict[str, Any]]:
     if not found:
         raise ConfigError(f"{path}: is not a recording: it is empty")
     return found
+
+
+def _check_header(path: Path, header: dict[str, Any]) -> None:
+    if lacks := [key for key in HEADER if key not in header]:
+        raise ConfigError(f"{path}: its header lacks {', '.join(lacks)}")
+    for key, least in HEADER.items():
+        value = header[key]
+        if least is None and not isinstance(value, str):
+            raise ConfigError(f"{path}: its header has {key} = {value!r}: should be a name")
+        if least is not None and (type(value) is not int or value < least):
+            raise ConfigError(f"{path}: its header has {key} = {value!r}: should be an integer, at least {least}")
 
 
 def _check(where: str, known: dict[str, Any], layers: int) -> None:
