@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def test_a_run_resumes_on_other_stages_and_replicas(case: Case, tmp_path: Path) 
         checkpoints.check_same(saved, loaded)
     other = replace(case, replicas=2)
     first = run(4, load_only, other, str(tmp_path))
+    assert len(list(tmp_path.glob("by_4/*/dynmo/flat-*"))) == 2  # of one replica
     assert whole(first) == whole(run(1, load_only, replace(case, stages=1), str(tmp_path)))
     ((scale, skipped),) = {result["scale"] for result in first}
     assert skipped and scale == 2.0 ** (17 - skipped)
@@ -156,6 +158,7 @@ def test_a_run_resumes_on_other_stages_and_replicas(case: Case, tmp_path: Path) 
 def load_only(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case)
     engine.load_checkpoint(folder)
+    engine.save_checkpoint(f"{folder}/by_{engine.world_size}")
     return {**outcome_of(engine, []), "scale": scale_and_skipped(engine)}
 
 
@@ -200,6 +203,60 @@ def test_layers_freeze_and_thaw(case: Case) -> None:
     assert [result["losses"] for result in moved] == [result["losses"] for result in still]
     assert whole(moved) == whole(still)
     assert not any(result["thawed"] for result in moved)
+
+
+def train_with_frozen(case: Case, folder: str, *, whole_group: bool, resumes: bool, early: bool) -> Any:
+    """Freeze in batch 2, thaw in batch 6: a parameter group, or the leading layers. Save or load in batch 4.
+
+    Args:
+        early: layers move before the optimizer takes note that they are frozen.
+    """
+    engine = build(case, more=CALM)
+    found = []
+    if resumes:
+        engine.load_checkpoint(folder)
+    data = checkpoints.data_after(engine, 4 if resumes else 0)
+    for step in range(4 if resumes else 0, 8):
+        if step in (2, 6):
+            if whole_group:
+                for parameter in (p for p in engine.module.parameters() if p.dim() > 1):
+                    parameter.requires_grad_(step == 6)
+                    parameter.grad = None
+            else:
+                freeze(engine, 4 if step == 2 else 0)
+            if early and step == 2:
+                engine.rebalance([0, 1, 8])
+            engine.model_changed("frozen or thawed")
+        if step == 4 and not resumes:
+            engine.save_checkpoint(folder)
+        found.append(engine.train_batch(data).item())
+    return outcome_of(engine, found[-4:]), [state.get("step") for state in engine.basic_optimizer.state.values()]
+
+
+WHOLE = pytest.param(True, id="group", marks=pytest.mark.fuzz)
+
+
+@pytest.mark.parametrize("whole_group", [pytest.param(False, id="stage"), WHOLE])
+def test_a_group_frozen_on_a_stage_keeps_its_count_of_steps_when_a_run_resumes(
+    whole_group: bool, tmp_path: Path
+) -> None:
+    case = replace(FUSED, groups="two" if whole_group else "one", clip=0.0)
+    of_run = partial(train_with_frozen, case, str(tmp_path), whole_group=whole_group, early=False)
+    saved, resumed = (run(2, partial(of_run, resumes=resumes)) for resumes in (False, True))
+    assert [(result["losses"], steps) for result, steps in resumed] == [
+        (result["losses"], steps) for result, steps in saved
+    ]
+    assert whole([result for result, _ in resumed]) == whole([result for result, _ in saved])
+    assert len({step for _, steps in saved for step in steps}) == 1
+
+
+@pytest.mark.fuzz
+def test_layers_that_move_when_they_were_just_frozen_do_not_take_the_count_of_steps_along(tmp_path: Path) -> None:
+    case = replace(FUSED, groups="one", clip=0.0)
+    of_run = partial(train_with_frozen, case, str(tmp_path), whole_group=False, resumes=False)
+    late, early = (run(2, partial(of_run, early=early)) for early in (False, True))
+    assert [result["losses"] for result, _ in early] == [result["losses"] for result, _ in late]
+    assert len({step for _, steps in early for step in steps}) == 1
 
 
 def train_with(case: Case, more: dict[str, Any], moves: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -243,7 +243,10 @@ def rank_file(stage: int, replica: int, slice_index: int) -> str:
 
 
 def flat_file(stage: int, replica: int, slice_index: int) -> str:
-    """Name our file of a rank's optimizer state in flat shards: what DeepSpeed's lacks."""
+    """Name our file of what DeepSpeed's lack of optimizer state: of a rank's flat shards, or of fp16 without ZeRO.
+
+    The latter is replica 0's alone.
+    """
     return f"{FOLDER}/flat-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 

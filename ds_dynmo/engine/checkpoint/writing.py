@@ -100,7 +100,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
     of_optimizer = optimizer_files(context.stage)
     if isinstance(of_optimizer, FlatFiles):
         torch.save(of_optimizer.extras(), os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
-    elif isinstance(of_optimizer, MasterFiles):
+    elif isinstance(of_optimizer, MasterFiles) and replica == 0:  # every replica has all of it
         content = compact(of_optimizer.extras(named_parameters(layers)))
         torch.save(content, os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
     torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica, slice_index)))

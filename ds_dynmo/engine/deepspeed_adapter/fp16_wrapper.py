@@ -51,9 +51,16 @@ class Fp16Wrapper(ABC):
     def state_of(self, parameter: nn.Parameter) -> State:
         """Return what is held for a parameter that it trains, in the wrapper's own memory."""
 
+    def of_group(self, group: int) -> State:
+        """Return what is held once for a group, such as its count of steps. It is in :meth:`state_of`, too."""
+        return {}
+
+    def set_of_group(self, group: int, state: State) -> None:  # noqa: B027
+        """Hold of ``state`` what :meth:`of_group` lists. A count of steps that it lacks begins anew."""
+
     @abstractmethod
-    def frozen_state_of(self, parameter: nn.Parameter) -> State:
-        """Return what is to be kept of :meth:`state_of` while the parameter is frozen."""
+    def of_parameter(self, state: State) -> State:
+        """Select of a :meth:`state_of` what is to be kept while the parameter is frozen."""
 
     def rewrap(self, groups: Groups, states: Mapping[int, State]) -> None:
         """Train ``groups`` from now on.
@@ -155,8 +162,15 @@ class FusedFp16Wrapper(Fp16Wrapper):
             for name, value in values.items()
         }
 
-    def frozen_state_of(self, parameter: nn.Parameter) -> State:
-        state = self.state_of(parameter)
+    def of_group(self, group: int) -> State:
+        master = self._wrapper.fp32_groups_flat[group]
+        return {n: value for n, value in self.inner.state.get(master, {}).items() if not _is_like(value, master)}
+
+    def set_of_group(self, group: int, state: State) -> None:
+        values = {name: state.get(name, 0) for name in self.of_group(group) if name in state or name == "step"}
+        self.inner.state.get(self._wrapper.fp32_groups_flat[group], {}).update(values)
+
+    def of_parameter(self, state: State) -> State:
         return {name: value.clone() for name, value in state.items() if _is_like(value, state[MASTER])}
 
     def _rebuild(self, number: int, group: Sequence[nn.Parameter], states: Mapping[int, State]) -> None:
@@ -217,8 +231,8 @@ class UnfusedFp16Wrapper(Fp16Wrapper):
         master = self._masters[id(parameter)]
         return {MASTER: master.detach(), **self.inner.state.get(master, {})}
 
-    def frozen_state_of(self, parameter: nn.Parameter) -> State:
-        return self.state_of(parameter)
+    def of_parameter(self, state: State) -> State:
+        return state
 
     def rewrap(self, groups: Groups, states: Mapping[int, State]) -> None:
         super().rewrap(groups, states)

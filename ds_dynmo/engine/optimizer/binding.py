@@ -168,10 +168,10 @@ class OptimizerBinding:
 
     def refit(self) -> None:
         """Take frozen parameters out of what DeepSpeed's wrapper trains, and unfrozen ones back in. Collective."""
+        if isinstance(self._state, PerParameterState):
+            self._state.count_steps_per_parameter(self._comm.gather_objects)
         if isinstance(self._state, FlatState | MasterState):
             self._state.refit()
-        elif isinstance(self._state, PerParameterState):
-            self._state.count_steps_per_parameter(self._comm.gather_objects)
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Map the ``id`` of a parameter to its gradient of this batch; under ZeRO to the part in this rank's shard."""

@@ -77,7 +77,9 @@ class MasterState(PerParameterState):
         if parameter not in self._membership:
             return {}
         if self._membership.is_parked(parameter):
-            return dict(self._parked[id(parameter)])
+            number = self._membership.group(parameter)
+            assert number is not None, "every parameter in a membership has a group"
+            return {**self._wrapper.of_group(number), **self._parked[id(parameter)]}
         return self._wrapper.state_of(parameter)
 
     def static_bytes(self, parameter: nn.Parameter) -> int:
@@ -154,10 +156,13 @@ class MasterState(PerParameterState):
         self._weights_lead = False
 
     def _join(self, parameter: nn.Parameter, number: int, state: State, states: dict[int, State]) -> None:
-        """Put it into a group; its state into ``states``, or aside while it is frozen."""
+        """Put it into a group; its state into ``states``, or aside while it is frozen, but for what is the group's."""
         self._membership.join(parameter, number)
         if self._membership.is_parked(parameter):
-            self._parked[id(parameter)] = state or {MASTER: parameter.detach().float()}
+            state = {MASTER: parameter.detach().float(), **state}
+            if "step" in state:
+                self._wrapper.set_of_group(number, state)
+            self._parked[id(parameter)] = self._wrapper.of_parameter(state)
         else:
             states[id(parameter)] = state
 
@@ -169,7 +174,7 @@ class MasterState(PerParameterState):
             if parameter.requires_grad:
                 states[id(parameter)] = self._parked.pop(id(parameter))
             else:
-                self._parked[id(parameter)] = self._wrapper.frozen_state_of(parameter)
+                self._parked[id(parameter)] = self._wrapper.of_parameter(self._wrapper.state_of(parameter))
                 parameter.data = parameter.data.clone()  # no longer a part of flat weights
             self._membership.put(parameter, parked=not parameter.requires_grad)
         live = self._membership.by_group(parameters, parked=False)
@@ -195,6 +200,8 @@ class MasterState(PerParameterState):
         """
         self._membership, self._parked, self._weights_lead = Membership([[] for _ in self._groups]), {}, False
         states: dict[int, State] = {}
+        for number in range(len(self._groups)):
+            self._wrapper.set_of_group(number, {})
         for parameter, number, state in members:
             self._join(parameter, number, state, states)
         for number, values in options.items():
