@@ -25,6 +25,7 @@ from tests.distributed.support.training import (
     batches,
     build,
     check_moves_changed_nothing,
+    drop_decision,
     freeze,
     gather,
     layers_of,
@@ -149,7 +150,7 @@ def test_a_run_resumes_on_other_stages_and_replicas(case: Case, tmp_path: Path) 
         checkpoints.check_same(saved, loaded)
     other = replace(case, replicas=2)
     first = run(4, load_only, other, str(tmp_path))
-    assert len(list(tmp_path.glob("by_4/*/dynmo/flat-*"))) == 2  # of one replica
+    assert len(list(tmp_path.glob("by_4/*/dynmo/flat-*"))) == (4 if case.precision == ZERO.precision else 2)  # else of one replica
     assert whole(first) == whole(run(1, load_only, replace(case, stages=1), str(tmp_path)))
     ((scale, skipped),) = {result["scale"] for result in first}
     assert skipped and scale == 2.0 ** (17 - skipped)
@@ -229,6 +230,7 @@ def train_with_frozen(case: Case, folder: str, *, whole_group: bool, resumes: bo
             engine.model_changed("frozen or thawed")
         if step == 4 and not resumes:
             engine.save_checkpoint(folder)
+        drop_decision(engine)
         found.append(engine.train_batch(data).item())
     return outcome_of(engine, found[-4:]), [state.get("step") for state in engine.basic_optimizer.state.values()]
 
