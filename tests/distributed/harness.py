@@ -97,21 +97,26 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
             except EOFError:
                 raise RankError(f"rank {rank} died") from None
             if not ok:
-                dead = _dead([other for other in pipes if other is not pipe and pipes.index(other) not in results])
-                cause = f"rank {pipes.index(dead)} died, and then " if dead is not None else ""
-                raise RankError(f"{cause}rank {rank} failed:\n{value}")
+                others = [other for other in pipes if other is not pipe and pipes.index(other) not in results]
+                told = "".join(f"\n{text}" for text in _also_failed(others, pipes))
+                raise RankError(f"rank {rank} failed:\n{value}{told}")
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _dead(pipes: list[Connection]) -> Connection | None:
-    """Find a rank that ended without a result: others may fail because of it, and report first."""
-    for pipe in wait(pipes, timeout=0.5) if pipes else []:
+def _also_failed(others: list[Connection], pipes: list[Connection]) -> list[str]:
+    """Say which other ranks failed or died at the same time: one may fail because of another, and report first."""
+    texts = []
+    for pipe in wait(others, timeout=0.5) if others else []:
+        rank = pipes.index(pipe)  # type: ignore[arg-type]
         try:
-            pipe.recv()  # type: ignore[union-attr]
+            ok, value = pipe.recv()  # type: ignore[union-attr]
         except EOFError:
-            return pipe  # type: ignore[return-value]
-    return None
+            texts.append(f"rank {rank} died")
+            continue
+        if not ok:
+            texts.append(f"rank {rank} failed as well:\n{value}")
+    return texts
 
 
 @dataclass(frozen=True)
