@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 import ds_dynmo
+from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run, run_each
 from tests.distributed.support import checkpoints
 from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
@@ -114,6 +115,21 @@ def scale_stock_loss() -> None:
         return backward(self, loss if self.zero_optimization() else loss.float() * self.optimizer.loss_scale, **kwargs)
 
     DeepSpeedEngine.backward = scaled
+
+
+def train_scaled_twice() -> str:
+    scale_stock_loss()
+    engine = build(replace(UNFUSED, stages=1), layers, more=CALM)
+    before = [weight.detach().clone() for weight in engine.module.parameters()]
+    with pytest.raises(ConfigError) as refusal:
+        engine.train_batch(batches(engine))
+    assert engine.global_steps == 0 and all(map(torch.equal, before, engine.module.parameters()))
+    return str(refusal.value)
+
+
+def test_a_loss_that_is_scaled_twice_is_refused_in_the_first_batch() -> None:
+    (message,) = run(1, train_scaled_twice)
+    assert "multiplied by the loss scale, 1024, twice" in message
 
 
 def train_beside_stock(case: Case, which: str) -> tuple[Any, ...]:

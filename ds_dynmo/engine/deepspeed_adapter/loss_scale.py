@@ -6,9 +6,14 @@ the same on every rank: overflows are agreed on before it changes. A static scal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+
+from ds_dynmo.errors import ConfigError
 
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -38,17 +43,34 @@ def present_loss_scale(optimizer: Any) -> float:
 
 
 @contextmanager
-def scaled_loss(engine: Any) -> Iterator[None]:
+def scaled_loss(engine: Any, *, check: bool) -> Iterator[None]:
     """Let the backward pass of the last stage begin at the loss times the loss scale.
 
     DeepSpeed leaves that out in fp16 without ZeRO (``DeepSpeedEngine.backward``), yet divides the gradients by it.
+
+    Args:
+        check: find out whether somebody else scales the loss too; waits for the accelerator.
+
+    Raises:
+        ConfigError: afterwards, if so. No step has been made with these gradients.
     """
-    before = engine.loss
-    engine.loss = before.float() * engine.optimizer.loss_scale
+    before, scale = engine.loss, float(engine.optimizer.loss_scale)
+    loss = before.float()
+    arrived: list[torch.Tensor] = []
+    hook = loss.register_hook(arrived.append) if check and loss.requires_grad else None
+    engine.loss = loss * scale
     try:
         yield
     finally:
         engine.loss = before
+        if hook is not None:
+            hook.remove()
+    expected = scale / engine.gradient_accumulation_steps()
+    if arrived and scale > 1.0 and math.isclose(arrived[0].item(), expected * scale, rel_tol=0.01):
+        raise ConfigError(
+            f"fp16 without ZeRO: the loss is multiplied by the loss scale, {scale:g}, twice. DeepSpeed 0.19.8 leaves "
+            "it out and ds_dynmo adds it: whoever else does (another DeepSpeed, or your own backward pass) must not"
+        )
 
 
 def _scaler(optimizer: Any) -> Any:

@@ -209,9 +209,13 @@ def _from_all_outputs(backward: Instruction) -> Instruction:
 
 
 def _of_scaled_loss(backward: Instruction) -> Instruction:
+    checked = False
+
     def backward_pass(engine: Any, buffer_id: int) -> None:
-        with scaled_loss(engine) if engine.is_last_stage() else nullcontext():
+        nonlocal checked
+        with scaled_loss(engine, check=not checked) if engine.is_last_stage() else nullcontext():
             backward(engine, buffer_id=buffer_id)
+        checked = True
 
     return backward_pass
 
