@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare the seconds of each dynamic case's block with a dense block of the same size, as its load falls.
 
-"pruned_linear" is a single linear layer, 1024 x 1024. Pruned layers are compared in both kernels, and where a vector of
-kept values is smaller that is their parameter. "attention" is the attention of a dense block alone, without its
-projections: over dense is its share of the block.
+"pruned_linear" is a single linear layer, 1024 x 1024. Pruned layers are compared in each kernel, and where a vector of
+kept values is smaller that is their parameter; "by blocks", squares of 32 are pruned whole. "attention" is the
+attention of a dense block alone, without its projections: over dense is its share of the block.
 
     OMP_NUM_THREADS=1 python scripts/layers.py freezing
     OMP_NUM_THREADS=1 python scripts/layers.py attention sparse_attention --tokens 4096 --hidden-size 64
@@ -39,10 +39,12 @@ from ds_dynmo.models.stream import Activations, Stream
 SIZES = {"hidden_size": 256, "heads": 4, "sequence_length": 512, "layers": 2, "tied_embedding": False}
 WIDTH = 1024  # of the single linear layer
 SPARSITIES = (0.0, 0.52, 0.79, 0.9, 0.95, 0.97, 0.99)
+SIDE = 32  # of blocks that are pruned whole
+KERNELS = {"dense": (1.0, 1), "CSR": (0.0, 1), "by blocks": (0.0, SIDE)}  # csr_from and block_size
 PRUNED = {
-    f"{sparsity:.0%} pruned, {kernel}": (sparsity, kernel == "CSR")
+    f"{sparsity:.0%} pruned, {kernel}": (sparsity, *setting)
     for sparsity in SPARSITIES
-    for kernel in ("dense", "CSR")
+    for kernel, setting in KERNELS.items()
 }
 EXITS = {"method": "calm", "threshold": 1.0}
 
@@ -65,11 +67,11 @@ def compress(linears: list[PrunableLinear]) -> None:
             linear.compress()
 
 
-def pruned(sparsity: float, csr: bool) -> torch.nn.Module:
-    """Build a block whose smallest weights are pruned, computing in CSR or by dense products."""
-    block = block_of(pruning={"csr_from": 0.0 if csr else 1.0})
+def pruned(sparsity: float, csr_from: float, side: int) -> torch.nn.Module:
+    """Build a block whose smallest weights, or squares of them, are pruned."""
+    block = block_of(pruning={"csr_from": csr_from, "block_size": side})
     linears = {1: prunable_linears(block)}
-    keep = round(sum(linear.size for linear in linears[1]) * (1 - sparsity))
+    keep = round(sum(linear.size for linear in linears[1]) / side**2 * (1 - sparsity))
     selection = select_largest(linears, keep, num_layers=2, sum_over_stages=torch.clone)
     for linear, mask in zip(linears[1], selection.masks(1, linears[1]), strict=True):
         linear.prune(mask)
@@ -78,17 +80,18 @@ def pruned(sparsity: float, csr: bool) -> torch.nn.Module:
 
 
 class PrunedLinear(torch.nn.Module):
-    """A linear layer with a share of its weights pruned at random positions."""
+    """A linear layer with a share of its weights, or of squares of them, pruned at random positions."""
 
     width = WIDTH
 
-    def __init__(self, sparsity: float, csr: bool = False) -> None:
+    def __init__(self, sparsity: float, csr_from: float = 1.0, side: int = 1) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(2)
         weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5)
-        self.linear = PrunableLinear(weight, 0.0 if csr else 1.0)
+        self.linear = PrunableLinear(weight, csr_from, side)
         if sparsity:
-            self.linear.prune(torch.rand(WIDTH, WIDTH, generator=generator) >= sparsity)
+            keep = torch.rand(WIDTH // side, WIDTH // side, generator=generator) >= sparsity
+            self.linear.prune(keep.repeat_interleave(side, 0).repeat_interleave(side, 1))
             compress([self.linear])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

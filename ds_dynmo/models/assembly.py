@@ -87,7 +87,9 @@ def _block(config: ModelConfig, layer: int) -> list[LayerSpec]:
     both: dict[str, Any] = {"attention": attention, "mlp": mlp}
     if config.mod is not None and config.mod.routes(layer):
         return [LayerSpec(MixtureOfDepthsBlock, config, layer, config.mod, **both)]
-    prunable = {} if config.pruning is None else {"csr_from": config.pruning.csr_from}
+    prunable: dict[str, Any] = {}
+    if config.pruning is not None:
+        prunable = {"csr_from": config.pruning.csr_from, "block_size": config.pruning.block_size}
     if not config.split_blocks:
         return [LayerSpec(PrunableBlock if prunable else Block, config, layer, **both, **prunable)]
     return [

@@ -187,6 +187,14 @@ class ModelConfig(GPTConfig):
             raise ValueError(f"schedule freezes {freezing.most_blocks} blocks, the model has {layers} (layers)")
         return freezing
 
+    @field_validator("pruning")
+    @classmethod
+    def _blocks_fit(cls, pruning: PruningConfig | None, info: ValidationInfo) -> PruningConfig | None:
+        width = info.data.get("hidden_size")  # absent if it is invalid
+        if pruning is not None and width is not None and width % pruning.block_size:
+            raise ValueError(f"block_size {pruning.block_size} should divide hidden_size, {width}")
+        return pruning
+
     @field_validator("moe")
     @classmethod
     def _a_block_has_experts(cls, moe: MoEConfig | None, info: ValidationInfo) -> MoEConfig | None:

@@ -52,6 +52,7 @@ SELDOM = (
     "mod",
     "moe bias",
     "pruning",
+    "pruning in blocks",
     "pruning and qk-sparse attention",
     "egeria and mod",
     "egeria and pruning",

@@ -208,7 +208,9 @@ def train_pruned(run: CaseRun, refusal: str | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("name", "precision"), [("pruning", "bf16 zero1"), ("pruning in CSR", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("pruning", "bf16 zero1"), ("pruning in CSR", "fp32"), ("pruning in blocks", "bf16 zero1")]
+)
 def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: str) -> None:
     """To the bit, and moved while they do. Without clipping, whose norm is summed in another order."""
     case = CaseRun(CASES[name], precision=precision, steps=8, clip=0.0)

@@ -374,7 +374,7 @@ def test_vectors_train_as_dense_weights_with_masks_to_the_bit(csr_from: float | 
         others = [value for name, value in engine.module.named_parameters() if value.dim() > 1 or "norm" in name]
         runs.append((losses, [t for step in weights for t in step], kept, moments, others[:1] + others[-1:]))
         assert {linear.is_compressed for linear in linears_of(engine)} == {refusal is None}
-        assert {linear.computes_in_csr for linear in linears_of(engine)} == {csr_from is not None}
+        assert {linear.computes_sparse for linear in linears_of(engine)} == {csr_from is not None}
     assert runs[0][0] == runs[1][0] and len(set(runs[0][0])) == 16
     for dense, vectors in zip(runs[0][1:], runs[1][1:], strict=True):
         assert all(torch.equal(one, other) for one, other in zip(dense, vectors, strict=True))

@@ -27,11 +27,11 @@ def stub(monkeypatch: pytest.MonkeyPatch, start: float) -> list[float]:
     """Let CSR be faster from ``start`` on; return the sparsities that are measured."""
     measured: list[float] = []
 
-    def faster(shape: object, sparsity: float, dtype: torch.dtype, device: torch.device) -> bool:
+    def faster(shape: object, sparsity: float, dtype: torch.dtype, device: torch.device, block_size: int) -> bool:
         measured.append(sparsity)
         return sparsity >= start
 
-    monkeypatch.setattr(probe, "_csr_is_faster", faster)
+    monkeypatch.setattr(probe, "_sparse_is_faster", faster)
     return measured
 
 
@@ -100,7 +100,7 @@ def test_ranks_agree_on_the_highest_per_shape() -> None:
             stages[stage],
             num_layers=5,
             sum_over_world=sum_over_world,
-            measure=lambda shape, dtype, device: found[stage][replica],
+            measure=lambda shape, dtype, device, block_size: found[stage][replica],
         )
 
     places = [(stage, replica) for stage in range(2) for replica in range(2)]

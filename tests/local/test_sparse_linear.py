@@ -33,7 +33,7 @@ def test_outputs_and_gradients_equal_those_of_a_masked_weight(
     sparsity: float, csr_from: float, shape: tuple[int, ...]
 ) -> None:
     linear = pruned(sparsity, csr_from)
-    assert linear.computes_in_csr == (csr_from == ALWAYS and sparsity < 1)
+    assert linear.computes_sparse == (csr_from == ALWAYS and sparsity < 1)
     assert linear.mask is not None
     hidden = seeded(*shape, 20, seed=1).requires_grad_()
     gradient = seeded(*shape, 24, seed=2)
@@ -49,7 +49,7 @@ def test_outputs_and_gradients_equal_those_of_a_masked_weight(
         assert mine is not None and theirs is not None
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
         assert mine.is_contiguous()
-    if linear.computes_in_csr or sparsity == 1:
+    if linear.computes_sparse or sparsity == 1:
         assert not linear.weight.grad[~linear.mask].any()
     assert linear.kept == round((1 - sparsity) * 480)
 
@@ -119,12 +119,12 @@ def test_before_pruning_it_is_a_linear_layer(csr_from: float) -> None:
 def test_bf16_stays_dense() -> None:
     linear = PrunableLinear(nn.Parameter(seeded(24, 20).bfloat16()), ALWAYS)
     linear.prune(seeded(24, 20, seed=3) > 1)
-    assert not linear.computes_in_csr
+    assert not linear.computes_sparse
     linear(seeded(3, 20).bfloat16()).sum().backward()
     single = pruned(0.9, ALWAYS)
-    assert single.computes_in_csr
+    assert single.computes_sparse
     single.bfloat16()  # as when a checkpoint is loaded into a bf16 run
-    assert not single.computes_in_csr
+    assert not single.computes_sparse
     single(seeded(3, 20).bfloat16()).sum().backward()
 
 
@@ -166,7 +166,7 @@ def test_a_copy_computes_the_same() -> None:
 def test_a_vector_computes_what_the_dense_weight_does(sparsity: float, csr_from: float, shape: tuple[int, ...]) -> None:
     masked, vector = pruned(sparsity, csr_from), pruned(sparsity, csr_from)
     vector.compress()
-    assert vector.mask is None and vector.index is not None and vector.computes_in_csr == masked.computes_in_csr
+    assert vector.mask is None and vector.index is not None and vector.computes_sparse == masked.computes_sparse
     results = []
     for linear in (masked, vector):
         hidden = seeded(*shape, 20, seed=1).requires_grad_()
@@ -242,4 +242,4 @@ def test_structure_of_an_earlier_version_is_dropped() -> None:
     for name in ("crow", "col", "crow_transposed", "col_transposed", "index_transposed"):
         linear.register_buffer(name, torch.zeros(3, dtype=torch.int32))
     linear.drop_old_structure()
-    assert set(linear.state_dict()) == {"weight", "mask", "index"} and linear.computes_in_csr
+    assert set(linear.state_dict()) == {"weight", "mask", "index"} and linear.computes_sparse

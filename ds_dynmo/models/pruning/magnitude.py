@@ -4,6 +4,9 @@ Algorithm 1 of the paper gathers every rank's largest weights on rank 0. Here th
 counting: the bit pattern of a non-negative fp32 number, read as an integer, grows with the number, so four rounds
 settle it, eight bits each, with one sum of 256 counts over the stages per round. One more sum, of a number per layer,
 settles which of equal magnitudes stay. Memory beyond the masks does not depend on the model's size.
+
+Where square blocks are pruned whole, a block counts as its largest weight (Narang, Undersander and Diamos,
+"Block-Sparse Recurrent Neural Networks", 2017), and weights below are blocks. Both are called units in the code.
 """
 
 from __future__ import annotations
@@ -39,14 +42,14 @@ class Selection:
         """Iterate over the masks of a layer's linear layers, bool in the shape of the parameter: True stays."""
         left = self.equal[layer]
         for linear in linears:
-            mask = torch.empty_like(linear.weight, dtype=torch.bool, memory_format=torch.contiguous_format)
-            for start, bits, candidates in _chunks(linear):
-                stays = mask.view(-1)[start : start + len(bits)]
-                torch.gt(bits, self.bits, out=stays)
+            masks: list[torch.Tensor] = []
+            for bits, candidates in _chunks(linear):
+                stays = bits > self.bits
                 places = ((bits == self.bits) & candidates).nonzero().squeeze(1)[:left]
                 stays[places] = True
                 left -= len(places)
-            yield mask
+                masks.append(stays)
+            yield linear.mask_of_units(torch.cat(masks))
 
 
 def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_stages: Sum) -> Selection:
@@ -57,7 +60,7 @@ def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_sta
 
     Args:
         linears: of this stage.
-        keep: at most as many weights as are not pruned.
+        keep: at most as many weights, or blocks, as are not pruned.
         num_layers: of the model.
         sum_over_stages: adds a CPU float64 tensor over the stages; exact for counts below 2**53.
     """
@@ -65,7 +68,7 @@ def select_largest(linears: Linears, keep: int, *, num_layers: int, sum_over_sta
     found = torch.zeros(num_layers, dtype=torch.float64)
     for layer, members in linears.items():
         for linear in members:
-            for _, magnitudes, candidates in _chunks(linear):
+            for magnitudes, candidates in _chunks(linear):
                 found[layer] += ((magnitudes == bits) & candidates).sum().item()
     found = sum_over_stages(found)
     before = (found.cumsum(0) - found).tolist()
@@ -79,7 +82,7 @@ def _kth(linears: Linears, k: int, sum_over_stages: Sum) -> tuple[int, int]:
         counts = torch.zeros(256, dtype=torch.float64)
         for members in linears.values():
             for linear in members:
-                for _, bits, candidates in _chunks(linear):
+                for bits, candidates in _chunks(linear):
                     alike = bits[candidates & (bits >> shift >> 8 == prefix)]  # shifted twice: int32 has no >> 32
                     counts += torch.bincount((alike >> shift) & 255, minlength=256).cpu()
         larger = sum_over_stages(counts).flip(0).cumsum(0)  # [i]: how many have a digit of 255 - i or more
@@ -90,10 +93,9 @@ def _kth(linears: Linears, k: int, sum_over_stages: Sum) -> tuple[int, int]:
     return prefix, k
 
 
-def _chunks(linear: PrunableLinear) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Iterate over chunks of a linear layer: where each starts, bits of its magnitudes, and which are unpruned."""
-    weight = linear.weight.detach().reshape(-1)
-    mask = None if linear.mask is None else linear.mask.view(-1)
-    for start in range(0, weight.numel(), CHUNK):
-        bits = weight[start : start + CHUNK].float().abs().view(torch.int32)
-        yield start, bits, torch.ones_like(bits, dtype=torch.bool) if mask is None else mask[start : start + CHUNK]
+def _chunks(linear: PrunableLinear) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Iterate over chunks of a linear layer's units: bits of their magnitudes, and which are unpruned."""
+    units, unpruned = linear.units(), linear.unpruned_units()
+    for start in range(0, max(1, len(units)), CHUNK):
+        bits = units[start : start + CHUNK].float().abs().view(torch.int32)
+        yield bits, torch.ones_like(bits, dtype=torch.bool) if unpruned is None else unpruned[start : start + CHUNK]

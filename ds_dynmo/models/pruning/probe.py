@@ -1,7 +1,7 @@
-"""Measure from what sparsity on CSR is faster than a dense product, on the machine at hand.
+"""Measure from what sparsity on CSR, or block by block, is faster than a dense product, on the machine at hand.
 
-The result is one of :data:`SPARSITIES` per shape of a weight and dtype. It is kept in the file ``csr_from.json`` in
-the user's cache folder: ``ds_dynmo`` in ``XDG_CACHE_HOME``, or in ``~/.cache``.
+The result is one of :data:`SPARSITIES` per shape of a weight, dtype and size of blocks. It is kept in the file
+``csr_from.json`` in the user's cache folder: ``ds_dynmo`` in ``XDG_CACHE_HOME``, or in ``~/.cache``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.models.pruning.blocks import blocks
 from ds_dynmo.models.pruning.kernels import CSR, DENSE, Kernel, Shape, can_csr, compressed_linear
 from ds_dynmo.models.pruning.magnitude import Linears, Sum
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
@@ -29,7 +30,7 @@ SPARSITIES = (0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 1.0)  # 
 TOKENS = 256  # of a measured pass
 PASSES = 5  # of each kernel, in turns; the fastest counts: what else the machine does only slows them
 
-Measure = Callable[[Shape, torch.dtype, torch.device], float]
+Measure = Callable[[Shape, torch.dtype, torch.device, int], float]
 
 
 def agree_on_csr(linears: Linears, *, num_layers: int, sum_over_world: Sum, measure: Measure | None = None) -> None:
@@ -62,7 +63,7 @@ def agree_on_csr(linears: Linears, *, num_layers: int, sum_over_world: Sum, meas
         if linear.csr_from is None and linear.measured_csr_from is None:
             agreed = linear.measured_csr_from = chosen[linear.shape]
             if measure is None:
-                _remember(_key(linear.shape, linear.weight.dtype, linear.weight.device), agreed)
+                _remember(_key(linear.shape, linear.weight.dtype, linear.weight.device, linear.block_size), agreed)
 
 
 def _found(linear: PrunableLinear, measure: Measure) -> float:
@@ -70,7 +71,7 @@ def _found(linear: PrunableLinear, measure: Measure) -> float:
         return SPARSITIES[0]  # counts for none: it is not measured
     if linear.measured_csr_from is not None:
         return linear.measured_csr_from
-    return measure(linear.shape, linear.weight.dtype, linear.weight.device)
+    return measure(linear.shape, linear.weight.dtype, linear.weight.device, linear.block_size)
 
 
 def _highest(table: torch.Tensor) -> dict[Shape, float]:
@@ -84,32 +85,39 @@ def _highest(table: torch.Tensor) -> dict[Shape, float]:
     return chosen
 
 
-def csr_is_faster_from(shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
+def csr_is_faster_from(shape: Shape, dtype: torch.dtype, device: torch.device, block_size: int = 1) -> float:
     """Look up or measure from which of :data:`SPARSITIES` on CSR is faster than dense, forward and backward.
 
     Args:
         shape: of the weight, ``(outputs, inputs)``.
+        block_size: above 1: from where on a product block by block is faster.
     """
-    if not can_csr(dtype, device):
+    if block_size == 1 and not can_csr(dtype, device):
         return SPARSITIES[-1]
-    key = _key(shape, dtype, device)
+    key = _key(shape, dtype, device, block_size)
     known = _read().get(key)
     if known not in SPARSITIES:
-        known = _measure(shape, dtype, device)
+        known = _measure(shape, dtype, device, block_size)
         _write(key, known)
     return float(known)
 
 
-def _measure(shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
-    """Bisect: the sparser the weight, the faster CSR."""
-    below_one = SPARSITIES[:-1]
-    return SPARSITIES[bisect_left(below_one, True, key=lambda share: _csr_is_faster(shape, share, dtype, device))]
+def _measure(shape: Shape, dtype: torch.dtype, device: torch.device, block_size: int) -> float:
+    """Bisect: the sparser the weight, the faster its kept values alone."""
+
+    def is_faster(sparsity: float) -> bool:
+        return _sparse_is_faster(shape, sparsity, dtype, device, block_size)
+
+    return SPARSITIES[bisect_left(SPARSITIES[:-1], True, key=is_faster)]
 
 
-def _csr_is_faster(shape: Shape, sparsity: float, dtype: torch.dtype, device: torch.device) -> bool:
+def _sparse_is_faster(shape: Shape, sparsity: float, dtype: torch.dtype, device: torch.device, block_size: int) -> bool:
     outputs, inputs = shape
+    sparse = CSR if block_size == 1 else blocks(block_size)
     generator = torch.Generator().manual_seed(0)
-    index = (torch.rand(outputs * inputs, generator=generator) >= sparsity).nonzero().squeeze(1).int().to(device)
+    keep = torch.rand(outputs // block_size, inputs // block_size, generator=generator) >= sparsity
+    keep = keep.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
+    index = keep.flatten().nonzero().squeeze(1).int().to(device)
     hidden = torch.randn(TOKENS, inputs, generator=generator).to(device, dtype).requires_grad_()
     values = torch.randn(len(index), generator=generator).to(device, dtype).requires_grad_()
 
@@ -121,9 +129,9 @@ def _csr_is_faster(shape: Shape, sparsity: float, dtype: torch.dtype, device: to
         _synchronize(device)
         return time.perf_counter() - began
 
-    passes = [(seconds(CSR), seconds(DENSE)) for _ in range(PASSES + 1)][1:]  # the first warms up
-    csr, dense = map(min, zip(*passes))
-    return csr < dense
+    passes = [(seconds(sparse), seconds(DENSE)) for _ in range(PASSES + 1)][1:]  # the first warms up
+    fastest, dense = map(min, zip(*passes))
+    return fastest < dense
 
 
 def _synchronize(device: torch.device) -> None:
@@ -140,10 +148,12 @@ def cache_file() -> Path:
     return Path(folder) / "ds_dynmo" / "csr_from.json"
 
 
-def _key(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
+def _key(shape: Shape, dtype: torch.dtype, device: torch.device, block_size: int) -> str:
     name = _cpu_name() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     outputs, inputs = shape
-    return f"{name}; torch {torch.__version__}; {torch.get_num_threads()} threads; {outputs} x {inputs}; {dtype}"
+    by_blocks = f"; blocks of {block_size}" if block_size > 1 else ""
+    threads = torch.get_num_threads()
+    return f"{name}; torch {torch.__version__}; {threads} threads; {outputs} x {inputs}; {dtype}{by_blocks}"
 
 
 def _cpu_name() -> str:

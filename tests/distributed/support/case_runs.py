@@ -44,6 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "pruning in CSR": {"pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.8, "csr_from": 0.5}},
+    "pruning in blocks": {
+        "pruning": {"start": 0.1, "end": 0.4, "times": 1, "final_sparsity": 0.95, "csr_from": 0.5, "block_size": 4}
+    },
     "freezing and pruning": {
         "freezing": {"schedule": [[0.3, 1], [0.5, 2], [0.7, 0]]},
         "pruning": {
