@@ -82,6 +82,13 @@ def timed(batch: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def least_over_ranks(seconds: float) -> float:
+    """Take the least over all ranks: gathering begins with a wait for the others' batch. Collective."""
+    least = torch.tensor(seconds, dtype=torch.float64)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    return least.item()
+
+
 def profiling_seconds(arm: Arm, batch: Callable[[], Any], pairs: int) -> float:
     """Measure the extra seconds of a profiled batch over a plain one, in turns, on an engine that never moves."""
     extra = []

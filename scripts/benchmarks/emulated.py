@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import Arm, chosen, profiling_seconds, say, timed, turns
+from benchmarks.arms import Arm, chosen, least_over_ranks, profiling_seconds, say, timed, turns
 from benchmarks.emulation import data, make_engine, set_loads, told_seconds
 from benchmarks.rows import Costs, Measured, Passes, Slice, rows_by_schedule
 from ds_dynmo.engine.balancing.trigger import Reason, Request
@@ -178,8 +178,7 @@ class Benchmark:
             decisions.append(self.batch_and_costs(arm))
             partitions.append(arm.engine.partition)
         moved = [old != new for old, new in zip(partitions, partitions[1:])]
-        if moved[-1]:
-            self.timed_batch(arm)  # warm up: new shapes, new memory
+        self.timed_batch(arm)  # warm up: new shapes, new memory, another order
         if not arm.dynamic:
             return 0, 0.0, (0.0, 0.0, 0.0)
         return until_settled(self.case, phase, decisions, profiling, moved_again=any(moved[1:]))
@@ -187,12 +186,11 @@ class Benchmark:
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
         """Give the seconds of one batch, and of the rebalance after it, or at the end of the next one."""
         seconds, costs = self.timed_batch(arm), arm.new_costs()
-        seconds -= sum(costs)
         if arm.engine.balancer.trigger.deciding:
+            seconds -= least_over_ranks(arm.engine.balancer.begun_seconds)
             self.timed_batch(arm)
-            profile, decide, migrate = (sum(parts) for parts in zip(costs, arm.new_costs()))
-            costs = profile, decide, migrate
-        return seconds, costs
+            return seconds, arm.new_costs()
+        return seconds - sum(costs), costs
 
     # -- helpers ---------------------------------------------------------------------------------------
 

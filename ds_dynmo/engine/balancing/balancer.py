@@ -127,6 +127,12 @@ class Balancer:
         if not self._waits_for_profile and self._begun is None:
             self._reporter.profiled(self.profile)
 
+    @property
+    def begun_seconds(self) -> float:
+        """Seconds that training has waited for the decision that is being calculated; 0.0: there is none."""
+        begun = self._begun
+        return begun.profile_seconds + begun.waited_seconds if begun is not None and self.trigger.deciding else 0.0
+
     def _begin(self, request: Request) -> None:
         """Let a process decide while the next batch trains. Collective."""
         with self._stage.timeline.phase("decide", "begin to decide"):
