@@ -186,11 +186,13 @@ class Benchmark:
     def batch_and_costs(self, arm: Arm) -> tuple[float, Costs]:
         """Give the seconds of one batch, and of the rebalance after it, or at the end of the next one."""
         seconds, costs = self.timed_batch(arm), arm.new_costs()
+        seconds -= sum(costs)
         if arm.engine.balancer.trigger.deciding:
             seconds -= least_over_ranks(arm.engine.balancer.begun_seconds)
             self.timed_batch(arm)
-            return seconds, arm.new_costs()
-        return seconds - sum(costs), costs
+            profile, decide, migrate = (sum(parts) for parts in zip(costs, arm.new_costs()))
+            costs = profile, decide, migrate
+        return seconds, costs
 
     # -- helpers ---------------------------------------------------------------------------------------
 
