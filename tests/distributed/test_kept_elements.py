@@ -166,7 +166,7 @@ def both(case: Case) -> list[dict[str, Any]]:
     return [dense, train_pruned(case, shrinks=True, moves=MOVES, overlapped=overlapped)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.fuzz), 2])
 def test_it_trains_as_a_dense_weight_with_a_mask(replicas: int) -> None:
     cases = [case for case in CASES if case.replicas == replicas]
     for case, ranks in zip(cases, run_each(2 * replicas, both, *((case,) for case in cases))):

@@ -76,7 +76,7 @@ WORKLOADS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-FUZZ = {"tensor parallel", "patched instructions"}
+FUZZ = {"tensor parallel", "patched instructions", "fewer stages and back", "tuples"}
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,10 @@ def test_a_recalled_rank_gets_learning_rates_set_by_hand() -> None:
     assert merged(came_back) == merged(stayed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("fp32", marks=pytest.mark.fuzz), pytest.param("bf16", marks=pytest.mark.fuzz), "bf16 zero1"],
+)
 def test_attributes_built_once_fit_the_new_world(precision: str) -> None:
     """All plain attributes of engine, module, grid and optimizer equal those of an engine built at that size."""
     case = Case(stages=4, precision=precision, dynmo=PARK)

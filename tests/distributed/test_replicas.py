@@ -95,7 +95,7 @@ def train_as_launched(case: Case, folder: str | None, first: int, last: int, num
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
-        ("fp32", 1),
+        pytest.param("fp32", 1, marks=pytest.mark.fuzz),
         ("bf16 zero1", 1),
         pytest.param("bf16", 1, marks=pytest.mark.fuzz),
         pytest.param("fp32", 2, marks=pytest.mark.fuzz),

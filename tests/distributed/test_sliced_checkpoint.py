@@ -54,7 +54,7 @@ def save_and_resume(case: Case, folder: str, move: Sequence[int]) -> list[dict[s
 @pytest.mark.parametrize(
     ("case", "others"),
     [
-        pytest.param(replace(SLICED, tied=True, groups="two"), (1,), id="fp32"),
+        pytest.param(replace(SLICED, tied=True, groups="two"), (1,), id="fp32", marks=pytest.mark.fuzz),
         pytest.param(replace(SLICED, precision="bf16 zero1", tied=True), (3,), id="bf16 zero1"),
         pytest.param(replace(SLICED, precision="bf16", groups="two"), (1,), id="bf16", marks=pytest.mark.fuzz),
         pytest.param(
