@@ -30,7 +30,7 @@ from benchmarks.emulated import LAYERS, RECORDED_BATCHES, emulated_rows, layers_
 from benchmarks.machine import Machine, num_cores
 from benchmarks.real import real_rows
 from benchmarks.rows import print_rows, print_schedules
-from command_line import (
+from ds_dynmo.cli.command_line import (
     CommandParser,
     check_at_least_1,
     check_layers,
@@ -39,10 +39,10 @@ from command_line import (
     settings_of,
     write_json,
 )
+from ds_dynmo.cli.simulation.loads import CASE_HELP, RECORDED_HELP, Case, Recorded, chosen_cases
+from ds_dynmo.cli.simulation.runs import ARMS
+from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from simulation.loads import CASE_HELP, RECORDED_HELP, Case, Recorded, chosen_cases
-from simulation.runs import ARMS
-from startup import begin_rank
 
 
 def parse(given: list[str]) -> argparse.Namespace:

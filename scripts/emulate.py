@@ -21,8 +21,8 @@ import torch
 
 from benchmarks import differences, held_bytes, one_engine, prediction, slowed
 from benchmarks.machine import Machine
-from command_line import CommandParser, num_processes, refusals_of, write_json
-from startup import begin_rank
+from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of, write_json
+from ds_dynmo.cli.startup import begin_rank
 
 COMMANDS = {
     "freezing": (one_engine, one_engine.freezing),

@@ -12,11 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from ds_dynmo.cli.training.options import RESUME_FILE
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import model_layers, read_model_config
 from ds_dynmo.models.pruning import export
-from training.options import RESUME_FILE
 
 
 def main(given: list[str]) -> int:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import TiedLayerSpec
 
-from command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
+from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
 from ds_dynmo.config import parse_block
 from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.pruning.gradual import prunable_linears

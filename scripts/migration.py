@@ -27,9 +27,9 @@ from torch import nn
 from benchmarks.arms import timed
 from benchmarks.emulation import pipeline_engine
 from benchmarks.machine import Machine
-from command_line import CommandParser, num_processes, print_table, write_json
+from ds_dynmo.cli.command_line import CommandParser, num_processes, print_table, write_json
+from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from startup import begin_rank
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

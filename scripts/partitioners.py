@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from command_line import print_table
+from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.partitioners import (
     MemoryModel,
     PipelineModel,

@@ -37,11 +37,11 @@ from torch import nn
 
 from benchmarks.arms import say, timed
 from benchmarks.emulation import data, make_engine, pipeline_engine, set_loads
-from command_line import CommandParser, print_table, refusals_of, write_json
+from benchmarks.packing import prepare_runs, show_memory, train_within_limit
+from ds_dynmo.cli.command_line import CommandParser, print_table, refusals_of, write_json
+from ds_dynmo.cli.simulation.loads import CASES, Phase
+from ds_dynmo.cli.startup import begin_rank
 from guard import guarded_group, scratch_folder
-from simulation.loads import CASES, Phase
-from startup import begin_rank
-from training.packing import prepare_runs, show_memory, train_within_limit
 
 LAYERS, WIDTH = 16, 1024  # of the restarted job: linear layers, WIDTH x WIDTH
 STAGES, FEWER = 4, 2

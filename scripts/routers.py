@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
+from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
+from ds_dynmo.cli.plotting.routers import Loads, loads_over_mean, read_loads
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import MixtureOfExperts, load_text, model_layers, read_model_config
 from ds_dynmo.models.gpt import language_model_losses
-from plotting.routers import Loads, loads_over_mean, read_loads
 
 NONE = "none"
 ROUTINGS = (NONE, "aux_loss", "sbase", "bias")

@@ -27,7 +27,7 @@ from benchmarks.arms import engines_end_here
 from benchmarks.machine import Machine
 from benchmarks.scaling import LOADS, SPLITS
 from benchmarks.schedules import ARMS, AUTO, STOCK, measure, show
-from command_line import (
+from ds_dynmo.cli.command_line import (
     CommandParser,
     check_at_least_1,
     check_layers,
@@ -36,8 +36,8 @@ from command_line import (
     settings_of,
     write_json,
 )
+from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
-from startup import begin_rank
 
 
 def parse(given: list[str]) -> argparse.Namespace:

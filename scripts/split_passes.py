@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
+from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
 from ds_dynmo.config import parse_block
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError

@@ -22,14 +22,14 @@ from typing import Any
 
 from benchmarks.arms import Arm, say, turns
 from benchmarks.trained import SIZES, Trained, configuration
-from command_line import CommandParser, num_processes, print_table, refusals_of, write_json
+from ds_dynmo.cli.command_line import CommandParser, num_processes, print_table, refusals_of, write_json
+from ds_dynmo.cli.startup import begin_rank
+from ds_dynmo.cli.train import batches, build_engine, ends_part, validate
+from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.models.gpt import BlockPart
 from ds_dynmo.models.local_layers import local_layers
-from startup import begin_rank
-from train import batches, build_engine, ends_part, validate
-from training.options import prepare
 
 DENSE = "dense"
 VALIDATIONS = 10

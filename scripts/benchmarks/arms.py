@@ -15,8 +15,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from benchmarks.rows import Costs, Slice
-from simulation.runs import ARMS, BALANCERS, DYNAMIC
-from simulation.statics import STATICS, Statics
+from ds_dynmo.cli.simulation.runs import ARMS, BALANCERS, DYNAMIC
+from ds_dynmo.cli.simulation.statics import STATICS, Statics
 
 ALWAYS = (*STATICS, "dense")  # what others are compared with
 NEVER = 1_000_000  # batches

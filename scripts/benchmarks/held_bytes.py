@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.arms import engines_end_here, say
 from benchmarks.emulation import pipeline_engine
-from command_line import check_at_least_1, print_table
+from ds_dynmo.cli.command_line import check_at_least_1, print_table
 from ds_dynmo.engine.balancing.ordering import ScheduleChoice
 from ds_dynmo.engine.comm.channels import AHEAD
 from ds_dynmo.engine.pipeline.steps import ScheduleSteps

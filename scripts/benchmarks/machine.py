@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import platform
 import time
-from pathlib import Path
 
-import deepspeed
 import psutil  # comes with DeepSpeed
 import torch
+
+from ds_dynmo.cli.hardware import hardware
 
 
 class Machine:
@@ -37,29 +35,9 @@ class Machine:
         return f"The machine's host took {self.stolen():.0%} of its cores so far."
 
 
-def hardware() -> dict[str, object]:
-    """Describe what this process runs on, and with."""
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-    }
-
-
 def num_cores() -> int:
     """Count the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor() -> str:
-    """Name the processor, by its model where the system tells it, which is Linux."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _stolen_seconds() -> float:

@@ -19,7 +19,7 @@ import torch
 from benchmarks.arms import say, timed
 from benchmarks.emulation import data, make_engine, random_phase, set_loads, told_seconds
 from benchmarks.rows import Passes, passes_of
-from command_line import check_at_least_1, print_table
+from ds_dynmo.cli.command_line import check_at_least_1, print_table
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import loads, simulate
 

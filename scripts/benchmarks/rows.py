@@ -9,11 +9,11 @@ from itertools import chain, groupby
 from statistics import fmean, median
 from typing import Any
 
-from command_line import print_table
+from ds_dynmo.cli.command_line import print_table
+from ds_dynmo.cli.simulation.runs import ARMS, DYNAMIC, STATICS
+from ds_dynmo.cli.simulation.statics import Statics, label
 from ds_dynmo.partitioners import PipelineModel, imbalance, loads, makespan, uniform
 from ds_dynmo.plan import Profile
-from simulation.runs import ARMS, DYNAMIC, STATICS
-from simulation.statics import Statics, label
 
 OVERHEADS = ("profile", "decide", "migrate")
 Costs = tuple[float, float, float]  # seconds of OVERHEADS

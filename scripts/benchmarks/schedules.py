@@ -19,7 +19,7 @@ from benchmarks.arms import say, timed, turns
 from benchmarks.emulation import pipeline_engine
 from benchmarks.scaling import WIDTH, ScalingBlock, layer_seconds, stage_costs
 from benchmarks.traced_passes import traced_batches
-from command_line import print_table
+from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.models.gpt import Block
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.partitioners import simulate

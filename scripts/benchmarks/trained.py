@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.arms import Arm, say, timed
 from benchmarks.rows import passes_of
+from ds_dynmo.cli.simulation.statics import Statics
+from ds_dynmo.cli.train import batches, build_engine
+from ds_dynmo.cli.training.options import Run, prepare
 from ds_dynmo.models import dynamic_cases
 from ds_dynmo.partitioners import PipelineModel
-from simulation.statics import Statics
-from train import batches, build_engine
-from training.options import Run, prepare
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 SIZES = ("layers", "hidden_size", "heads", "sequence_length", "mlp_ratio", "tied_embedding", "seed", "vocab_size")

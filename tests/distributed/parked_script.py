@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from startup import init_distributed
+from ds_dynmo.cli.startup import init_distributed
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import batches, build
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_dynmo.cli.training.options import RESUME_FILE
 from ds_dynmo.models import language_model_loss, load_text, model_layers, read_model_config
 from export import main
 from tests.distributed.harness import run
 from tests.distributed.support.case_runs import CASES, SIZES
 from tests.distributed.support.script import flags, run_script
-from training.options import RESUME_FILE
 
 
 def test_exported_weights_are_dense_and_compute_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

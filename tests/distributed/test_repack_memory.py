@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks.packing import prepare_runs, train_within_limit
 from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run
-from training.packing import prepare_runs, train_within_limit
 
 RANKS, STEPS = 2, 10
 PRUNED = {"pruning": {"final_sparsity": 0.9, "probe": False}}

@@ -12,15 +12,15 @@ import pytest
 from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
+from ds_dynmo.cli.simulation.loads import Recorded
+from ds_dynmo.cli.train import batches, build_cases, build_engine, train
+from ds_dynmo.cli.training.options import RESUME_FILE, prepare
+from ds_dynmo.cli.training.report import begin_report, record_nothing
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import language_model_loss, model_layers
-from simulation.loads import Recorded
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import state, whole
-from train import batches, build_cases, build_engine, train
-from training.options import RESUME_FILE, prepare
-from training.report import begin_report, record_nothing
 
 STEPS = 8
 
@@ -81,7 +81,7 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> N
     plain = run(2, run_script, arguments)[0]["losses"]
     (first, said), (second, nothing) = run(2, reported, [*arguments, "--report", "/dev/full"])
     assert first == second == plain and nothing == ""
-    assert said.count("train.py: /dev/full: was not written: [Errno 28]") == 1
+    assert said.count("ds-dynmo-train: /dev/full: was not written: [Errno 28]") == 1
     first, said = run(2, reported, [*arguments, "--report", str(tmp_path / "report.jsonl")])[0]
     records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
     assert [record["train_loss"] for record in records if record["kind"] == "step"] == first and said == ""

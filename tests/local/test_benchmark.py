@@ -15,12 +15,12 @@ from benchmarks.arms import chosen
 from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
+from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded
+from ds_dynmo.cli.simulation.runs import ARMS
+from ds_dynmo.cli.simulation.statics import Statics
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import PipelineModel
-from simulation.loads import CASES, Phase, Recorded
-from simulation.runs import ARMS
-from simulation.statics import Statics
 from tests.recordings import write_recording
 
 

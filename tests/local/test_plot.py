@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-import plot
-from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
-from ds_dynmo.errors import ConfigError
-from ds_dynmo.placement import Placement
-from ds_dynmo.plan import LayerCost, Profile
-from ds_dynmo.schedules import zb_h1
-from plotting.data import (
+from ds_dynmo.cli import plot
+from ds_dynmo.cli.plotting.data import (
     Report,
     costs,
     loads_around,
@@ -29,7 +24,12 @@ from plotting.data import (
     simulated,
     traced,
 )
-from plotting.html import rebalance_rows
+from ds_dynmo.cli.plotting.html import rebalance_rows
+from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.placement import Placement
+from ds_dynmo.plan import LayerCost, Profile
+from ds_dynmo.schedules import zb_h1
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
@@ -281,7 +281,7 @@ def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
     drawn = traced([*track_names(tracks), *batch_events(3, Placement.chain([0, 2, 4]), tracks, 0.0)], 3)
     categories = [bar.category for bar in drawn.rows[0][1]]
     assert categories == ["input gradient", "weight gradient", "backward"]
-    pictures = pytest.importorskip("plotting.pictures")
+    pictures = pytest.importorskip("ds_dynmo.cli.plotting.pictures")
     assert len({pictures.COLORS[category] for category in (*categories, "forward")}) == 4
 
 
@@ -317,9 +317,10 @@ def test_arguments_that_cannot_be_drawn_are_named(
     assert "give the report of a run, or --rows FILE" in capsys.readouterr().err
     assert plot.main(["--trace", "trace.json", "--rows", "rows.json"]) == 2
     assert "--trace trace.json: needs the report of the same run" in capsys.readouterr().err
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "plotting.pictures"]:
+    draws = "ds_dynmo.cli.plotting.pictures"
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == draws]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("plotting.pictures", raising=False)
+    monkeypatch.delattr(draws, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot.main([str(report), "--out", str(tmp_path / "never")]) == 2
     assert 'no matplotlib: install the extra "plots"' in capsys.readouterr().err

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_dynmo.cli.simulation.loads import CASES
 from ds_dynmo.models import model_layers
 from record import OWN_CHANGES, can_change, merged, prepared
-from simulation.loads import CASES
 
 
 @pytest.mark.parametrize("case", CASES)

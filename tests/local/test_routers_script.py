@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import plot
 import routers
+from ds_dynmo.cli import plot
+from ds_dynmo.cli.plotting.routers import loads_over_mean
 from ds_dynmo.models.moe.expert_parallel import loads_of_replicas
-from plotting.routers import loads_over_mean
 
 SETTINGS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from ds_dynmo.cli.training.options import RECORDING, RESUME_FILE, Run, prepare
+from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
-from training.options import RECORDING, RESUME_FILE, Run, prepare
-from training.recording import Recording
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}

@@ -61,6 +61,10 @@ def test_the_engine_imports_no_model() -> None:
     assert not forbidden("engine", "ds_dynmo.models")
 
 
+def test_only_commands_import_commands() -> None:
+    assert not [name for name in forbidden("", "ds_dynmo.cli") if not name.startswith("cli/")]
+
+
 COMMUNICATES = PACKAGE / "engine" / "comm"
 FORMS_WORLDS = PACKAGE / "engine" / "elastic" / "world.py"  # and sends nothing in them
 READS_BACKEND = PACKAGE / "engine" / "deepspeed_adapter" / "shm_operator.py"  # what operators it has loaded
@@ -113,6 +117,7 @@ def test_one_module_imports_transformers_and_only_when_it_is_used() -> None:
     [
         *("ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners", "ds_dynmo.schedules"),
         "ds_dynmo.engine.balancing.policy",  # what a decision beside training loads
+        *("ds_dynmo.cli.plot", "ds_dynmo.cli.simulate"),
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:

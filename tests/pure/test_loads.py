@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_dynmo.errors import ConfigError
-from simulation.loads import CASES, Phase, Recorded, chosen_cases, mean_over
-from simulation.loads.cases import (
+from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded, chosen_cases, mean_over
+from ds_dynmo.cli.simulation.loads.cases import (
     EarlyExit,
     Fluctuating,
     Freezing,
@@ -21,8 +20,9 @@ from simulation.loads.cases import (
     SparseAttention,
     retained,
 )
-from simulation.loads.recorded import FIRST
-from simulation.runs import STATIC, Setting, compare, steps_of
+from ds_dynmo.cli.simulation.loads.recorded import FIRST
+from ds_dynmo.cli.simulation.runs import STATIC, Setting, compare, steps_of
+from ds_dynmo.errors import ConfigError
 from tests.recordings import write_recording
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import simulate
-from simulation.loads import CASES, Phase, Recorded
-from simulation.repacking import repack_rows, sustained_stages
-from simulation.runs import (
+from ds_dynmo.cli import simulate
+from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded
+from ds_dynmo.cli.simulation.repacking import repack_rows, sustained_stages
+from ds_dynmo.cli.simulation.runs import (
     DYNAMIC,
     STATIC,
     STATICS,
@@ -26,7 +26,7 @@ from simulation.runs import (
     timed_iteration,
     worth_it,
 )
-from simulation.statics import label
+from ds_dynmo.cli.simulation.statics import label
 from tests.recordings import write_recording
 
 LAST_HALF = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)

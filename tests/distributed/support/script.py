@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ds_dynmo.cli.train import build_cases, build_engine, train
+from ds_dynmo.cli.training.options import prepare
 from tests.distributed.support.case_runs import CASES, SIZES
 from tests.distributed.support.training import state
-from train import build_cases, build_engine, train
-from training.options import prepare
 
 
 def flags(folder: Path, name: str, steps: int | None = None) -> list[str]:

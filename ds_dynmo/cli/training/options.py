@@ -1,4 +1,4 @@
-"""The flags and the JSON of scripts/train.py, checked before a process group exists."""
+"""The flags and the JSON of ds-dynmo-train, checked before a process group exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from command_line import check_at_least_1, num_processes
+from ds_dynmo.cli.command_line import check_at_least_1, num_processes
 from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, load_text, model_layers, read_model_config
@@ -93,7 +93,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many batches, to resume later")
     parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
     parser.add_argument("--stages", type=int, help="pipeline stages (default: the number of processes)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write JSON lines of the run, for scripts/plot.py")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write JSON lines of the run, for ds-dynmo-plot")
     parser.add_argument("--record", type=Path, metavar="FILE", help="record what each layer costs in each batch")
     parser.add_argument(
         "--trace", nargs=3, metavar=("FILE", "FIRST", "LAST"), help="write the timeline of these steps, for Perfetto"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.arms import engines_end_here, say
-from command_line import print_table
+from ds_dynmo.cli.command_line import print_table
+from ds_dynmo.cli.train import batches, build_cases, build_engine, train
+from ds_dynmo.cli.training.options import Run, prepare
 from ds_dynmo.config import load_json, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import MemoryModel
-from train import batches, build_cases, build_engine, train
-from training.options import Run, prepare
 
 MIB = 2**20
 
@@ -102,7 +102,7 @@ def train_within_limit(flags: list[str], unlimited: Run, settings: dict[str, Any
     """Train under the limit that the model just meets as it is built. Give figures of the run on rank 0, which stays.
 
     Args:
-        flags: of scripts/train.py.
+        flags: of ds-dynmo-train.
         unlimited, settings: what :func:`prepare_runs` gave.
     """
     with engines_end_here():

@@ -19,11 +19,12 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from ds_dynmo.cli.simulation.loads import Case, Phase
+from ds_dynmo.cli.simulation.statics import STATIC, STATICS, Statics
+from ds_dynmo.cli.simulation.zero_bubble import zero_bubble_seconds
 from ds_dynmo.partitioners import PipelineModel, balanced, iteration_seconds, uniform
 from ds_dynmo.partitioners.registry import propose
-from simulation.loads import Case, Phase
-from simulation.statics import STATIC, STATICS, Statics
-from simulation.zero_bubble import zero_bubble_seconds
+from ds_dynmo.placement import Placement
 
 Floats = npt.NDArray[np.float64]
 Partition = Sequence[int]
@@ -156,9 +157,15 @@ def dense_steps(case: Case, setting: Setting) -> list[Step]:
     return [Step.of([case.dense(setting.layers)], setting.forward_seconds)]
 
 
+def first_layers(partition: Partition) -> list[int]:
+    """List the first layer of each stage."""
+    placement = Placement.chain(partition)
+    return [placement.chunk(stage).start for stage in placement.stages]
+
+
 def iteration(step: Step, partition: Partition, setting: Setting) -> tuple[float, float, float, float]:
     """Give ``full`` and ``1F1B`` seconds, mean seconds of a stage's work, and the imbalance."""
-    starts = np.asarray(partition[:-1])
+    starts = first_layers(partition)
     forward = np.add.reduceat(step.forward, starts, axis=1).T
     backward = np.add.reduceat(step.backward, starts, axis=1).T
     loads = forward + backward  # [stages, replicas]
@@ -178,7 +185,7 @@ def timed_iteration(
     step: Step, partition: tuple[int, ...], setting: Setting
 ) -> tuple[float, float, float, float, float]:
     """Give what :func:`iteration` does, and ``zero bubble`` seconds."""
-    starts = np.asarray(partition[:-1])
+    starts = first_layers(partition)
     known_forward, known_backward = (np.add.reduceat(seconds, starts).tolist() for seconds in step.slowest())
     seconds = zero_bubble_seconds(
         (known_forward, known_backward),

@@ -1,9 +1,9 @@
 """Train a byte-level GPT in a pipeline that re-balances itself, configured by one JSON.
 
-    deepspeed --num_gpus 2 scripts/train.py --deepspeed_config ds_configs/freezing.json
+    deepspeed --num_gpus 2 --module ds_dynmo.cli.train --deepspeed_config ds_configs/freezing.json
 
 The JSON is DeepSpeed's own, with a "dynmo" block and a "model" block (ds_dynmo.models.ModelConfig). Errors in either
-end the script with exit code 2 before a process group exists.
+end the command with exit code 2 before a process group exists.
 """
 
 from __future__ import annotations
@@ -22,22 +22,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
-from ds_dynmo.engine.comm.hosts import check_launch
-from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
-from ds_dynmo.models import (
-    AUXILIARY_LOSS,
-    LANGUAGE_MODEL_LOSS,
-    Batches,
-    DynamicCase,
-    EpochBatches,
-    LanguageModelPipeline,
-    dynamic_cases,
-    model_layers,
-)
-from startup import init_distributed
-from training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
-from training.recording import Recording
-from training.report import (
+from ds_dynmo.cli.startup import init_distributed
+from ds_dynmo.cli.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
+from ds_dynmo.cli.training.recording import Recording
+from ds_dynmo.cli.training.report import (
     History,
     Progress,
     Record,
@@ -49,6 +37,18 @@ from training.report import (
     repack_lines,
     step_record,
     summary,
+)
+from ds_dynmo.engine.comm.hosts import check_launch
+from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
+from ds_dynmo.models import (
+    AUXILIARY_LOSS,
+    LANGUAGE_MODEL_LOSS,
+    Batches,
+    DynamicCase,
+    EpochBatches,
+    LanguageModelPipeline,
+    dynamic_cases,
+    model_layers,
 )
 
 VALIDATIONS = 5
@@ -66,7 +66,7 @@ def refuse(error: Exception) -> int:
     if rank:
         time.sleep(FIRST_RANK_SECONDS)
         where = f" on rank {rank}"
-    print(f"train.py: error{where}: {error}", file=sys.stderr, flush=True)
+    print(f"ds-dynmo-train: error{where}: {error}", file=sys.stderr, flush=True)
     return 2
 
 
@@ -206,9 +206,9 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
         raise CheckpointError(f"{run.save / RESUME_FILE}: cannot be written: {failure[0]}")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     try:
-        run = prepare(arguments)
+        run = prepare(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, PartitionError) as error:
         return refuse(error)
 
@@ -260,4 +260,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

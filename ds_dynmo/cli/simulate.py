@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Simulate what rebalancing gains at any scale, from the paper's load formulas or from a recorded run.
 
-    python scripts/simulate.py                                     # the paper's settings, beside its figures
-    python scripts/simulate.py --case pruning --stages 8 --micro-batches 16
-    python scripts/simulate.py --case moe --interval 10 --link-gbps 50
-    python scripts/simulate.py --recorded run.jsonl --stages 4     # what scripts/train.py --record wrote
-    python scripts/simulate.py --repack                            # fewer stages as a model is pruned
+    ds-dynmo-simulate                                     # the paper's settings, beside its figures
+    ds-dynmo-simulate --case pruning --stages 8 --micro-batches 16
+    ds-dynmo-simulate --case moe --interval 10 --link-gbps 50
+    ds-dynmo-simulate --recorded run.jsonl --stages 4     # what ds-dynmo-train --record wrote
+    ds-dynmo-simulate --repack                            # fewer stages as a model is pruned
 
 Speedups are over the dense model, and over the best static partition of the same dynamic model: uniform, by parameters,
 or balanced by the loads of the first iteration. Every balancer starts at that one. "zero bubble" is our schedule, with
@@ -15,19 +14,18 @@ the order that is shortest for each iteration; "1F1B" is DeepSpeed's. Links are 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
+from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, settings_of, write_json
+from ds_dynmo.cli.simulation.loads import CASE_HELP, RECORDED_HELP, Recorded, chosen_cases
+from ds_dynmo.cli.simulation.paper import AVERAGE_GPUS, PAPER
+from ds_dynmo.cli.simulation.repacking import repack_rows, sustained_stages
+from ds_dynmo.cli.simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
+from ds_dynmo.cli.simulation.statics import label
 from ds_dynmo.errors import ConfigError, PartitionError
-from simulation.loads import CASE_HELP, RECORDED_HELP, Recorded, chosen_cases
-from simulation.paper import AVERAGE_GPUS, PAPER
-from simulation.repacking import repack_rows, sustained_stages
-from simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
-from simulation.statics import label
 
 SIZES = ("layers", "stages", "replicas", "micro_batches", "interval")
 
@@ -150,7 +148,7 @@ def print_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main(given: list[str]) -> None:
+def main(given: list[str] | None = None) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--case", action="append", metavar="NAME", help=CASE_HELP)
     parser.add_argument("--recorded", type=Path, action="append", metavar="FILE_OR_FOLDER", help=RECORDED_HELP)
@@ -176,4 +174,4 @@ def main(given: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

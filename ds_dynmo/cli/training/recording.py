@@ -1,4 +1,4 @@
-"""Record what each layer costs in each batch: scripts/train.py --record. :mod:`simulation.loads.recorded` reads it."""
+"""Record what each layer costs in each batch: ``--record``. :mod:`ds_dynmo.cli.simulation.loads.recorded` reads it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import hardware
+from ds_dynmo.cli.hardware import hardware
+from ds_dynmo.cli.simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
+from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.engine.reporting.files import WarnsOnce, append_line
-from simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
-from training.options import Run
 
 OF_THE_ENGINE = {reason.value for reason in Reason if reason is not Reason.MODEL_CHANGED}
 
@@ -36,7 +36,7 @@ class Recording:
         self._write = WarnsOnce(
             str(path),
             lambda record: append_line(path, json.dumps(record, separators=(",", ":"))),
-            lambda message: print(f"train.py: {message}", file=sys.stderr, flush=True),
+            lambda message: print(f"ds-dynmo-train: {message}", file=sys.stderr, flush=True),
             OSError,
         )
         self._write(
@@ -44,7 +44,7 @@ class Recording:
                 "kind": KIND,
                 "case": run.name,
                 "interval": run.interval,
-                "layers": engine.partition[-1],
+                "layers": engine.stage.placement.num_layers,
                 "stages": engine.num_stages,
                 "partition": engine.partition,
                 "micro_batches": engine.micro_batches,

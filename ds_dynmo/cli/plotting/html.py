@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from plotting.data import Record, Report
+from ds_dynmo.cli.plotting.data import Record, Report
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }

@@ -1,11 +1,11 @@
 """Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark, schedules, routers.
 
-    python scripts/plot.py report.jsonl --trace trace.json --out pictures
-    python scripts/plot.py --rows rows.json --format svg --out pictures
-    python scripts/plot.py --schedules 8 12 --format svg --out pictures      # stages and micro-batches
-    python scripts/plot.py --routers none.json bias.json --format svg --out pictures  # of scripts/routers.py
+    ds-dynmo-plot report.jsonl --trace trace.json --out pictures
+    ds-dynmo-plot --rows rows.json --format svg --out pictures
+    ds-dynmo-plot --schedules 8 12 --format svg --out pictures      # stages and micro-batches
+    ds-dynmo-plot --routers none.json bias.json --format svg --out pictures  # of scripts/routers.py
 
-``report.jsonl`` is written with ``--report`` of scripts/train.py or ``dynmo.report``, ``trace.json`` with ``--trace``
+``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``, ``trace.json`` with ``--trace``
 or ``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs matplotlib: the extra "plots".
 """
 
@@ -17,9 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.errors import ConfigError
-from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
-from plotting.data import (
+from ds_dynmo.cli.plotting.data import (
     Report,
     Rows,
     read_report,
@@ -30,6 +28,8 @@ from plotting.data import (
     traced,
     traced_steps,
 )
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 
 
 def expected(report: Report) -> list[Rows]:
@@ -70,7 +70,7 @@ def orders(stages: int, micro_batches: int) -> list[Rows]:
     ]
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", help="JSON lines of a run")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
@@ -105,14 +105,19 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--trace {args.trace}: needs the report of the same run")
 
 
-def main(arguments: list[str]) -> int:
+def refuse(reason: object) -> int:
+    """Print why nothing is drawn, and return the exit code, 2."""
+    print(f"ds-dynmo-plot: error: {reason}", file=sys.stderr)
+    return 2
+
+
+def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        from plotting import html, pictures, routers
+        from ds_dynmo.cli.plotting import html, pictures, routers
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
-        print(f'plot.py: error: no {missing}: install the extra "plots" (pip install matplotlib)', file=sys.stderr)
-        return 2
+        return refuse(f'no {missing}: install the extra "plots" (pip install matplotlib)')
     try:
         check(args)
         report = read_report(args.report) if args.report is not None else None
@@ -120,8 +125,7 @@ def main(arguments: list[str]) -> int:
         rows = read_rows(args.rows) if args.rows is not None else []
         routed = [routers.read_loads(file) for file in args.routers or ()]
     except ConfigError as error:
-        print(f"plot.py: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     figures: dict[str, tuple[str, Any]] = {}
     if rows:
         figures["Speed of each case"] = ("cases", pictures.cases(rows))
@@ -155,4 +159,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

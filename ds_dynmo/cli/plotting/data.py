@@ -1,4 +1,4 @@
-"""Read what a run wrote for scripts/plot.py: the JSON lines of a report, the events of a trace."""
+"""Read what a run wrote for ds-dynmo-plot: the JSON lines of a report, the events of a trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """The records of one run, each kind in the order of steps; ``start`` and ``end`` are scripts/train.py's."""
+    """The records of one run, each kind in the order of steps; ``start`` and ``end`` are ds-dynmo-train's."""
 
     start: Record | None
     end: Record | None
@@ -72,7 +72,7 @@ class Loads(NamedTuple):
 
 
 def read_report(path: Path) -> Report:
-    """Read the JSON lines that ``dynmo.report`` or scripts/train.py wrote.
+    """Read the JSON lines that ``dynmo.report`` or ds-dynmo-train wrote.
 
     Raises:
         ConfigError: no such file, a line that is no record, or nothing in it.
@@ -96,7 +96,7 @@ def read_report(path: Path) -> Report:
 
 
 def read_rows(path: Path) -> list[Record]:
-    """Read the rows that scripts/benchmark.py or scripts/simulate.py wrote, one per case and balancer.
+    """Read the rows that scripts/benchmark.py or ds-dynmo-simulate wrote, one per case and balancer.
 
     Raises:
         ConfigError: no such file, or no rows in it.

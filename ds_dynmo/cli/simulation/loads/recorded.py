@@ -1,4 +1,4 @@
-"""Recordings of real training: what ``scripts/train.py --record`` writes, read as a case.
+"""Recordings of real training: what ``ds-dynmo-train --record`` writes, read as a case.
 
 A recording is a file of JSON lines. The first is its header; each other line is an iteration, with lists that have an
 entry per layer. A list that is the same as in the line before is left out.
@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ds_dynmo.cli.simulation.loads.cases import CASES, Case
+from ds_dynmo.cli.simulation.loads.phases import Phase
 from ds_dynmo.errors import ConfigError
-from simulation.loads.cases import CASES, Case
-from simulation.loads.phases import Phase
 
 CASE_HELP = f"one of {', '.join(CASES)}, or with --recorded of its cases; default: all; may be repeated"
-RECORDED_HELP = "what train.py --record wrote, in place of the load models; may be repeated"
+RECORDED_HELP = "what ds-dynmo-train --record wrote, in place of the load models; may be repeated"
 KIND = "recording"
 FORWARD, BACKWARD, TRAINABLE = "forward_us", "backward_us", "trainable_parameters"
 NUMBERS = (FORWARD, BACKWARD, TRAINABLE, "parameters", "static_bytes")  # per layer; load signals may be null too
@@ -65,7 +65,7 @@ class Recorded(Case):
         """
         header, *records = _objects(path)
         if header.get("kind") != KIND:
-            raise ConfigError(f"{path}: is not a recording: its first line is not the header of train.py --record")
+            raise ConfigError(f"{path}: is not a recording: its first line is not the header that --record writes")
         _check_header(path, header)
         layers, iterations, known = header["layers"], [], dict[str, Any]()
         for number, record in enumerate(records, start=2):

@@ -1,4 +1,4 @@
-"""The pictures of scripts/plot.py, each a matplotlib figure."""
+"""The pictures of ds-dynmo-plot, each a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from plotting.data import PASSES, Loads, Record, Report, Rows, loads_around, quality
+from ds_dynmo.cli.plotting.data import PASSES, Loads, Record, Report, Rows, loads_around, quality
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8
@@ -95,10 +95,10 @@ def _loads_of_one_move(axes: Any, found: Loads) -> None:
     _plain(axes)
 
 
-def _short(partition: Sequence[int]) -> str:
-    if len(partition) <= 7:
-        return str(list(partition))
-    return f"[{', '.join(map(str, partition[:3]))}, ..., {partition[-1]}]"
+def _short(numbers: Sequence[int]) -> str:
+    if len(numbers) <= 7:
+        return str(list(numbers))
+    return f"[{', '.join(map(str, numbers[:3]))}, ..., {numbers[-1]}]"
 
 
 def speed(report: Report) -> Figure:

@@ -1,4 +1,4 @@
-"""Output of scripts/train.py: progress, the closing table, and the numbers of the whole run."""
+"""Output of ds-dynmo-train: progress, the closing table, and the numbers of the whole run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.reporting.files import record_writer
 from ds_dynmo.plan import Profile, RebalanceReport
-from training.options import Run
 
 Record = Callable[[dict[str, Any]], None]
 
@@ -109,7 +109,7 @@ def batch_numbers(report: RebalanceReport, profile: Profile | None, tokens: int)
     """Return tokens per second, bubble ratio and imbalance at the decision of ``report``."""
     if profile is None or report.imbalance_before is None:
         return ("-", "-", "-")
-    busy_seconds = profile.micro_batches * sum(profile.costs("time")) / (len(profile.partition) - 1)
+    busy_seconds = profile.micro_batches * sum(profile.costs("time")) / profile.placement.num_stages
     bubble_ratio = max(0.0, 1 - busy_seconds / profile.batch_seconds)
     return (f"{tokens / profile.batch_seconds:,.0f}", f"{bubble_ratio:.2f}", f"{report.imbalance_before:.2f}")
 
@@ -180,4 +180,4 @@ def begin_report(path: Path | None) -> Record:
         return record_nothing
     with suppress(OSError):  # the first record will warn
         path.write_text("")
-    return record_writer(path, lambda message: print(f"train.py: {message}", file=sys.stderr, flush=True))
+    return record_writer(path, lambda message: print(f"ds-dynmo-train: {message}", file=sys.stderr, flush=True))

@@ -1,0 +1,1 @@
+"""The pictures and the page of ``ds-dynmo-plot``."""

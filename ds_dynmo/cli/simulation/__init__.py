@@ -1,0 +1,1 @@
+"""The runs that ``ds-dynmo-simulate`` simulates."""

@@ -1,0 +1,1 @@
+"""What ``ds-dynmo-train`` reads and writes."""
