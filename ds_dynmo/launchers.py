@@ -38,10 +38,10 @@ def end_with_launcher() -> None:
 def _launchers() -> list[psutil.Process]:
     """Find the launchers of this process, from its parent up."""
     rank = psutil.Process()
-    program = _program(rank.cmdline())
+    program = _by_name(_program(rank.cmdline()))
     found = []
     parent = rank.parent()
-    while program and parent is not None and _command_line(parent)[-len(program) :] == program:
+    while program and parent is not None and _program_of(parent, len(program)) == program:
         found.append(parent)
         parent = parent.parent()
     return found
@@ -51,6 +51,16 @@ def _program(command_line: Sequence[str]) -> list[str]:
     """Give the program that an interpreter runs, with its arguments, without those that DeepSpeed's launcher adds."""
     given = dropwhile(lambda word: word.startswith("-"), command_line[1:])
     return [word for word in given if not word.startswith("--local_rank=")]
+
+
+def _program_of(launcher: psutil.Process, words: int) -> list[str]:
+    """Give the program that a launcher would start, if that and its arguments are so many words."""
+    return _by_name(_command_line(launcher)[-words:])
+
+
+def _by_name(program: Sequence[str]) -> list[str]:
+    """Leave out the folder of a program, which a launcher may have found on its path."""
+    return [os.path.basename(word) if number == 0 else word for number, word in enumerate(program)]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -22,6 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
+from ds_dynmo.cli.rank_variables import set_rank_variables
 from ds_dynmo.cli.startup import init_distributed
 from ds_dynmo.cli.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
 from ds_dynmo.cli.training.recording import Recording
@@ -208,6 +209,7 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     try:
+        set_rank_variables()
         run = prepare(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, PartitionError) as error:
         return refuse(error)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo import DynMoPipelineEngine
+from ds_dynmo.cli.rank_variables import OF_MEETING, OF_RANK
 from ds_dynmo.models.config import ModelConfig
 from tests.pure.test_docs import PAGES, ROOT, keys
 
@@ -38,9 +39,10 @@ def test_every_name_of_the_engine_that_is_documented_exists() -> None:
 
 
 def commands(page: Path) -> set[tuple[str, ...]]:
-    """Return the words, from the script on, of every command in the page that runs one of our Python scripts."""
+    """Return the words, from the script on, of every command in the page that runs one of ours."""
     text = page.read_text().replace("\\\n", " ")
     lines = re.findall(r"(?:deepspeed|python) [^`\n|;&]*?(scripts/\S+\.py(?: [^`\n|;&]*)?)", text)
+    lines += re.findall(r"(ds-dynmo-[a-z]+(?: [^`\n|;&]*)?)", text)
     return {tuple(shlex.split(line, comments=True)) for line in lines}
 
 
@@ -56,11 +58,16 @@ HELPED = sorted({asked(command) for command in EVERY})
 
 @pytest.mark.parametrize("script", HELPED, ids=" ".join)
 def test_every_flag_of_a_command_is_one_of_its_script(
-    script: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    script: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in (*OF_RANK, *OF_MEETING):  # as a launcher does: otherwise a command sets them itself, for all tests
+        monkeypatch.setenv(name, "0")
     path, *subcommand = script
-    module = importlib.import_module(Path(path).stem)
-    assert module.__file__ == str(ROOT / path)
+    if path.startswith("ds-dynmo-"):
+        module = importlib.import_module(f"ds_dynmo.cli.{path.removeprefix('ds-dynmo-')}")
+    else:
+        module = importlib.import_module(Path(path).stem)
+        assert module.__file__ == str(ROOT / path)
     with pytest.raises(SystemExit, match=r"^0$"):
         module.main([*subcommand, "--help"])
     known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.local.slurm_cluster import Cluster, skip_without_slurm
+
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ["ds-dynmo-train", "--deepspeed_config", "gpt.json", "--data", __file__, "--steps", "2"]
+LAUNCHERS = {
+    "none": [],
+    "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--no_python", "--master_port"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--no-python", "--master_port"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +36,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     offline = ["--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, *offline, "--target", str(target), str(source)], check=True, timeout=300)
     shutil.rmtree(source)
+    page = (ROOT / "docs" / "launchers.md").read_text()
+    (folder / "gpt.json").write_text(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
     return target
 
 
-def output_of(installed: Path, *command: str) -> str:
+def output_of(installed: Path, *command: str, **variables: str) -> str:
     """Run a command away from the checkout, with the installed package alone, and return what it prints."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment = {**kept, "PYTHONPATH": str(installed), "PATH": f"{installed}/bin:{os.environ['PATH']}"}
+    ours = {"PYTHONPATH": str(installed), "PATH": f"{installed}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {**kept, **variables, **ours}
     done = subprocess.run(
         command, cwd=installed.parent, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -43,3 +57,34 @@ def test_commands_need_no_checkout(installed: Path) -> None:
     where = output_of(installed, sys.executable, "-c", "import ds_dynmo; print(ds_dynmo.__file__)")
     assert Path(where.strip()).is_relative_to(installed)
     assert "ds-dynmo-simulate --case pruning" in output_of(installed, "ds-dynmo-simulate", "--help")
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_starts_training(installed: Path, launcher: str) -> None:
+    words = LAUNCHERS[launcher]
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("needs Open MPI (Debian: openmpi-bin)")
+    port = free_port()
+    if words and words[-1] == "--master_port":
+        words = [*words, port]
+    printed = output_of(installed, *words, *TRAIN, **({"MASTER_PORT": port} if launcher == "mpirun" else {}))
+    assert printed.count("step 2/2: loss") == 1  # one job, of one rank or of two
+
+
+@pytest.mark.fuzz
+def test_srun_starts_training(installed: Path, tmp_path: Path) -> None:
+    skip_without_slurm()
+    cluster = Cluster(tmp_path, ["node1"])
+    try:
+        variables = {**cluster.environment, "MASTER_PORT": str(cluster.free_port)}
+        printed = output_of(installed, "srun", "--ntasks=2", "--overcommit", *TRAIN, **variables)
+    finally:
+        cluster.close()
+    assert printed.count("step 2/2: loss") == 1
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])

@@ -26,6 +26,8 @@ LAUNCHER = """
 import subprocess, sys
 at = sys.argv.index("--") + 1
 above, program = sys.argv[1:at], sys.argv[at:]
+if above[0] == "0":
+    sys.exit(subprocess.run(program).returncode)
 if above[0] == "1":
     program = [program[0], "--local_rank=0", *program[1:]]
     sys.exit(subprocess.run([sys.executable, "-u", *program]).returncode)
@@ -53,6 +55,21 @@ def test_a_rank_ends_with_its_topmost_launcher(
         assert top.stdout.readline() == f"{launchers} 1\n"
         top.kill()
         assert top.stdout.read() == ""  # returns when the rank, which holds the other end, has ended
+
+
+def test_a_rank_ends_with_a_launcher_that_found_it_on_its_path(tmp_path: Path, scripts: tuple[Path, Path]) -> None:
+    """A command that a package installs: the launcher's words name it, the rank's have its folder too."""
+    rank, launcher = scripts
+    command = tmp_path / "rank-command"
+    command.write_text(f"#!{sys.executable} -u\n{rank.read_text()}")
+    command.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = [sys.executable, str(launcher), "0", "--", "rank-command", "--steps", "3"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None
+        assert top.stdout.readline() == "1 1\n"
+        top.kill()
+        assert top.stdout.read() == ""
 
 
 def test_a_program_without_a_launcher_continues(scripts: tuple[Path, Path]) -> None:

@@ -214,21 +214,19 @@ def free_port() -> int:
 def launch(config: Path, *flags: str) -> str:
     """Run the script on two stages, check that it succeeds, and return what it prints."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
-    return output_of([*launcher, "scripts/train.py", "--deepspeed_config", str(config), *flags], {})
+    return output_of([*launcher, "scripts/train.py", "--deepspeed_config", str(config), *flags])
 
 
 def train_alone(config: Path, *flags: str) -> str:
-    """Run the script on one stage without DeepSpeed's launcher, check that it succeeds, and return what it prints."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return output_of([sys.executable, "scripts/train.py", "--deepspeed_config", str(config), *flags], rank | meeting)
+    """Run the module on one stage without a launcher, check that it succeeds, and return what it prints."""
+    return output_of([sys.executable, "-m", "ds_dynmo.cli.train", "--deepspeed_config", str(config), *flags])
 
 
-def output_of(command: list[str], variables: dict[str, str]) -> str:
+def output_of(command: list[str]) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400.0)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
