@@ -1,1 +1,1 @@
-"""The commands that the package installs: ``ds-dynmo-train``, ``ds-dynmo-simulate``, ``ds-dynmo-plot``."""
+"""The commands that the package installs: ``ds-dynmo-train``, ``-simulate``, ``-plot`` and ``-watch``."""

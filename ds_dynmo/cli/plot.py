@@ -12,7 +12,6 @@ or ``dynmo.trace``, ``rows.json`` with ``--json`` of scripts/benchmark.py. Needs
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,13 +144,11 @@ def main(arguments: list[str] | None = None) -> int:
     drawn = {}
     for title, (name, figure) in figures.items():
         if figure is not None:
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=130)
-            drawn[title] = buffer.getvalue()
+            drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
             if args.format == "svg":
-                pictures.save_svg(figure, args.out / f"{name}.svg")
+                (args.out / f"{name}.svg").write_bytes(drawn[title].svg)
             else:
-                (args.out / f"{name}.png").write_bytes(drawn[title])
+                figure.savefig(args.out / f"{name}.png", format="png", dpi=130)
     if report is not None:
         (args.out / "report.html").write_text(html.page(report, drawn), encoding="utf-8")
     print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")

@@ -194,8 +194,9 @@ def test_all_pictures_are_in_the_page(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {*names, "report.html"}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names)
     page = (out / "report.html").read_text()
-    sources = re.findall(r'(?:src|href)="([^"]{22})', page)
-    assert sources == ["data:image/png;base64,"] * 5 and "http" not in page
+    sources = re.findall(r'(?:src|href)="([^"]{26})', page)
+    assert sources == ["data:image/svg+xml;base64,"] * 5 and "http" not in page
+    assert '<meta name="viewport" content="width=device-width">' in page
     assert "<b>interval" not in page and "&lt;b&gt;interval" in page
     assert "[0, 2, 4] → [0, 3, 4]" in page and "12000.00 → 9000.00" in page
     assert page.count("<tr>") == 1 + 6 + 1 + 3

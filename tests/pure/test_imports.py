@@ -118,6 +118,7 @@ def test_one_module_imports_transformers_and_only_when_it_is_used() -> None:
         *("ds_dynmo", "ds_dynmo.config", "ds_dynmo.partitioners", "ds_dynmo.schedules"),
         "ds_dynmo.engine.balancing.policy",  # what a decision beside training loads
         *("ds_dynmo.cli.plot", "ds_dynmo.cli.simulate"),
+        "ds_dynmo.cli.watch",  # which may run where torch is not
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:

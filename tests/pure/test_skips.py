@@ -31,6 +31,13 @@ def test_a_skip_for_want_of_a_package_fails_in_ci(text: str, ci: str, code: int,
     assert done.returncode == code and said in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("ci", "listed"), [("true", True), ("", False)])
+def test_the_reasons_of_skips_are_listed_in_ci(ci: str, listed: bool, tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(IN_A_TEST.format("skip('needs Chromium')"))
+    done = run_tests(tmp_path, "-rfE", CI=ci)  # pytest's default
+    assert done.returncode == 0 and ("needs Chromium" in done.stdout) is listed, done.stdout
+
+
 @pytest.mark.parametrize(
     ("asked", "accelerator"),
     [(["accelerator/test_one.py::test"], ""), (["accelerator"], ""), (["."], "cpu"), (["accelerator", "pure"], "cpu")],

@@ -6,33 +6,57 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from ds_dynmo.cli.plotting.data import Record, Report
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
-h2 { margin-top: 2em } img { max-width: 100% } .wide { overflow-x: auto }
+h1, summary { overflow-wrap: anywhere } h2 { margin-top: 2em }
+.wide { overflow-x: auto } img { display: block; width: 100% }
 table { border-collapse: collapse; font-size: 13px } th, td { padding: .3em .8em; border-bottom: 1px solid #ddd }
-th { text-align: left; vertical-align: bottom } td.n { text-align: right; font-variant-numeric: tabular-nums }
+th { text-align: left; vertical-align: bottom } td { white-space: nowrap }
+td.long { white-space: normal; min-width: 30em }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f5f5f5; padding: 1em; overflow-x: auto }
 """
+LEAST_SCALE = 0.7  # of a picture: on a narrow screen it is scrolled rather than made so small that nobody can read it
+CSS_PIXELS = 96  # per inch
+LONG_CELL = 60  # characters
 Rows = Sequence[Sequence[str]]
 
 
-def page(report: Report, pictures: Mapping[str, bytes]) -> str:
-    """Make the HTML; ``pictures``: PNGs by title."""
-    parts = [f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title(report))}</title>']
+class Picture(NamedTuple):
+    """An SVG, and how wide it is drawn."""
+
+    svg: bytes
+    inches: float
+
+
+def page(report: Report, pictures: Mapping[str, Picture]) -> str:
+    """Make the HTML, which reads well on any screen: what is wider than the screen is scrolled by itself.
+
+    Args:
+        pictures: by title.
+    """
+    parts = ['<!doctype html><html lang="en"><head><meta charset="utf-8">']
+    parts += [f'<meta name="viewport" content="width=device-width"><title>{escape(title(report))}</title>']
     parts += [f"<style>{STYLE}</style></head><body><h1>{escape(title(report))}</h1>"]
     if report.end is not None:
         parts.append(_table(("of the whole run", ""), summary_rows(report.end)))
-    for name, png in pictures.items():
-        data = base64.b64encode(png).decode()
-        parts.append(f'<h2>{escape(name)}</h2><img alt="{escape(name)}" src="data:image/png;base64,{data}">')
+    parts += [f"<h2>{escape(name)}</h2>{_image(name, picture)}" for name, picture in pictures.items()]
     parts += ["<h2>Decisions</h2>", _table(REBALANCE_HEAD, rebalance_rows(report.rebalances))]
     if report.start is not None:
         settings = json.dumps(report.start["config"], indent=2)
         parts.append(f"<h2>Configuration</h2><details><summary>JSON</summary><pre>{escape(settings)}</pre></details>")
     return "\n".join([*parts, "</body></html>\n"])
+
+
+def _image(name: str, picture: Picture) -> str:
+    data, pixels = base64.b64encode(picture.svg).decode(), CSS_PIXELS * picture.inches
+    size = f"min-width: {LEAST_SCALE * pixels:.0f}px; max-width: {pixels:.0f}px"
+    source = f"data:image/svg+xml;base64,{data}"
+    return f'<div class="wide"><img alt="{escape(name)}" src="{source}" style="{size}"></div>'
 
 
 def title(report: Report) -> str:
@@ -94,5 +118,5 @@ def _table(head: Sequence[str], rows: Rows) -> str:
 
 
 def _cell(value: str) -> str:
-    kind = ' class="n"' if value[:1].isdigit() else ""
+    kind = ' class="n"' if value[:1].isdigit() else ' class="long"' if len(value) > LONG_CELL else ""
     return f"<td{kind}>{escape(value)}</td>"

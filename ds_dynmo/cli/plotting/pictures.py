@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -49,11 +49,13 @@ ARM_COLORS = {
 }
 
 
-def save_svg(figure: Figure, path: Path) -> None:
-    """Write a figure; the same figure gives the same bytes, and text stays text, so that the file is small."""
+def svg(figure: Figure) -> bytes:
+    """Draw a figure; the same figure gives the same bytes, and text stays text, so that the file is small."""
+    drawn = io.BytesIO()
     one_font = {"font.sans-serif": ["DejaVu Sans"]}  # every text names all of them
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_dynmo", **one_font}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
 
 
 def stage_loads(report: Report) -> Figure | None:

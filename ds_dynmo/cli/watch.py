@@ -1,0 +1,202 @@
+"""Watch a run: the loads of its stages, its partition, moves, tokens/s and losses, from its report, as it is written.
+
+    ds-dynmo-watch report.jsonl                    # in a terminal: bars; elsewhere, or with --plain: lines
+    ds-dynmo-watch report.jsonl --once             # how the run stands now
+    ds-dynmo-watch report.jsonl --svg view.svg     # the same as a picture
+
+``report.jsonl`` is written with ``--report`` of ds-dynmo-train or ``dynmo.report``. It need not exist yet. The command
+ends when the report does, with code 0, or with Ctrl-C, with code 130. Bars need rich: the extra "watch".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_dynmo.cli.watching.follower import Follower
+from ds_dynmo.cli.watching.plain import PlainLines
+from ds_dynmo.cli.watching.run_state import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LIVE_SECONDS, PLAIN_SECONDS = 0.5, 10.0  # between two looks at the file
+INTERRUPTED = 128 + signal.SIGINT
+PICTURE_COLUMNS = 100
+INSTALL = 'the extra "watch" has it: pip install "ds_dynmo[watch]"'
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ds-dynmo-watch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("report", type=Path, help="JSON lines of a run")
+    parser.add_argument("--once", action="store_true", help="show how the run stands now, and end")
+    parser.add_argument("--plain", action="store_true", help="lines also in a terminal")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the view as it is now to a picture, and end")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        metavar="SECONDS",
+        help=f"between two looks at the file (default: {LIVE_SECONDS:g} in a terminal, {PLAIN_SECONDS:g} elsewhere)",
+    )
+    args = parser.parse_args(arguments)
+    if args.interval is not None and not 0 < args.interval < float("inf"):
+        parser.error(f"--interval {args.interval:g}: should be more than 0 seconds")
+    return args
+
+
+class Watch:
+    """A report and the file that it is read from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report = Report()
+        self.file = Follower(path, self.report.add, self.report.restart)
+
+    @property
+    def note(self) -> str:
+        """What is to be said of the file."""
+        if self.file.problem is not None:
+            return f"{self.file.problem}: waiting"
+        if self.report.run.step is None:
+            return "has no record yet: waiting"
+        assert self.file.changed is not None
+        return f"written {_ago(time.time() - self.file.changed)} ago"
+
+    def view(self) -> Any:
+        """Return what rich draws now."""
+        from ds_dynmo.cli.watching.view import View
+
+        return View(self.report, self.path.name, self.note)
+
+    def live(self, console: Console, interval: float) -> None:
+        """Draw the view again and again until the run ends, and leave the last one in the terminal."""
+        from rich.live import Live
+
+        try:
+            with _ends_at_sigterm(), Live(self.view(), console=console, screen=True, auto_refresh=False) as live:
+                while not self.report.run.ended:
+                    time.sleep(interval)
+                    self.file.look()
+                    live.update(self.view(), refresh=True)
+        finally:
+            console.print(self.view())
+
+    def plain(self, interval: float) -> None:
+        """Print what is new until the run ends; what is to be said of the file only where it waits for it."""
+        lines, waits = PlainLines(_say), ""
+        while True:
+            note = self.note
+            if note != waits and note.endswith("waiting"):
+                _say(f"{self.path.name} {note}")
+            waits = note
+            lines.show(self.report)
+            if self.report.run.ended:
+                return
+            time.sleep(interval)
+            self.file.look()
+
+
+def picture(view: Any) -> str:
+    """Draw a view as SVG, without the fonts that rich would have a browser fetch."""
+    from rich.console import Console
+
+    console = Console(record=True, width=PICTURE_COLUMNS, file=StringIO(), force_terminal=True)
+    console.print(view)
+    drawn = console.export_svg(title="ds-dynmo-watch", unique_id="view")
+    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+
+
+def terminal() -> Console | None:
+    """Return the terminal to draw in; None: there is none that can, or no rich."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        print(f"ds-dynmo-watch: bars need rich, {INSTALL}", file=sys.stderr)
+        return None
+    console = Console()
+    return None if console.is_dumb_terminal else console
+
+
+def refuse(reason: str) -> int:
+    print(f"ds-dynmo-watch: error: {reason}", file=sys.stderr)
+    return 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a reason may have letters that the terminal's encoding lacks
+    watch = Watch(args.report)
+    watch.file.look()
+    looks_once = args.once or args.svg is not None
+    if watch.file.problem is not None and (looks_once or not watch.file.waits):
+        return refuse(f"{args.report}: {watch.file.problem}")
+    if looks_once and watch.report.run.step is None:
+        return refuse(f"{args.report}: has no record of a run")
+    try:
+        return show(watch, args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # what read our lines has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def show(watch: Watch, args: argparse.Namespace) -> int:
+    if args.svg is not None:
+        try:
+            args.svg.write_text(picture(watch.view()), encoding="utf-8")
+        except ModuleNotFoundError:
+            return refuse(f"--svg needs rich: {INSTALL}")
+        except OSError as error:
+            return refuse(f"--svg {args.svg}: cannot be written: {error.strerror}")
+        return 0
+    console = None if args.plain else terminal()
+    if args.once:
+        if console is not None:
+            console.print(watch.view())
+        else:
+            PlainLines(_say).show(watch.report)
+    elif console is not None:
+        watch.live(console, args.interval or LIVE_SECONDS)
+    else:
+        watch.plain(args.interval or PLAIN_SECONDS)
+    return 0
+
+
+@contextmanager
+def _ends_at_sigterm() -> Iterator[None]:
+    """Leave the terminal as it was where the command is terminated."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
