@@ -38,6 +38,7 @@ from ds_dynmo.cli.training.report import (
     repack_lines,
     step_record,
     summary,
+    validation_record,
 )
 from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
@@ -53,6 +54,7 @@ from ds_dynmo.models import (
 )
 
 VALIDATIONS = 5
+SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
 FIRST_RANK_SECONDS = 10.0
 
 
@@ -135,7 +137,9 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
         history.step_seconds.append(time.perf_counter() - began)
         history.decisions_seen(engine)
         if engine.global_rank == 0:
-            record(step_record(run, engine, history))
+            measured = step_record(run, engine, history)
+            record(measured)
+            engine.monitor.write_events([(SPEED_SERIES, measured["tokens_per_second"], engine.global_samples)])
             recording.batch()
         for case in cases:
             case.after_batch(step + 1)
@@ -144,6 +148,8 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
         if last or ends_part(step, run.steps, VALIDATIONS):
             history.validation_losses.append((step + 1, validate(engine, validation)))
             progress.say(f"step {step + 1}: validation loss {history.validation_losses[-1][1]:.3f}")
+            if engine.global_rank == 0:
+                record(validation_record(history))
         if run.save is not None and (last or (run.save_interval and (step + 1) % run.save_interval == 0)):
             save(run, engine, cases)
             progress.say(f"step {step + 1}: checkpoint in {run.save}")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import ds_dynmo
-from ds_dynmo.plan import MeasuredReport, RebalanceReport
+from ds_dynmo import partitioners
+from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.models import module_of
@@ -32,7 +33,11 @@ def expected(records: list[tuple[int, Any]]) -> Series:
                 "profile_seconds": record.profile_seconds,
                 "decide_seconds": record.decide_seconds,
                 "migrate_seconds": record.migrate_seconds,
+                "boundary_1": record.new_partition[1],
             }
+        elif isinstance(record, Profile):
+            loads = partitioners.loads(record.costs("time"), record.partition)
+            numbers = {f"stage_{stage}_load_seconds": load for stage, load in enumerate(loads)}
         else:
             assert isinstance(record, MeasuredReport)
             names = ("bottleneck_seconds", "imbalance", "batch_seconds", "bubble_ratio")
@@ -45,6 +50,9 @@ def expected(records: list[tuple[int, Any]]) -> Series:
 
 def check_run(series: Series) -> None:
     """Check a run of two moves, of which only the second had a profile, and two outcomes; six samples per batch."""
+    assert series["boundary_1"] == [(0, 3), (12, 2)]
+    for stage in range(2):
+        assert [samples for samples, _ in series[f"stage_{stage}_load_seconds"]] == [12, 24]
     assert [samples for samples, _ in series["layers_moved"]] == [0, 12]
     assert [value for _, value in series["layers_moved"]] == [1, 1]
     assert [samples for samples, _ in series["predicted_imbalance"]] == [12]
@@ -58,14 +66,17 @@ def monitored(monitors: dict[str, Any], block: dict[str, Any]) -> list[tuple[int
     engine = ds_dynmo.initialize(
         model=module, model_parameters=list(module.parameters()), config={**config(case), **monitors}
     )[0]
-    data, samples = batches(engine), [0]
+    data, samples, profiles = batches(engine), [0], {}
     engine.rebalance([0, 3, 8])
     for step in range(4):
         engine.train_batch(data)
         samples.append(engine.global_samples)
         if step == 1:
             engine.rebalance([0, 2, 8])
-    return [(samples[record.step], record) for record in [*engine.reports, *engine.measurements]]
+        if engine.profile is not None:
+            profiles[engine.profile.step] = engine.profile
+    records = [*engine.reports, *engine.measurements, *profiles.values()]
+    return [(samples[record.step], record) for record in records]
 
 
 def test_csv_files_have_all_series(tmp_path: Path) -> None:

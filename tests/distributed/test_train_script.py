@@ -66,25 +66,38 @@ def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
     assert whole(resumed) == whole(in_one_go)
 
 
-def reported(arguments: list[str]) -> tuple[list[float], str]:
-    """Return the losses of a run that writes its report from rank 0, and what rank 0 printed."""
+def reported(arguments: list[str]) -> tuple[list[float], str, list[tuple[int, float]]]:
+    """Return the losses of a run that writes its report from rank 0, what rank 0 printed, and validation losses."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         run = prepare(arguments)
         engine = build_engine(run)
         record = begin_report(run.report) if engine.global_rank == 0 else record_nothing
-        return train(run, engine, build_cases(run, engine), record).losses, said.getvalue()
+        history = train(run, engine, build_cases(run, engine), record)
+        return history.losses, said.getvalue(), history.validation_losses
 
 
 def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> None:
     arguments = flags(tmp_path, "dense", 3)
     plain = run(2, run_script, arguments)[0]["losses"]
-    (first, said), (second, nothing) = run(2, reported, [*arguments, "--report", "/dev/full"])
+    (first, said, _), (second, nothing, _) = run(2, reported, [*arguments, "--report", "/dev/full"])
     assert first == second == plain and nothing == ""
     assert said.count("ds-dynmo-train: /dev/full: was not written: [Errno 28]") == 1
-    first, said = run(2, reported, [*arguments, "--report", str(tmp_path / "report.jsonl")])[0]
+
+
+def test_a_report_and_monitors_get_speeds_and_losses_as_the_run_goes(tmp_path: Path) -> None:
+    arguments = flags(tmp_path, "dense", 3)
+    path = tmp_path / "config.json"
+    monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **monitors}))
+    losses, said, validations = run(2, reported, [*arguments, "--report", str(tmp_path / "report.jsonl")])[0]
     records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
-    assert [record["train_loss"] for record in records if record["kind"] == "step"] == first and said == ""
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["train_loss"] for record in steps] == losses and said == ""
+    found = [(record["step"], record["validation_loss"]) for record in records if record["kind"] == "validation"]
+    assert found == validations and found[-1][0] == 3
+    rows = (tmp_path / "job" / "Train_Samples_tokens_per_second.csv").read_text().splitlines()[1:]
+    assert [float(row.split(",")[1]) for row in rows] == [record["tokens_per_second"] for record in steps]
 
 
 def test_a_recording_has_the_loads_of_every_batch_and_changes_no_number(tmp_path: Path) -> None:

@@ -168,6 +168,12 @@ def test_loads_are_predicted_after_a_move_until_they_are_measured() -> None:
     assert run.measurement is not None and run.measurement.bubble_ratio == pytest.approx(1 - 4 * 0.012 / 2 / 0.06)
 
 
+def test_losses_are_those_of_the_latest_records() -> None:
+    validation = {"kind": "validation", "step": 3, "validation_loss": 2.9}
+    report = report_of(step(3, loss=2.75, auxiliary_loss=0.5), validation)
+    assert any(line.startswith("loss     2.750 + auxiliary 0.500, validation 2.900") for line in shown(report, 80))
+
+
 def test_a_profile_says_where_layers_are_if_nothing_else_does() -> None:
     run = report_of(profile(2, EVEN)).run
     assert run.placement == EVEN and run.loads_are_measured and run.steps is None

@@ -135,6 +135,12 @@ def step_record(run: Run, engine: Any, history: History) -> dict[str, Any]:
     }
 
 
+def validation_record(history: History) -> dict[str, Any]:
+    """Make the record of the last validation."""
+    step, loss = history.validation_losses[-1]
+    return {"kind": "validation", "step": step, "validation_loss": loss}
+
+
 def summary(run: Run, engine: Any, history: History) -> dict[str, Any]:
     """Make the record of the whole run; its seconds do not include validation."""
     seconds = sum(history.step_seconds)

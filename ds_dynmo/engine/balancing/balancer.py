@@ -125,7 +125,7 @@ class Balancer:
     def report_profile(self) -> None:
         """Write the latest profile once, after the decision that was taken from it."""
         if not self._waits_for_profile and self._begun is None:
-            self._reporter.profiled(self.profile)
+            self._reporter.profiled(self.profile, self._stage.engine.global_samples)
 
     @property
     def begun_seconds(self) -> float:
@@ -175,7 +175,7 @@ class Balancer:
         """
         profile_seconds = self.train_until_profiled(train) if self.profile is None else 0.0
         report = self.rebalance(Request(Reason.BY_HAND), profile_seconds=profile_seconds)
-        self._reporter.profiled(self.profile)
+        self._reporter.profiled(self.profile, self._stage.engine.global_samples)
         return report
 
     def train_until_profiled(self, train: Callable[[], Any]) -> float:

@@ -228,7 +228,7 @@ class Repacker:
         engine, old = self._stage.engine, self._stage.placement
         step = engine.global_steps
         before, after = self._decision.predicted_seconds(old), self._decision.predicted_seconds(new)
-        self._reporter.profiled(self._balancer.profile)  # the next one is of other stages
+        self._reporter.profiled(self._balancer.profile, engine.global_samples)  # the next one is of other stages
         if self._policy.restarts and new.num_stages < old.num_stages:
             done, saved = self._stop_for_restart(new)
             verdict = f"{verdict}; {saved}"

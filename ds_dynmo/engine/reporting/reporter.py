@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.logs import logger_named
 from ds_dynmo.engine.reporting.files import check_writable, guard_monitors, record_writer
 from ds_dynmo.engine.reporting.lines import rebalance_line, repack_line
+from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MeasuredReport, Profile, RebalanceReport, RepackReport
 
 # DeepSpeed's own logger starts at WARNING, which would hide the one line per rebalance.
@@ -70,6 +73,7 @@ class Reporter:
                 "profile_seconds": report.profile_seconds,
                 "decide_seconds": report.decide_seconds,
                 "migrate_seconds": report.migrate_seconds,
+                **_boundaries(report.new_placement),
             },
             samples,
         )
@@ -84,14 +88,16 @@ class Reporter:
             {
                 "num_stages": float(report.new_stages),
                 "repack_seconds": report.decide_seconds + report.migrate_seconds + report.world_seconds,
+                **_boundaries(report.new_placement),
             },
             samples,
         )
 
-    def profiled(self, profile: Profile | None) -> None:
-        """Write ``profile``, the latest one, unless it was written before."""
+    def profiled(self, profile: Profile | None, samples: int) -> None:
+        """Record ``profile``, the latest one, unless it was recorded before."""
         if profile is not None and profile.step != self._profiled_step:
             self._write(profile.as_record())
+            self._send(_stage_loads(profile), samples)
             self._profiled_step = profile.step
 
     def measured(self, report: MeasuredReport, samples: int) -> None:
@@ -118,11 +124,23 @@ class Reporter:
         if self._log:
             logger.info(message)
 
-    def _send(self, numbers: dict[str, float | None], samples: int) -> None:
+    def _send(self, numbers: Mapping[str, float | None], samples: int) -> None:
         if self._monitor is not None:
             self._monitor.write_events(
                 [(f"DynMo/{name}", value, samples) for name, value in numbers.items() if value is not None]
             )
+
+
+def _boundaries(placement: Placement) -> dict[str, float]:
+    """Name the first layer of every chunk but the first."""
+    return {f"boundary_{number}": placement.chunk(number).start for number in range(1, placement.num_chunks)}
+
+
+def _stage_loads(profile: Profile) -> dict[str, float]:
+    """Name the seconds per micro-batch of every stage."""
+    seconds, placement = profile.costs("time"), profile.placement
+    of_stages = ((stage, placement.layers_of(stage)) for stage in placement.stages)
+    return {f"stage_{stage}_load_seconds": math.fsum(seconds[layer] for layer in layers) for stage, layers in of_stages}
 
 
 def _write_nothing(record: dict[str, Any]) -> None:
