@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +121,8 @@ def test_another_run_in_the_same_file_begins_anew() -> None:
         ),
         lines_of({**profile(2, EVEN), "partition": [0, 2, 5]}),
         lines_of({**profile(2, EVEN), "backward_seconds": [1.0]}),
+        *(lines_of({**profile(2, EVEN), "forward_seconds": [one] * 4}) for one in (math.nan, math.inf, -1.0, 1e308)),
+        *(lines_of({"kind": "step", "step": one}) for one in (math.inf, math.nan)),
     ],
 )
 def test_a_line_that_is_no_record_is_counted_and_changes_nothing_that_is_shown(line: bytes) -> None:
@@ -136,12 +139,13 @@ def test_kinds_of_a_later_version_are_passed_over() -> None:
 
 
 def test_what_a_reason_says_to_a_terminal_is_left_out() -> None:
-    report = report_of({**decision(2, EVEN, MOVED), "reason": "\x1b[2Jfrozen\n", "verdict": "a\x07b"})
+    said = {"reason": "\x1b[2Jfrozen\n", "verdict": "a\x07b", "schedule": "\x1b[31mzero_bubble"}
+    report = report_of({**decision(2, EVEN, MOVED), **said})
     assert report.history == [
         "step 2: [0, 2, 4] -> [0, 3, 4], ?[2Jfrozen?: 1 layer, 3.0 MiB in 15.4 ms, "
         "predicted bottleneck 12.0 ms -> 9.0 ms"
     ]
-    assert report.run.decision == "step 2, ?[2Jfrozen?: moved: a?b"
+    assert report.run.decision == "step 2, ?[2Jfrozen?: moved: a?b" and report.run.schedule == "?[31mzero_bubble"
 
 
 def test_durations_have_a_unit() -> None:

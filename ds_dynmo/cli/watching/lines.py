@@ -22,7 +22,7 @@ def move_line(record: Record) -> str:
     """Write a move; what matters most comes first, since a terminal may be narrow."""
     text = (
         f"step {record['step']}: {record['old_partition']} -> {record['new_partition']}, "
-        f"{printable(record['reason'])}: {_moved(record)} in {duration(record['migrate_seconds'])}"
+        f"{record['reason']}: {_moved(record)} in {duration(record['migrate_seconds'])}"
     )
     before, after = record["bottleneck_seconds_before"], record["bottleneck_seconds_after"]
     if before is None or after is None:
@@ -32,7 +32,7 @@ def move_line(record: Record) -> str:
 
 def repack_line(record: Record) -> str:
     text = f"step {record['step']}: {record['old_partition']} -> {record['new_partition']}, "
-    text += f"{printable(record['reason'])}: re-packed"
+    text += f"{record['reason']}: re-packed"
     for which, what in (("released_ranks", "released"), ("recalled_ranks", "taken back")):
         if record[which]:
             text += f", ranks {record[which]} {what}"
@@ -42,8 +42,8 @@ def repack_line(record: Record) -> str:
 def decision_line(record: Record) -> str:
     """Write why a decision moved layers or kept them."""
     outcome = "moved" if record["old_partition"] != record["new_partition"] else "kept"
-    verdict = printable(record.get("verdict", ""))
-    return f"step {record['step']}, {printable(record['reason'])}: {outcome}" + (f": {verdict}" if verdict else "")
+    verdict = record.get("verdict")
+    return f"step {record['step']}, {record['reason']}: {outcome}" + (f": {verdict}" if verdict else "")
 
 
 def duration(seconds: float) -> str:
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 def printable(text: str) -> str:
     """Replace what would control a terminal: a model may give any reason."""
-    return "".join(character if character.isprintable() else "?" for character in str(text))
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _moved(record: Record) -> str:

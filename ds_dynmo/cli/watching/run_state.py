@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ds_dynmo.cli.watching.lines import Record, decision_line, end_line, move_line, repack_line, start_line
-from ds_dynmo.errors import PartitionError
+from ds_dynmo.cli.watching.lines import Record, decision_line, end_line, move_line, printable, repack_line, start_line
 from ds_dynmo.placement import Placement
 
 KEPT_STEPS = 500  # more than a terminal has columns
@@ -42,6 +41,8 @@ class Measurement:
         seconds = tuple(float(forward) + float(backward) for forward, backward in both)
         if len(seconds) != placement.num_layers:
             raise ValueError(f"{len(seconds)} layers were measured, the partition {placement} has another number")
+        if not all(0.0 <= one < math.inf for one in seconds):
+            raise ValueError(f"layers were measured to take {seconds} seconds")
         busy = int(record["micro_batches"]) * math.fsum(seconds) / placement.num_stages
         bubble_ratio = max(0.0, 1.0 - busy / batch_seconds) if batch_seconds else 0.0
         return cls(int(record["step"]), placement, seconds, batch_seconds, bubble_ratio)
@@ -124,13 +125,13 @@ class RunState:
         self._place(new, record)
         self.decisions += 1
         self.moves += old != new
-        self.schedule = str(record.get("schedule", ""))
+        self.schedule = printable(str(record.get("schedule", "")))
 
     def take_repack(self, record: Record) -> None:
         self._place(_placement(record, "new_partition"), record)
 
     def _place(self, placement: Placement, record: Record) -> None:
-        self.decision = decision_line(record)
+        self.decision = printable(decision_line(record))
         self.placement, self.placed_step = placement, int(record["step"])
 
 
@@ -156,34 +157,37 @@ class Report:
         """Take the next line of the file."""
         try:
             self._take(json.loads(line))
-        except (ValueError, LookupError, TypeError, AttributeError, PartitionError):
+        except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
             self.skipped += 1
 
     def restart(self) -> None:
         """Take what follows as another run: the file was truncated or replaced."""
         self.run = RunState()
-        self.history.append("the file was written anew")
+        self._tell("the file was written anew")
 
     def _take(self, record: Record) -> None:
         kind = record["kind"]
         if kind == "start":
             self.run = RunState(steps=int(record["stop_at"]), step=int(record["first_step"]))
-            self.history.append(start_line(record))
+            self._tell(start_line(record))
         elif kind == "end":
-            self.history.append(end_line(record))
+            self._tell(end_line(record))
             self.run.validation_loss = float(record["validation_loss"])
             self.run.ended = True
         elif kind in _TAKE:
             self._take_step_of(int(record["step"]), kind)
             _TAKE[kind](self.run, record)
             if kind in ("rebalance", "repack") and record["old_partition"] != record["new_partition"]:
-                self.history.append(move_line(record) if kind == "rebalance" else repack_line(record))
+                self._tell(move_line(record) if kind == "rebalance" else repack_line(record))
+
+    def _tell(self, line: str) -> None:
+        self.history.append(printable(line))
 
     def _take_step_of(self, step: int, kind: str) -> None:
         """Begin anew where steps do. A profile may follow a decision of a later step."""
         known = self.run.step
         if known is not None and step < known and kind != "profile":
-            self.history.append(f"step {step} follows step {known}: another run, or an earlier checkpoint")
+            self._tell(f"step {step} follows step {known}: another run, or an earlier checkpoint")
             self.run = RunState(steps=self.run.steps)
         self.run.step = max(step, self.run.step or 0)
 
