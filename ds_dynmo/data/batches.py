@@ -1,0 +1,214 @@
+"""Micro-batches of token ids: every one is reached by its number.
+
+Micro-batch ``n`` of replica ``r`` of ``R`` is number ``n R + r`` of the whole run, and depends on that number and the
+seed alone. So a batch holds the same sequences however many stages and replicas there are, if the micro-batches of all
+replicas together are as many. The first and the last stage, which read inputs and labels each for themselves, agree
+without communication, and a resumed run goes on with what would have come next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ds_dynmo.data.config import Documents
+from ds_dynmo.data.order import Numbers, Shuffle, draw
+from ds_dynmo.data.rows import DocumentRows, Rows, Windows, document_rows
+from ds_dynmo.data.tokens import Tokens
+from ds_dynmo.errors import ConfigError
+
+__all__ = ["Batch", "Sampling", "Split", "TokenBatches", "TokenData"]
+
+Sampling = Literal["random", "epochs"]
+Split = Literal["train", "validation"]
+Inputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[Inputs, torch.Tensor]
+
+VALIDATION_SHARE = 20  # one token, or one document, in 20
+STRETCH = 2**20  # tokens
+
+
+@dataclass(frozen=True)
+class TokenBatches:
+    """Micro-batches of one split for one data-parallel replica.
+
+    Attributes:
+        key: what the order depends on.
+    """
+
+    rows: Rows
+    micro_batch_size: int
+    sampling: Sampling
+    key: tuple[int | str, ...]
+    replica: int
+    replicas: int
+
+    @property
+    def epoch(self) -> range:
+        """The numbers of the replica's micro-batches in one epoch."""
+        return range(len(self.rows) // self.micro_batch_size // self.replicas)
+
+    def numbers(self, number: int) -> Numbers:
+        """Give the sequences of micro-batch ``number``."""
+        number = number * self.replicas + self.replica
+        size, count = self.micro_batch_size, len(self.rows)
+        places = number * size + np.arange(size)
+        if self.sampling == "epochs":
+            epoch, place = divmod(number, count // size)
+            batch = _shuffle(count // size, *self.key, "epoch", epoch).at(np.array([place]))[0]
+            return _shuffle(count, *self.key, "micro-batches").at(batch * size + np.arange(size))
+        if isinstance(self.rows, Windows):
+            return draw(count, places, *self.key)
+        epochs, within = np.divmod(places, count)
+        return np.concatenate(
+            [_shuffle(count, *self.key, int(epoch)).at(within[epochs == epoch]) for epoch in np.unique(epochs)]
+        )
+
+    def micro_batch(self, number: int) -> Batch:
+        """Give inputs and labels, int64 ``[micro_batch_size, sequence_length]``.
+
+        Inputs are token ids, or token ids and position ids where several documents share a sequence: position 0 begins
+        a document, and attention does not cross it. Labels are the next token, and -100 where nothing is predicted.
+        """
+        ids, positions, labels = (
+            None if array is None else torch.from_numpy(np.ascontiguousarray(array))
+            for array in self.rows.take(self.numbers(number))
+        )
+        assert ids is not None and labels is not None
+        return (ids if positions is None else (ids, positions)), labels
+
+    def iterate(self, first: int = 0) -> Iterator[Batch]:
+        """Iterate over micro-batches ``first``, ``first + 1``, ... without end."""
+        while True:
+            yield self.micro_batch(first)
+            first += 1
+
+
+class TokenData:
+    """Token ids for training and for validation.
+
+    Args:
+        tokens: checked (:func:`~ds_dynmo.data.check_ids`).
+        documents: see :class:`~ds_dynmo.data.DataConfig`.
+        validation: None: a twentieth of ``tokens``, which is not trained on: the last of each of equal stretches of
+            about a million tokens; of documents every twentieth one.
+
+    Raises:
+        ConfigError: documents are to be kept apart, and nothing says where they begin.
+    """
+
+    def __init__(self, tokens: Tokens, *, documents: Documents = "joined", validation: Tokens | None = None) -> None:
+        for text in (tokens, validation):
+            if documents != "joined" and text is not None and text.starts is None:
+                raise ConfigError(
+                    f'{text.name}: nothing says where its documents begin, which data.documents = "{documents}" needs: '
+                    "data.end_of_document is the token id that ends one"
+                )
+        self.tokens, self.documents, self.validation = tokens, documents, validation
+        self.name = tokens.name
+        self._known: dict[tuple[Split, int, Sampling], Rows] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run has to have too."""
+        return {"tokens": len(self.tokens.ids), "documents": self.documents, "validation": self.validation is not None}
+
+    def batches(
+        self,
+        split: Split,
+        *,
+        micro_batch_size: int,
+        sequence_length: int,
+        seed: int,
+        replica: int = 0,
+        replicas: int = 1,
+        sampling: Sampling = "random",
+    ) -> TokenBatches:
+        """Give the micro-batches of one split for one data-parallel replica.
+
+        Args:
+            sampling: "random": sequences from random places; of documents, all of them before one comes again.
+                "epochs": sequences side by side, put into micro-batches once, which come in another order in each
+                epoch.
+
+        Raises:
+            ConfigError: there is too little text for one sequence, or in epochs for one micro-batch.
+        """
+        rows = self._rows(split, sequence_length, sampling)
+        if sampling == "epochs" and len(rows) < micro_batch_size:
+            raise ConfigError(
+                f"{self.name}: {len(rows)} sequences of {sequence_length} tokens are too few for a micro-batch of "
+                f"{micro_batch_size} ({split})"
+            )
+        return TokenBatches(rows, micro_batch_size, sampling, (split, seed), replica, replicas)
+
+    def check_length(self, sequence_length: int) -> None:
+        """Refuse a text that does not hold one sequence of each split.
+
+        Raises:
+            ConfigError: says how much it needs.
+        """
+        for split in ("train", "validation"):
+            self._rows(split, sequence_length, "random")
+
+    def describe(self, sequence_length: int) -> str:
+        """Say in a line what there is to train on."""
+        tokens = f"{self.name}: {len(self.tokens.ids):,} tokens"
+        rows = self._rows("train", sequence_length, "epochs")
+        if isinstance(rows, DocumentRows):
+            assert self.tokens.starts is not None
+            tokens += (
+                f" in {len(self.tokens.starts) - 1:,} documents, {self.documents}: {rows.fill:.0%} of each sequence of "
+                f"{sequence_length} is text"
+            )
+        return tokens
+
+    def _rows(self, split: Split, length: int, sampling: Sampling) -> Rows:
+        """Give all sequences of a split, which are the same every time."""
+        key = (split, length, "random" if self.documents != "joined" else sampling)
+        if key not in self._known:
+            self._known[key] = self._make_rows(*key)
+        return self._known[key]
+
+    def _make_rows(self, split: Split, length: int, sampling: Sampling) -> Rows:
+        text = self.tokens if split == "train" or self.validation is None else self.validation
+        share = VALIDATION_SHARE if self.validation is None else 0
+        if self.documents == "joined":
+            return _windows(text, split, length, sampling, share)
+        assert text.starts is not None
+        numbers = np.arange(len(text.starts) - 1)
+        if share:
+            numbers = numbers[(numbers % share == share - 1) == (split == "validation")]
+        rows = document_rows(text, numbers, length, packed=self.documents == "packed")
+        if not len(rows):
+            which = f", which gets every {share}th one" if share and split == "validation" else ""
+            raise ConfigError(
+                f"{text.name}: {len(text.starts) - 1} documents are too few: one of more than a token is needed for "
+                f"{split}{which}"
+            )
+        return rows
+
+
+def _windows(text: Tokens, split: Split, length: int, sampling: Sampling, share: int) -> Windows:
+    stretches = max(1, len(text.ids) // STRETCH) if share else 1
+    stretch = len(text.ids) // stretches
+    validation = stretch // share if share else 0
+    needed = share * (length + 1) if share else length + 1
+    if stretch < needed:
+        kept = f" in the {100 // share}% kept for validation" if share else ""
+        raise ConfigError(
+            f"{text.name}: {len(text.ids)} tokens are too few: one sequence of {length} tokens{kept} needs {needed}"
+        )
+    first, size = (stretch - validation, validation) if share and split == "validation" else (0, stretch - validation)
+    step, each = (1, size - length) if sampling == "random" else (length, (size - 1) // length)
+    return Windows(text, length, stretches, stretch, first, step, each)
+
+
+@lru_cache(maxsize=8)
+def _shuffle(count: int, *key: int | str) -> Shuffle:
+    return Shuffle(count, *key)

@@ -1,0 +1,52 @@
+"""The "data" block of the DeepSpeed JSON: how the data that a run is given is read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ds_dynmo.config import parse_block
+from ds_dynmo.config.block import Block
+
+__all__ = ["BLOCK", "DataConfig", "Documents", "TokenType", "read_data_config"]
+
+BLOCK = "data"
+
+Documents = Literal["joined", "packed", "padded"]
+TokenType = Literal["uint8", "uint16", "uint32", "int32"]
+
+
+class DataConfig(Block):
+    """The "data" block."""
+
+    documents: Documents = Field(
+        default="joined",
+        description='"joined": documents one after the other, cut into sequences anywhere; "packed": whole documents '
+        'side by side in a sequence, each with positions and attention of its own; "padded": one in each sequence',
+    )
+    tokenizer: str | None = Field(
+        default=None, description="folder with a tokenizer.json, for text; null: that of the model's folder"
+    )
+    field: str = Field(default="text", min_length=1, description="where a JSON line or a row of a dataset has its text")
+    dtype: TokenType | None = Field(
+        default=None, description="of the token ids in a .bin file without a header; null: a JSON file beside it says"
+    )
+    end_of_document: int | None = Field(
+        default=None, ge=0, description="token id that ends each document in a .bin file; null: its JSON file says"
+    )
+    validation: str | None = Field(
+        default=None, description="file or folder for validation; null: a twentieth of the data, which is not trained"
+    )
+    cache: str | None = Field(
+        default=None, description="folder for text that was tokenized; null: ds_dynmo in the user's cache folder"
+    )
+
+
+def read_data_config(settings: dict[str, Any]) -> DataConfig:
+    """Read the "data" block of a DeepSpeed configuration, the defaults if there is none.
+
+    Raises:
+        ConfigError: an invalid block; a line for each problem.
+    """
+    return parse_block(DataConfig, settings.get(BLOCK, {}), BLOCK)

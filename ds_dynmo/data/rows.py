@@ -1,0 +1,155 @@
+"""Training sequences of a text: windows of its tokens, or documents, packed or one in each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from ds_dynmo.data.order import Numbers
+from ds_dynmo.data.tokens import Tokens
+
+__all__ = ["IGNORED", "Arrays", "DocumentRows", "Rows", "Windows", "document_rows", "pack"]
+
+IGNORED = -100  # label of a token that predicts nothing; torch's cross_entropy leaves it out
+
+Arrays = tuple[Numbers, Numbers | None, Numbers]  # ids, position ids (None: 0, 1, ...), labels: ``[rows, length]`` each
+
+
+class Rows(Protocol):
+    """Sequences of one length, by number."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, numbers: Numbers) -> Arrays:
+        """Give some sequences, in the order of ``numbers``."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sequences of adjacent tokens, whatever documents these are of. Labels are the ids one token on.
+
+    The text is cut into equal stretches; sequences begin in each stretch at ``first`` and then at every ``step``.
+
+    Attributes:
+        each: sequences in a stretch.
+    """
+
+    tokens: Tokens
+    length: int
+    stretches: int
+    stretch: int
+    first: int
+    step: int
+    each: int
+
+    def __len__(self) -> int:
+        return self.stretches * self.each
+
+    def take(self, numbers: Numbers) -> Arrays:
+        """See :class:`Rows`."""
+        starts = numbers // self.each * self.stretch + self.first + numbers % self.each * self.step
+        ids = self.tokens.ids[starts[:, None] + np.arange(self.length + 1)].astype(np.int64)
+        return ids[:, :-1], None, ids[:, 1:]
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """Sequences of whole documents, or of pieces of those that are too long, and padding after them.
+
+    Attributes:
+        starts, lengths: of pieces, in the order in which they stand in sequences. A piece has ``lengths`` inputs; its
+            labels are the ids one token on.
+        counts: of each sequence's pieces.
+        resets: position ids begin at 0 with every piece, and with the padding.
+    """
+
+    tokens: Tokens
+    length: int
+    starts: Numbers
+    lengths: Numbers
+    counts: Numbers
+    resets: bool
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def fill(self) -> float:
+        """Share of the tokens of all sequences that is no padding."""
+        return float(self.lengths.sum()) / (len(self) * self.length)
+
+    @cached_property
+    def _firsts(self) -> Numbers:
+        return np.cumsum(self.counts) - self.counts
+
+    def take(self, numbers: Numbers) -> Arrays:
+        """See :class:`Rows`."""
+        shape = (len(numbers), self.length)
+        ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        positions = np.zeros(shape, np.int64)
+        for row, number in enumerate(numbers):
+            place, first = 0, self._firsts[number]
+            for piece in range(first, first + self.counts[number]):
+                start, stop = self.starts[piece], place + self.lengths[piece]
+                found = self.tokens.ids[start : start + self.lengths[piece] + 1]
+                ids[row, place:stop], labels[row, place:stop] = found[:-1], found[1:]
+                positions[row, place:stop] = np.arange(stop - place)
+                place = stop
+            positions[row, place:] = np.arange(self.length - place)
+        return ids, positions if self.resets else None, labels
+
+
+def document_rows(tokens: Tokens, documents: Numbers, length: int, *, packed: bool) -> DocumentRows:
+    """Put documents into sequences.
+
+    A document of ``n`` tokens has ``n - 1`` inputs, each with the next token as its label. Where these are more than
+    ``length``, it is cut into pieces. One of a single token has none and is left out.
+
+    Args:
+        documents: numbers of the documents.
+        packed: several in a sequence, none divided; else one in each.
+    """
+    assert tokens.starts is not None
+    firsts = tokens.starts[documents]
+    inputs = np.maximum(np.diff(tokens.starts)[documents] - 1, 0)
+    pieces = -(-inputs // length)
+    piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(firsts, pieces) + piece * length
+    lengths = np.minimum(np.repeat(inputs, pieces) - piece * length, length)
+    if not packed:
+        return DocumentRows(tokens, length, starts, lengths, np.ones_like(starts), resets=False)
+    rows = pack(lengths.tolist(), length)
+    order = np.argsort(rows, kind="stable")
+    return DocumentRows(tokens, length, starts[order], lengths[order], np.bincount(rows), resets=True)
+
+
+def pack(lengths: Sequence[int], space: int) -> Numbers:
+    """Put lengths into as few rows of ``space`` as best fit decreasing does; give the row of each.
+
+    The longest comes first, into the row where it leaves the least space.
+
+    >>> pack([3, 5, 4, 4], 8).tolist()
+    [0, 0, 1, 1]
+    """
+    rows = np.zeros(len(lengths), np.int64)
+    with_space: list[list[int]] = [[] for _ in range(space)]
+    spaces, count = 0, 0  # bit s of spaces is set: a row has space s left
+    for number in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
+        length = lengths[number]
+        fitting = spaces >> length
+        if fitting:
+            left = (fitting & -fitting).bit_length() - 1
+            row = with_space[length + left].pop()
+            if not with_space[length + left]:
+                spaces ^= 1 << (length + left)
+        else:
+            row, left, count = count, space - length, count + 1
+        rows[number] = row
+        if left:
+            with_space[left].append(row)
+            spaces |= 1 << left
+    return rows

@@ -1,0 +1,71 @@
+"""Documents of text: files, each one document, and JSON lines, each line one document."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ds_dynmo.errors import ConfigError
+
+__all__ = ["JSON_LINES", "is_text", "read_documents", "text_files"]
+
+JSON_LINES = (".jsonl", ".ndjson")
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def text_files(path: Path) -> list[Path]:
+    """List a file, or the regular files at any depth of a folder in the order of their names.
+
+    Raises:
+        ConfigError: there is no such path, or no file in it.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder")
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"{path}: there is no file in it")
+    return files
+
+
+def read_documents(files: list[Path], field: str) -> Iterator[str]:
+    """Read documents in their order, one line or one file at a time.
+
+    Args:
+        field: of a JSON line, where its text is.
+
+    Raises:
+        ConfigError: naming the file, the line or byte, and what is wrong there.
+    """
+    for file in files:
+        try:
+            if file.suffix.lower() in JSON_LINES:
+                yield from _lines(file, field)
+            else:
+                yield file.read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: is no UTF-8 text: {error}") from error
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Tell whether a value is a text. One with half of a surrogate pair, which JSON can hold, is none."""
+    return isinstance(value, str) and SURROGATE.search(value) is None
+
+
+def _lines(file: Path, field: str) -> Iterator[str]:
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{file}, line {number}: is no JSON: {error}") from error
+            text = row.get(field) if isinstance(row, dict) else None
+            if not is_text(text):
+                raise ConfigError(f'{file}, line {number}: should be an object with a text as "{field}"')
+            yield text
