@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 import ds_dynmo
 from ds_dynmo.cli.rank_variables import set_rank_variables
 from ds_dynmo.cli.startup import init_distributed
+from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.report import (
@@ -40,6 +41,7 @@ from ds_dynmo.cli.training.report import (
     summary,
     validation_record,
 )
+from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
 from ds_dynmo.models import (
@@ -75,7 +77,8 @@ def refuse(error: Exception) -> int:
 
 def build_engine(run: Run) -> Any:
     """Build the model in uniform stages, and the engine around it; load the checkpoint of a resumed run."""
-    module = LanguageModelPipeline(model_layers(run.model), num_stages=run.stages, partition_method="uniform")
+    layers = model_layers(run.model, packed=run.packed)
+    module = LanguageModelPipeline(layers, num_stages=run.stages, partition_method="uniform")
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
         model=module,
@@ -117,7 +120,8 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
     progress = Progress(run, engine)
     recording = Recording(run, engine, run.record if engine.global_rank == 0 else None)
     caches = run.model.freezing is not None and run.model.freezing.cache_bytes > 0
-    if caches and isinstance(training, EpochBatches) and run.steps * engine.micro_batches <= len(training.epoch):
+    epoch = len(training.epoch) if isinstance(training, EpochBatches | TokenBatches) else 0
+    if caches and run.steps * engine.micro_batches <= epoch:
         progress.say(f"model.freezing.cache_bytes: in {run.steps} steps no text comes again, nothing will be found")
     validation = batches(run, engine, "validation")
     while engine.global_steps < run.stop:
@@ -163,7 +167,7 @@ def ends_part(step: int, steps: int, parts: int) -> bool:
     return (step + 1) * parts // steps > step * parts // steps
 
 
-def batches(run: Run, engine: Any, split: Any) -> Batches:
+def batches(run: Run, engine: Any, split: Any) -> Batches | TokenBatches:
     return run.text.batches(
         split,
         micro_batch_size=engine.train_micro_batch_size_per_gpu(),
@@ -175,7 +179,7 @@ def batches(run: Run, engine: Any, split: Any) -> Batches:
     )
 
 
-def validate(engine: Any, validation: Batches) -> float:
+def validate(engine: Any, validation: Batches | TokenBatches) -> float:
     """Measure the validation loss, every time on the same micro-batches."""
     return float(engine.eval_batch(validation.iterate()))
 
@@ -200,6 +204,7 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
             "tag": tag,
             "partition": engine.partition,
             "model": run.model.model_dump(mode="json"),
+            "data": identity_of(run.text),
             "cases": states,
         }
         try:

@@ -1,6 +1,6 @@
 """A GPT, its training text, and the ways in which it changes while it trains."""
 
-from ds_dynmo.models.assembly import dynamic_cases, model_layers
+from ds_dynmo.models.assembly import dynamic_cases, model_layers, vocabulary_of
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import ModelConfig, read_model_config
 from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
@@ -52,4 +52,5 @@ __all__ = [
     "model_layers",
     "read_model_config",
     "set_frozen_prefix",
+    "vocabulary_of",
 ]

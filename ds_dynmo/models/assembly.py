@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -15,6 +16,7 @@ from ds_dynmo.models.early_exit.exits import EarlyExit, exit_layers
 from ds_dynmo.models.freezing.egeria import Egeria
 from ds_dynmo.models.freezing.prefix import Freezing
 from ds_dynmo.models.gpt import AttentionHalf, Block, FeedForwardHalf, gpt_layers
+from ds_dynmo.models.huggingface.configs import config_of
 from ds_dynmo.models.local_layers import block_numbers
 from ds_dynmo.models.mixture_of_depths import MixtureOfDepths, MixtureOfDepthsBlock
 from ds_dynmo.models.moe.layer import ExpertBalance, MixtureOfExperts
@@ -26,40 +28,59 @@ from ds_dynmo.models.pruning.gradual import (
     Pruning,
 )
 from ds_dynmo.models.sparse_attention.attention import HashSparseAttention, QKSparseAttention
+from ds_dynmo.models.transformer import DocumentAttention
 
-__all__ = ["dynamic_cases", "model_layers"]
+__all__ = ["dynamic_cases", "model_layers", "vocabulary_of"]
 
+NOT_PACKED = ("sparse_attention", "mod", "early_exit")
 SPARSE_ATTENTION = {"hash": HashSparseAttention, "qk": QKSparseAttention}
 
 
-def model_layers(config: ModelConfig) -> list[LayerSpec]:
+def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``.
 
+    Args:
+        packed: inputs are (token numbers, positions); a document begins at position 0, and attention does not cross it.
+
     Raises:
-        ConfigError: the model that "huggingface" names cannot be loaded; nothing has been built.
+        ConfigError: the model that "huggingface" names cannot be loaded, or attends across packed documents; nothing
+            has been built.
     """
     if config.huggingface is not None:
-        return _huggingface_layers(config)
+        return _huggingface_layers(config, packed=packed)
+    for key in NOT_PACKED:
+        if packed and getattr(config, key) is not None:
+            raise ConfigError(f"{BLOCK}.{key}: cannot be combined with packed documents: it attends across them")
     if config.early_exit is not None:
         return exit_layers(config, config.early_exit)
-    return gpt_layers(config, [spec for layer in range(1, config.layers + 1) for spec in _block(config, layer)])
+    return gpt_layers(config, [spec for layer in range(1, config.layers + 1) for spec in _block(config, layer, packed)])
 
 
-def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
+def vocabulary_of(config: ModelConfig) -> int:
+    """Give the number of different tokens that the model knows.
+
+    Raises:
+        ConfigError: the model that "huggingface" names cannot be loaded.
+    """
+    if config.huggingface is None:
+        return config.vocab_size
+    try:
+        return int(config_of(config.huggingface).vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
+
+
+def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]:
     assert config.huggingface is not None
-    files = huggingface.tokenizer_files(config.huggingface)
-    if files and config.tokens is None:
-        raise ConfigError(
-            f'{BLOCK}.huggingface = "{config.huggingface}": holds a tokenizer ({", ".join(files)}), which cannot be '
-            "used yet: the text's bytes would be taken for its token numbers, which mean other text to this model; "
-            f'"tokens": "bytes" in the "{BLOCK}" block trains on bytes all the same'
-        )
+    if packed:
+        raise ConfigError(f"{BLOCK}.huggingface: its layers attend across packed documents")
+    is_folder = isinstance(config.huggingface, str) and Path(config.huggingface).is_dir()
     try:
         layers = huggingface.layers(
             config.huggingface,
             seed=config.seed,
             sequence_length=config.sequence_length,
-            vocab_size=BYTES,
+            vocab_size=None if is_folder and config.tokens is None else BYTES,  # a folder's tokens are its own
             expert_parallel=config.expert_parallel,
         )
         if config.freezing is not None and config.freezing.egeria is not None:
@@ -78,9 +99,11 @@ def _huggingface_layers(config: ModelConfig) -> list[LayerSpec]:
     return layers
 
 
-def _block(config: ModelConfig, layer: int) -> list[LayerSpec]:
+def _block(config: ModelConfig, layer: int, packed: bool) -> list[LayerSpec]:
     """Specify block ``layer``, counted from 1: one layer of the list, or one for each half."""
-    attention = None if config.sparse_attention is None else SPARSE_ATTENTION[config.sparse_attention.kind]
+    attention: Any = DocumentAttention if packed else None
+    if config.sparse_attention is not None:
+        attention = SPARSE_ATTENTION[config.sparse_attention.kind]
     mlp = None
     if config.moe is not None and layer - 1 in moe_blocks(config.moe, config.layers):
         mlp = partial(MixtureOfExperts, moe=config.moe)

@@ -64,7 +64,7 @@ _BY_SCHEDULE = (
 class ModelConfig(GPTConfig):
     """The "model" block. Steps are given as fractions of the run's steps."""
 
-    vocab_size: int = Field(default=BYTES, ge=BYTES, description="at least 256, the text is bytes")
+    vocab_size: int = Field(default=BYTES, ge=BYTES, description="at least 256, the bytes of text without a tokenizer")
     sampling: Sampling = Field(
         default="random",
         description='"random": training sequences from random places of the text; "epochs": the same micro-batches in '
@@ -83,8 +83,8 @@ class ModelConfig(GPTConfig):
     )
     tokens: Literal["bytes"] | None = Field(
         default=None,
-        description='"bytes": the text is trained byte by byte, even if the model has a tokenizer; null: byte by byte '
-        "too, and a model with a tokenizer is refused",
+        description='"bytes": the text is trained byte by byte, even if the model has a tokenizer; null: as token ids '
+        "if there is a tokenizer or the data is token ids",
     )
     freezing: FreezingConfig | None = Field(default=None, description="freezes the front of the model; null: nothing")
     moe: MoEConfig | None = Field(default=None, description="experts in place of feed-forward layers; null: none")

@@ -55,7 +55,10 @@ class _Layer(nn.Module):
 
 
 class TokenEmbedding(_Layer):
-    """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``, and what travels beside that."""
+    """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``, and what travels beside that.
+
+    With :class:`~ds_dynmo.models.transformer.DocumentAttention` in the blocks it takes (token numbers, positions).
+    """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ class TokenEmbedding(_Layer):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         init_normal(self.weight, INIT_STD, generator_for("layer", config.seed, layer))
 
-    def forward(self, tokens: torch.Tensor) -> Activations:
+    def forward(self, tokens: Activations) -> Activations:
         return embed(self.weight, tokens, self.carries)
 
 
@@ -79,7 +82,9 @@ class BlockPart(_Layer):
 
     def forward(self, activations: Activations) -> Activations:
         stream = Stream.unpack(activations)
-        positions = torch.arange(stream.hidden.shape[1], device=stream.hidden.device)
+        positions = stream.positions
+        if positions is None:
+            positions = torch.arange(stream.hidden.shape[1], device=stream.hidden.device)
         hidden, auxiliary = self.transform(stream.hidden, positions)
         if auxiliary is not None and stream.auxiliary is not None:
             auxiliary = stream.auxiliary + auxiliary
@@ -251,13 +256,14 @@ def language_model_losses(outputs: Activations, labels: torch.Tensor) -> tuple[t
     return loss, added - (1 - weight[0].squeeze()) * loss if weight else added
 
 
-def embed(weight: torch.Tensor, tokens: torch.Tensor, carries: str) -> Activations:
-    """Look ``tokens`` up in ``weight``, and add what travels beside hidden states: ``carries``."""
-    hidden = F.embedding(tokens, weight)
-    auxiliary = torch.zeros(1, device=tokens.device) if carries != "hidden" else None
+def embed(weight: torch.Tensor, tokens: Activations, carries: str) -> Activations:
+    """Look ``tokens`` up in ``weight``, and add what travels beside hidden states: ``carries``, positions if any."""
+    ids, positions = tokens if isinstance(tokens, tuple) else (tokens, None)
+    hidden = F.embedding(ids, weight)
+    auxiliary = torch.zeros(1, device=ids.device) if carries != "hidden" else None
     if carries == "exits":
-        return Stream(hidden, auxiliary, tokens, torch.zeros_like(tokens)).pack()
-    return Stream(hidden, auxiliary).pack()
+        return Stream(hidden, auxiliary, ids, torch.zeros_like(ids)).pack()
+    return Stream(hidden, auxiliary, positions=positions).pack()
 
 
 def _tied_logits(embedding: TokenEmbedding, activations: Activations) -> Activations:

@@ -14,6 +14,7 @@ from ds_dynmo.models.gpt_config import GPTConfig
 __all__ = [
     "INIT_STD",
     "CausalSelfAttention",
+    "DocumentAttention",
     "FeedForward",
     "apply_rotary",
     "init_linear",
@@ -43,11 +44,25 @@ class CausalSelfAttention(nn.Module):
         batch, sequence, width = hidden.shape
         projected = self.query_key_value(hidden).view(batch, sequence, 3, self.heads, width // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
+        mask = self.mask(positions)
         positions = positions.unsqueeze(-2)  # alike for all heads
         query = apply_rotary(query, positions, self.rope_base)
         key = apply_rotary(key, positions, self.rope_base)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return mixed.transpose(1, 2).reshape(batch, sequence, width)
+
+    def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Give what is attended to, bool ``[batch, 1, sequence, sequence]``; None: what is not later."""
+        return None
+
+
+class DocumentAttention(CausalSelfAttention):
+    """Attention of every token to itself and to earlier ones of its document, which begins at position 0."""
+
+    def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`CausalSelfAttention`."""
+        documents = (positions == 0).cumsum(dim=-1)
+        return (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril().unsqueeze(1)
 
 
 class FeedForward(nn.Module):

@@ -11,14 +11,24 @@ import pytest
 
 from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.cli.rank_variables import OF_MEETING, OF_RANK
+from ds_dynmo.data import DataConfig, TokenFile
 from ds_dynmo.models.config import ModelConfig
-from tests.pure.test_docs import PAGES, ROOT, keys
+from tests.pure.test_docs import PAGES, ROOT, as_json, keys
 
 
 def test_the_page_of_cases_lists_the_keys_of_the_block() -> None:
     page = (ROOT / "docs" / "cases.md").read_text()
     listed = re.findall(r"^\| `([\w.]+)` \| (?:required|`)", page, re.MULTILINE)
     assert sorted(listed) == sorted(keys(ModelConfig))
+
+
+def test_the_page_of_data_lists_the_keys_of_its_blocks() -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    defaults = {name: as_json(field.default) for name, field in DataConfig.model_fields.items()}
+    assert dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)) == defaults
+    assert re.findall(r'^\| `"(\w+)"` \| ', page.partition("## Token files")[2], re.MULTILINE) == [
+        *TokenFile.model_fields
+    ]
 
 
 INSTANCE = {

@@ -1,11 +1,16 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from pydantic import ValidationError
+from torch import nn
 
+from ds_dynmo.config import parse_block
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import ModelConfig, model_layers
 from ds_dynmo.models.gpt import Block, FinalNorm, OutputHead, TokenEmbedding, gpt_layers, language_model_loss
 from ds_dynmo.models.gpt_config import GPTConfig
 from ds_dynmo.models.seeding import generator_for
@@ -63,6 +68,25 @@ def test_a_token_does_not_see_later_ones() -> None:
     before, after = model(text), model(changed)
     assert torch.equal(before[0, :9], after[0, :9])
     assert (before[0, 9:] != after[0, 9:]).any(dim=-1).all()
+
+
+def test_packed_documents_are_computed_as_if_alone() -> None:
+    sizes = {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 16, "tied_embedding": False}
+    config = parse_block(ModelConfig, {**sizes, "moe": {"experts": 4}}, "model")
+    model = nn.Sequential(*(spec.build() for spec in model_layers(config, packed=True))).eval()
+    alone = nn.Sequential(*(spec.build() for spec in model_layers(config))).eval()
+    text, positions = tokens(2, 16), torch.tensor([[*range(5), *range(8), *range(3)], [*range(16)]])
+    packed = model((text, positions))[0]
+    for row, start, stop in ((0, 0, 5), (0, 5, 13), (0, 13, 16), (1, 0, 16)):
+        torch.testing.assert_close(packed[row, start:stop], alone(text[row : row + 1, start:stop])[0][0])
+
+
+@pytest.mark.parametrize(
+    "case", [{"sparse_attention": {"kind": "qk"}}, {"mod": {}}, {"early_exit": {"method": "calm"}}]
+)
+def test_what_attends_across_packed_documents_is_refused(case: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{next(iter(case))}: cannot be combined with packed documents"):
+        model_layers(parse_block(ModelConfig, case, "model"), packed=True)
 
 
 def test_attention_is_the_softmax_over_earlier_tokens() -> None:

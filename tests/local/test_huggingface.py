@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.config import parse_block
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
+from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers, vocabulary_of
 from ds_dynmo.models.freezing.plasticity import REFERENCE, Watched, capture_first, watch
 from ds_dynmo.models.huggingface import adapter
 from ds_dynmo.models.local_layers import block_numbers
@@ -461,17 +461,16 @@ def test_the_model_block_accepts_a_config(tmp_path: Path) -> None:
             model_layers(parse_block(ModelConfig, block, "model"))
 
 
-def test_a_folder_with_a_tokenizer_trains_on_bytes_only_on_request(tmp_path: Path) -> None:
-    library_model("llama").save_pretrained(tmp_path)
+def test_bytes_need_a_vocabulary_of_256_and_the_tokens_of_a_folder_do_not(tmp_path: Path) -> None:
+    settings = {**MODELS["llama"], "vocab_size": 40}
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     block = {"huggingface": str(tmp_path), "sequence_length": 64}
     assert len(model_layers(parse_block(ModelConfig, block, "model"))) == 6
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds a tokenizer \(tokenizer\.json, vocab\.json\)"):
-        model_layers(parse_block(ModelConfig, block, "model"))
-    assert len(model_layers(parse_block(ModelConfig, {**block, "tokens": "bytes"}, "model"))) == 6
-    fresh = {**block, "huggingface": str(tmp_path / "config.json")}
-    assert len(model_layers(parse_block(ModelConfig, fresh, "model"))) == 6  # fresh weights depend on no tokenizer
+    assert vocabulary_of(parse_block(ModelConfig, block, "model")) == 40
+    for changes in ({"tokens": "bytes"}, {"huggingface": str(tmp_path / "config.json")}):
+        with pytest.raises(ConfigError, match=r"model\.huggingface: vocab_size 40: should be at least 256"):
+            model_layers(parse_block(ModelConfig, {**block, **changes}, "model"))
 
 
 def test_freezing_that_a_model_cannot_do_is_refused() -> None:

@@ -335,26 +335,6 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         model_layers(read(huggingface={"model_type": "llama"}))
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "vocab.json"),
-        *("vocab.txt", "merges.txt", "tekken.json", "qwen.tiktoken", "spiece.model"),
-    ],
-)
-def test_a_folder_with_a_tokenizer_is_refused_unless_bytes_are_requested(tmp_path: Path, file: str) -> None:
-    (tmp_path / file).touch()
-    with pytest.raises(ConfigError) as caught:
-        model_layers(read(huggingface=str(tmp_path)))
-    message = str(caught.value)
-    assert message.startswith(f'model.huggingface = "{tmp_path}": ') and f"({file})" in message
-    assert message.endswith('"tokens": "bytes" in the "model" block trains on bytes all the same')
-    for block in ({"huggingface": str(tmp_path), "tokens": "bytes"}, {"huggingface": str(tmp_path / file)}):
-        with pytest.raises(ConfigError) as caught:  # another error
-            model_layers(read(**block))
-        assert "holds a tokenizer" not in str(caught.value)
-
-
 def test_a_missing_block_is_named() -> None:
     with pytest.raises(ConfigError, match=r'model: the configuration has no "model" block'):
         read_model_config({"dynmo": {}})

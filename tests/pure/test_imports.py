@@ -57,6 +57,10 @@ def test_models_import_neither_engine_nor_partitioners() -> None:
     assert not [name for name in names if " imports ds_dynmo.engine.deepspeed_adapter.module" not in name]
 
 
+def test_data_imports_neither_engine_nor_models() -> None:
+    assert not forbidden("data", "ds_dynmo.engine", "ds_dynmo.models", "ds_dynmo.partitioners", "deepspeed")
+
+
 def test_the_engine_imports_no_model() -> None:
     assert not forbidden("engine", "ds_dynmo.models")
 
@@ -103,13 +107,21 @@ def test_the_module_that_forms_worlds_sends_nothing() -> None:
     assert used <= groups | facts
 
 
-def test_one_module_imports_transformers_and_only_when_it_is_used() -> None:
+# Per package of an extra, the one module that imports it.
+USERS = {
+    "transformers": "huggingface/configs.py",
+    "tokenizers": "data/tokenizing.py",
+    "datasets": "data/saved_datasets.py",
+}
+
+
+def test_one_module_imports_a_package_of_an_extra_and_only_when_it_is_used() -> None:
     for path in PACKAGE.rglob("*.py"):
         names = {name.split(".")[0] for name in imports(path)}
-        assert "transformers" not in names or path.match("huggingface/configs.py"), path
+        assert all(name not in names or path.match(user) for name, user in USERS.items()), path
         at_once = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {name.split(".")[0] for node in at_once for name in imported(node)}
-        assert not names & {"transformers", "safetensors"}, path
+        assert not names & {*USERS, "safetensors"}, path
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_dynmo.cli.command_line import check_at_least_1, num_processes
+from ds_dynmo.cli.training.data import check_same_data, identity_of, load_data
 from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
+from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ByteText, ModelConfig, load_text, model_layers, read_model_config
+from ds_dynmo.models import ByteText, ModelConfig, model_layers, read_model_config
 
 RESUME_FILE = "dynmo_train.json"
 LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
@@ -37,6 +39,7 @@ class Run:
     Attributes:
         name: of the configuration.
         steps: batches of the whole run, of which schedules are fractions.
+        packed: sequences hold several documents, and inputs their positions.
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
         resumed: the content of :data:`RESUME_FILE` of the resumed run; None for a new run.
@@ -48,7 +51,8 @@ class Run:
     name: str
     settings: dict[str, Any]
     model: ModelConfig
-    text: ByteText
+    text: ByteText | TokenData
+    packed: bool
     steps: int
     stop: int
     stages: int
@@ -74,7 +78,11 @@ class RunFacts:
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._run.steps, "model": self._run.model.model_dump(mode="json")}
+        return {
+            "steps": self._run.steps,
+            "model": self._run.model.model_dump(mode="json"),
+            "data": identity_of(self._run.text),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """No-op: all ranks of a job have the same facts."""
@@ -88,7 +96,9 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(description="Train a GPT in a pipeline that re-balances itself.", allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" blocks')
-    parser.add_argument("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's standard library)")
+    parser.add_argument(
+        "--data", metavar="FILE_OR_FOLDER", help="text or token ids (default: Python's standard library)"
+    )
     parser.add_argument("--steps", type=int, help=f"batches in total (default: {STEPS}, or the resumed run's)")
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many batches, to resume later")
     parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
@@ -132,8 +142,9 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         if not 0 <= args.seed < 2**32:
             raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
         model = model.model_copy(update={"seed": args.seed})
-    stages = check_stages(args.stages, world_size, len(model_layers(model)))
-    text = load_text(args.data)
+    packed = read_data_config(settings).documents == "packed"
+    stages = check_stages(args.stages, world_size, len(model_layers(model, packed=packed)))
+    text = load_data(args.data, settings, model)
     text.check_length(model.sequence_length)
     settings = dict(settings)
     if dynmo is not None:
@@ -146,6 +157,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     resumed = None
     if args.resume is not None:
         resumed = read_resume_file(args.resume, model)
+        check_same_data(args.resume, resumed, text)
     first_step = resumed["step"] if resumed else 0
     steps = total_steps(args, model, resumed)
     stop = steps if args.stop_at is None else args.stop_at
@@ -178,6 +190,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         settings=settings,
         model=model,
         text=text,
+        packed=packed,
         steps=steps,
         stop=stop,
         stages=stages,
@@ -250,7 +263,7 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
     saved_model = read_model_config(resumed)
     for key in ModelConfig.model_fields:
-        if key == "tokens":  # it only permits the data; it does not change it
+        if key == "tokens":  # the data that it leads to are compared
             continue
         if getattr(model, key) != getattr(saved_model, key):
             raise ConfigError(

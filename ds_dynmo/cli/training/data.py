@@ -1,0 +1,93 @@
+"""The data of a run: raw bytes, or token ids that the model's vocabulary holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ds_dynmo.data import DataConfig, TokenData, holds_ids, open_data, read_data_config
+from ds_dynmo.data.tokenizing import TOKENIZER
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
+
+__all__ = ["check_same_data", "load_data"]
+
+TO_BYTES = '"tokens": "bytes" in the "model" block trains on its bytes'
+
+
+def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig) -> ByteText | TokenData:
+    """Read what ``--data`` names, and check it against the model. Rank 0 says what it found.
+
+    Args:
+        path: None: Python's standard library, as bytes.
+        settings: the DeepSpeed configuration, whose "data" block says more.
+
+    Raises:
+        ConfigError: naming the path or key, and what is wrong.
+    """
+    config = read_data_config(settings)
+    folder = _folder(model)
+    if model.tokens is None and path is not None and holds_ids(path, config):
+        return _open(path, config, model)
+    if model.tokens == "bytes" or (config.tokenizer is None and folder is None):
+        given = sorted(config.model_fields_set)
+        if given:
+            raise ConfigError(
+                f"data.{', data.'.join(given)}: cannot be given for raw bytes, which this run trains on; token ids are "
+                'of a file of them as --data, or of "tokenizer" in the "data" block, without "tokens": "bytes"'
+            )
+        return load_text(path)
+    if config.tokenizer is None and not _has_tokenizer(folder):
+        files = huggingface.tokenizer_files(folder)
+        has = f"holds a tokenizer ({', '.join(files)}) but no {TOKENIZER}" if files else "has no tokenizer"
+        raise ConfigError(
+            f'model.huggingface = "{folder}": {has}, which text needs: "tokenizer" in the "data" block names another '
+            f"folder with one; {TO_BYTES}"
+        )
+    if path is None:
+        raise ConfigError(f"--data: should name text or token ids for a model with a tokenizer; {TO_BYTES}")
+    return _open(path, config, model)
+
+
+def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | TokenData) -> None:
+    """Refuse to resume a run on other data.
+
+    Raises:
+        ConfigError: saying what differs.
+    """
+    now = identity_of(data)
+    before = resumed.get("data", now)
+    if before != now:
+        raise ConfigError(
+            f"--resume {resume}: was trained on {before or 'raw bytes'}, this run has {now or 'raw bytes'}"
+        )
+
+
+def identity_of(data: ByteText | TokenData) -> dict[str, Any] | None:
+    """Describe token ids for the runs that resume this one; None for bytes."""
+    return data.identity if isinstance(data, TokenData) else None
+
+
+def _open(path: str, config: DataConfig, model: ModelConfig) -> TokenData:
+    first_rank = int(os.environ.get("RANK", 0)) == 0
+
+    def say(line: str) -> None:
+        if first_rank:
+            print(line, flush=True)
+
+    folder = _folder(model)
+    tokenizer = folder if _has_tokenizer(folder) else None
+    data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, say=say)
+    say(data.describe(model.sequence_length))
+    return data
+
+
+def _folder(model: ModelConfig) -> Path | None:
+    """Find the folder of a Hugging Face model, which would have a tokenizer."""
+    given = model.huggingface
+    return Path(given) if isinstance(given, str) and Path(given).is_dir() else None
+
+
+def _has_tokenizer(folder: Path | None) -> bool:
+    return folder is not None and (folder / TOKENIZER).is_file()

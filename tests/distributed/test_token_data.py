@@ -1,0 +1,67 @@
+"""Runs on token ids: the same numbers whatever the stages and replicas, and after a resumption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_dynmo.data import write_tokens
+from tests.distributed.harness import run
+from tests.distributed.support.case_runs import SIZES
+from tests.distributed.support.script import run_script
+from tests.distributed.support.training import whole
+
+STEPS = 4
+
+
+def flags(folder: Path, replicas: int = 1, documents: str = "joined", **model: Any) -> list[str]:
+    """Write documents of 2 to 20 tokens and a configuration with 4 micro-batches in a batch, and return flags."""
+    folder.mkdir(exist_ok=True)
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, 250, generator.integers(2, 21)).tolist() for _ in range(200)]
+    write_tokens(folder / "text.bin", texts)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // replicas,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "dynmo": {"interval": 2, "min_improvement": 0.0, "profile": {"batches": 1}},
+        "model": {**SIZES, **model},
+        "data": {"documents": documents},
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    given = ["--deepspeed_config", str(folder / "config.json"), "--data", str(folder / "text.bin")]
+    return [*given, "--steps", str(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("documents", "sampling"),
+    [
+        ("packed", "random"),
+        pytest.param("joined", "random", marks=pytest.mark.fuzz),
+        pytest.param("padded", "epochs", marks=pytest.mark.fuzz),
+    ],
+)
+def test_stages_and_replicas_change_no_batch(documents: str, sampling: str, tmp_path: Path) -> None:
+    given = {"documents": documents, "sampling": sampling}
+    alone = run(1, run_script, flags(tmp_path, **given))
+    staged = run(2, run_script, flags(tmp_path, **given))
+    assert staged[0]["losses"] == alone[0]["losses"] and whole(staged) == whole(alone)
+    assert staged[0]["validation"] == alone[0]["validation"]
+    replicated = run(2, run_script, [*flags(tmp_path, replicas=2, **given), "--stages", "1"])
+    assert replicated[0]["losses"] == pytest.approx(alone[0]["losses"], rel=1e-5)
+    expected = [loss for _, loss in alone[0]["validation"]]
+    assert [loss for _, loss in replicated[0]["validation"]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_resumed_run_goes_on_in_the_data(tmp_path: Path) -> None:
+    arguments = flags(tmp_path, documents="padded")
+    in_one_go = run(2, run_script, arguments)
+    saving = [*arguments, "--save", str(tmp_path / "saved")]
+    first = run(2, run_script, [*saving, "--stop-at", "3"])
+    rest = run(2, run_script, [*arguments, "--resume", str(tmp_path / "saved")])
+    assert first[0]["losses"] + rest[0]["losses"] == in_one_go[0]["losses"]
+    assert whole(rest) == whole(in_one_go)

@@ -1,0 +1,167 @@
+"""Data of the training command: what becomes token ids and what bytes, and what is refused before training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ds_dynmo.cli.training.options import RESUME_FILE, Run, prepare
+from ds_dynmo.data import TokenData
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import ByteText
+from tests.local.test_data_text import tokenizer
+
+OURS = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 4}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the folder of a model without a tokenizer, whose vocabulary is that of the tests' tokenizer."""
+    folder = tmp_path_factory.mktemp("plain")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=6, max_position_embeddings=8)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    """Make the same with a tokenizer."""
+    tokenizer(tmp_path / "model")
+    for file in plain.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("one two three " * 100)
+    return tmp_path / "text.txt"
+
+
+def prepared(folder: Path, model: dict[str, Any], *flags: str, **data: Any) -> Run:
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "model": model,
+        **({"data": {"cache": str(folder / "cache"), **data}} if data else {}),
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    return prepare(["--deepspeed_config", str(folder / "config.json"), *flags])
+
+
+def huggingface(path: Path, **changes: Any) -> dict[str, Any]:
+    return {"huggingface": str(path), "sequence_length": 4, **changes}
+
+
+def test_our_own_gpt_reads_bytes_by_default(tmp_path: Path, text: Path) -> None:
+    for given in (text, tmp_path):  # a folder too, whatever is in it
+        run = prepared(tmp_path, OURS, "--data", str(given))
+        assert isinstance(run.text, ByteText) and run.text.tokens[-14:].tolist() == list(b"one two three ")
+    np.zeros(500, dtype=np.uint16).tofile(tmp_path / "train.bin")  # nothing says that these are ids
+    assert isinstance(prepared(tmp_path, OURS, "--data", str(tmp_path / "train.bin")).text, ByteText)
+    assert isinstance(prepared(tmp_path, OURS).text, ByteText)
+
+
+def test_a_folders_own_tokenizer_reads_text(tmp_path: Path, folder: Path, text: Path, capsys: Any) -> None:
+    run = prepared(tmp_path, huggingface(folder), "--data", str(text), field="text")
+    assert isinstance(run.text, TokenData) and run.text.tokens.ids.tolist() == [*[3, 4, 5] * 100, 1]
+    assert capsys.readouterr().out == f"{text}: 301 tokens\n"
+    run = prepared(tmp_path, huggingface(folder, tokens=None), "--data", str(text), documents="joined")
+    assert isinstance(run.text, TokenData)
+
+
+def test_our_own_gpt_reads_text_with_a_tokenizer_that_is_named(tmp_path: Path, folder: Path, text: Path) -> None:
+    run = prepared(tmp_path, OURS, "--data", str(text), tokenizer=str(folder))
+    assert isinstance(run.text, TokenData) and run.text.tokens.ids.tolist() == [*[3, 4, 5] * 100, 1]
+
+
+def test_bytes_can_be_asked_for(tmp_path: Path, folder: Path, text: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size 6: should be at least 256"):
+        prepared(tmp_path, huggingface(folder, tokens="bytes"), "--data", str(text))
+    run = prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(text))
+    assert isinstance(run.text, ByteText)
+
+
+@pytest.mark.parametrize("kind", ["own", "plain", "folder"])
+def test_token_ids_are_read_by_any_model(kind: str, tmp_path: Path, plain: Path, folder: Path) -> None:
+    np.asarray([1, 2, 3, 4, 5] * 100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    model = {"own": OURS, "plain": huggingface(plain), "folder": huggingface(folder)}[kind]
+    run = prepared(tmp_path, model, "--data", str(tmp_path / "train.bin"), dtype="uint16")
+    assert isinstance(run.text, TokenData) and len(run.text.tokens.ids) == 500
+
+
+def test_what_cannot_be_trained_is_refused_with_the_numbers(
+    tmp_path: Path, plain: Path, folder: Path, text: Path
+) -> None:
+    ids = tmp_path / "train.bin"
+    np.asarray([1, 2, 3, 4, 300] * 100, dtype=np.uint16).tofile(ids)
+
+    def refused(message: str, model: dict[str, Any], *flags: str, **data: Any) -> None:
+        with pytest.raises(ConfigError, match=message):
+            prepared(tmp_path, model, *flags, **data)
+
+    given = ("--data", str(text))
+    no_tokenizer = (
+        r'model\.huggingface = ".*": {}, which text needs: "tokenizer" in the "data" block .*"tokens": "bytes"'
+    )
+    refused(no_tokenizer.format("has no tokenizer"), huggingface(plain), *given)
+    refused(no_tokenizer.format("has no tokenizer"), huggingface(plain))
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    refused(
+        no_tokenizer.format(r"holds a tokenizer \(tokenizer_config\.json, vocab\.json\) but no tokenizer\.json"),
+        huggingface(folder),
+        *given,
+    )
+    (folder / "vocab.json").rename(folder / "tokenizer.json")
+    refused("--data: should name text or token ids for a model with a tokenizer", huggingface(folder))
+    refused(
+        r"train\.bin: token 4 of 500 is 300: .* has 6 entries", huggingface(plain), "--data", str(ids), dtype="uint16"
+    )
+    refused(r"train\.bin: token 4 of 500 is 300: .* has 256 entries", OURS, "--data", str(ids), dtype="uint16")
+    refused(r"train\.bin: has no header", huggingface(folder), "--data", str(ids))
+    refused("sequence_length 9: the model has 8 positions", huggingface(folder, sequence_length=9), *given)
+    refused(
+        "100 tokens are too few: .* 8 tokens in the 5%",
+        huggingface(folder, sequence_length=8),
+        "--data",
+        str(short(text)),
+    )
+    refused(r"data\.cache, data\.documents: cannot be given for raw bytes", OURS, *given, documents="packed")
+    refused(r'data\.documents = "pack": .*packed', huggingface(folder), *given, documents="pack")
+    refused(r"data\.fields = .*: unknown key.*field", huggingface(folder), *given, fields="x")
+    refused("nowhere: no such file or folder", huggingface(folder), "--data", "nowhere")
+    refused(r"nowhere: has no tokenizer\.json", OURS, *given, tokenizer="nowhere")
+    refused("nowhere: no such file or folder", huggingface(folder), *given, validation="nowhere")
+
+
+def short(text: Path) -> Path:
+    """Give a text of 100 tokens."""
+    path = text.with_name("short.txt")
+    path.write_text("one two three " * 33)
+    return path
+
+
+def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text: Path) -> None:
+    model = huggingface(folder)
+    run = prepared(tmp_path, model, "--data", str(text), documents="joined")
+    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said["model"] = run.model.model_dump(mode="json")
+    resume = ("--resume", str(tmp_path))
+    assert isinstance(run.text, TokenData)
+    for kept in ({}, {"data": run.text.identity}):  # saved before there was such a key, and since
+        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, **kept}))
+        prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
+    for data, was in (({**run.text.identity, "tokens": 300}, ".*'tokens': 300.*"), (None, "raw bytes")):
+        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": data}))
+        with pytest.raises(ConfigError, match=f"--resume .*: was trained on {was}, this run has .*'tokens': 301"):
+            prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
