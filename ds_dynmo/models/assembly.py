@@ -72,8 +72,6 @@ def vocabulary_of(config: ModelConfig) -> int:
 
 def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]:
     assert config.huggingface is not None
-    if packed:
-        raise ConfigError(f"{BLOCK}.huggingface: its layers attend across packed documents")
     is_folder = isinstance(config.huggingface, str) and Path(config.huggingface).is_dir()
     try:
         layers = huggingface.layers(
@@ -82,6 +80,8 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             sequence_length=config.sequence_length,
             vocab_size=None if is_folder and config.tokens is None else BYTES,  # a folder's tokens are its own
             expert_parallel=config.expert_parallel,
+            inputs=("position_ids",) if packed else (),
+            verified=config.verified,
         )
         if config.freezing is not None and config.freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "freezing.egeria runs blocks beside the training")

@@ -30,7 +30,9 @@ __all__ = ["ModelConfig", "read_model_config"]
 
 BLOCK = "model"
 BYTES = 256  # the text's different tokens
-BESIDE_HUGGINGFACE = {"huggingface", "tokens", "sequence_length", "seed", "sampling", "freezing", "expert_parallel"}
+BESIDE_HUGGINGFACE = {
+    *("huggingface", "verified", "tokens", "sequence_length", "seed", "sampling", "freezing", "expert_parallel"),
+}
 
 # By case, those before it in the block that it cannot be combined with, and why.
 _APART = {
@@ -73,8 +75,13 @@ class ModelConfig(GPTConfig):
     huggingface: str | dict[str, Any] | None = Field(
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
-        'or what is in one; beside it "tokens", "sequence_length", "seed", "sampling", "freezing" and '
+        'or what is in one; beside it "verified", "tokens", "sequence_length", "seed", "sampling", "freezing" and '
         '"expert_parallel" alone may stand',
+    )
+    verified: bool = Field(
+        default=True,
+        description="compare a tiny model of the Hugging Face family with the library's first; false: trust the parts "
+        "that the library declares",
     )
     expert_parallel: bool = Field(
         default=False,

@@ -47,6 +47,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral tied": {**MIXTRAL, "tie_word_embeddings": True},
     "gpt2": GPT2,
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 8},
+    "granite": {  # computes between embedding and layers, and around the head
+        **{"model_type": "granite", **SIZES, "tie_word_embeddings": True},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 8.0},
+    },
 }
 
 

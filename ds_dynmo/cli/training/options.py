@@ -263,7 +263,7 @@ def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
     saved_model = read_model_config(resumed)
     for key in ModelConfig.model_fields:
-        if key == "tokens":  # the data that it leads to are compared
+        if key in ("tokens", "verified"):  # the data that the one leads to are compared; the other changes nothing
             continue
         if getattr(model, key) != getattr(saved_model, key):
             raise ConfigError(

@@ -7,67 +7,33 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import json
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.huggingface.experts import Experts
-from ds_dynmo.models.huggingface.modules import RouterLoss
-from ds_dynmo.models.huggingface.weights import ExpertFiles
 
 __all__ = [
-    *("FAMILIES", "check_blocks_draw_nothing", "config_of", "experts_of", "name_of", "router_loss"),
-    *("tokenizer_files", "transformers", "window"),
+    *("TOP_K", "check_blocks_draw_nothing", "config_of", "experts_key", "families", "library_module", "name_of"),
+    *("plan_of", "tokenizer_files", "transformers"),
 ]
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "tekken*", "spiece.model", "sentencepiece*")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+TOP_K = "num_experts_per_tok"
+_SHOULD_BE = (
+    "should be one of gpt2, llama, qwen2, qwen3, mixtral, or another causal language model whose base_model_pp_plan "
+    "transformers declares"
+)
 DRAWS_IN_BLOCKS = ("attn_pdrop", "resid_pdrop", "attention_dropout", "router_jitter_noise")  # keys of configs
 
 
-@dataclass(frozen=True)
-class _MoE:
-    """Where the library keeps what concerns experts.
-
-    Attributes:
-        router, experts: paths in a decoder layer.
-        count, top_k: keys of the config: experts of a layer, and experts that a token is sent to.
-        files: how they are named in files.
-    """
-
-    files: ExpertFiles
-    router: str = "mlp.gate"
-    experts: str = "mlp.experts"
-    count: str = "num_local_experts"
-    top_k: str = "num_experts_per_tok"
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Where the library keeps the parts of a model.
-
-    Attributes:
-        blocks, norm, positions: names in its model without the head.
-        moe: its decoder layers have experts.
-    """
-
-    blocks: str = "layers"
-    norm: str = "norm"
-    positions: str | None = None
-    moe: _MoE | None = None
-
-
-FAMILIES = {
-    "gpt2": _Family(blocks="h", norm="ln_f", positions="wpe"),
-    "llama": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "mixtral": _Family(moe=_MoE(ExpertFiles("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}))),
-}
+# Parts of the model without its head, in their order, of families for which the library declares none.
+PLANS = {"gpt2": ("wte", "wpe", "drop", "h", "ln_f")}
 
 
 def transformers() -> Any:
@@ -83,6 +49,11 @@ def transformers() -> Any:
             f'needs transformers, the extra "huggingface": pip install ds_dynmo[huggingface] ({error})'
         ) from error
     return library
+
+
+def library_module(name: str) -> Any:
+    """Import a module of the library's."""
+    return importlib.import_module(f"{transformers().__name__}.{name}")
 
 
 def check_blocks_draw_nothing(model: Any, why: str) -> None:
@@ -139,10 +110,27 @@ def config_of(model: Any) -> Any:
     return config
 
 
+def plan_of(config: Any) -> tuple[str, ...]:
+    """List the parts of the model without its head in their order; empty: they are not declared."""
+    return PLANS.get(config.model_type) or tuple(config.base_model_pp_plan or ())
+
+
+def families() -> list[str]:
+    """List the model types whose parts are declared, and that have a causal language model."""
+    auto = library_module("models.auto.modeling_auto")
+    return [kind for kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _plan_of_type(kind)]
+
+
+def _plan_of_type(kind: str) -> tuple[str, ...]:
+    configuration = library_module("models.auto.configuration_auto")
+    return plan_of(configuration.CONFIG_MAPPING[kind]) if kind in configuration.CONFIG_MAPPING else ()
+
+
 def _read(library: Any, values: dict[str, Any], place: str) -> Any:
     kind = values.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(f"{place}: model_type {json.dumps(kind)}: should be one of {', '.join(FAMILIES)}")
+    if not isinstance(kind, str) or not _plan_of_type(kind):
+        code = "; its auto_map names code of its own, which is never run" if values.get("auto_map") else ""
+        raise ConfigError(f"{place}: model_type {json.dumps(kind)}: {_SHOULD_BE}{code}")
     try:
         return type(library.AutoConfig.for_model(kind)).from_dict(
             copy.deepcopy(values)
@@ -169,65 +157,56 @@ def _check_keys(config: Any, values: dict[str, Any]) -> None:
 
 
 def _check_family(config: Any, place: str) -> None:
-    if config.model_type not in FAMILIES:
-        raise ConfigError(f"{place}: model_type {config.model_type}: should be one of {', '.join(FAMILIES)}")
+    auto = library_module("models.auto.modeling_auto")
+    kind = config.model_type
+    if not plan_of(config) or kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{place}: model_type {kind}: {_SHOULD_BE}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{place}: is_encoder_decoder: a pipeline has decoder layers alone")
+    if config.sub_configs:
+        parts = ", ".join(config.sub_configs)
+        raise ConfigError(f"{place}: model_type {kind}: holds {parts}: a pipeline takes a model of text alone")
     if getattr(config, "add_cross_attention", False):
         raise ConfigError(f"{place}: add_cross_attention: there is no encoder to attend to")
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{place}: quantization_config: quantized weights cannot be trained in a pipeline")
-    _check_sizes(config, place)
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    if shared:
+        raise ConfigError(f"{place}: num_kv_shared_layers {shared}: layers that share keys and values cannot part")
+    try:
+        _check_sizes(config, place)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library's own, for sizes that differ from layer to layer
+        raise ConfigError(f"{place}: model_type {kind}: its sizes cannot be read: {error}") from error
 
 
 def _check_sizes(config: Any, place: str) -> None:
     """Refuse sizes that the library would notice in the first pass only."""
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if groups is not None and (groups < 1 or heads % groups):
-        raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
-    if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
-        raise ConfigError(f"{place}: num_attention_heads {heads}: should divide hidden_size, {config.hidden_size}")
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int):
+        if isinstance(groups, int) and (groups < 1 or heads % groups):
+            raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
+        if _needs_equal_heads(config) and config.hidden_size % heads:
+            raise ConfigError(f"{place}: num_attention_heads {heads}: should divide hidden_size, {config.hidden_size}")
     if config.num_hidden_layers < 1:
         raise ConfigError(f"{place}: num_hidden_layers {config.num_hidden_layers}: should be at least 1")
-    moe = FAMILIES[config.model_type].moe
-    if moe is None:
+    count = experts_key(config)
+    if count is None:
         return
-    chosen, experts = getattr(config, moe.top_k), getattr(config, moe.count)
-    if not 1 <= chosen <= experts:
-        raise ConfigError(f"{place}: {moe.top_k} {chosen}: should be in 1 to {moe.count}, {experts}")
-    if not 0 <= (config.router_aux_loss_coef or 0) < math.inf:
-        raise ConfigError(f"{place}: router_aux_loss_coef {config.router_aux_loss_coef}: should be 0 or more")
+    chosen, experts = getattr(config, TOP_K, None), getattr(config, count)
+    if isinstance(chosen, int) and not 1 <= chosen <= experts:
+        raise ConfigError(f"{place}: {TOP_K} {chosen}: should be in 1 to {count}, {experts}")
+    coefficient = getattr(config, "router_aux_loss_coef", None) or 0
+    if not 0 <= coefficient < math.inf:
+        raise ConfigError(f"{place}: router_aux_loss_coef {coefficient}: should be 0 or more")
 
 
-def window(config: Any, block: int) -> int | None:
-    """Give the sliding window of decoder layer ``block``, in tokens; None: it attends to all."""
-    kinds = getattr(config, "layer_types", None)
-    if config.model_type == "mixtral" or (kinds and kinds[block] == "sliding_attention"):
-        return getattr(config, "sliding_window", None)
-    return None
+def _needs_equal_heads(config: Any) -> bool:
+    """Are heads as wide as the hidden states divided by them?"""
+    return getattr(config, "head_dim", None) is None and not hasattr(config, "kv_lora_rank")
 
 
-def experts_of(config: Any, place: str, *, parallel: bool) -> Experts | None:
-    """Describe the experts of the decoder layers; None: the family has none.
-
-    Raises:
-        ConfigError: replicas cannot share experts (``parallel``) where there are none.
-    """
-    moe = FAMILIES[config.model_type].moe
-    if moe is None:
-        if parallel:
-            raise ConfigError(f"expert_parallel: {place}, model_type {config.model_type}, has no experts to share out")
-        return None
-    return Experts(moe.experts, getattr(config, moe.count), getattr(config, moe.top_k), moe.count, parallel)
-
-
-def router_loss(config: Any) -> RouterLoss | None:
-    """Describe what routers add to the loss; None where the config does not ask for it."""
-    moe = FAMILIES[config.model_type].moe
-    if moe is None or not config.output_router_logits or not config.router_aux_loss_coef:
-        return None
-    return RouterLoss(
-        experts=getattr(config, moe.count),
-        top_k=getattr(config, moe.top_k),
-        layers=config.num_hidden_layers,
-        coefficient=config.router_aux_loss_coef,
-        router=moe.router,
-    )
+def experts_key(config: Any) -> str | None:
+    """Find the config's key for how many experts a layer has; None: it has none."""
+    return next((key for key in EXPERTS if isinstance(getattr(config, key, None), int) and getattr(config, key)), None)

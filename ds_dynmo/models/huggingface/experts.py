@@ -71,9 +71,9 @@ class MoEDecoderLayer(DecoderLayer):
     """
 
     def __init__(
-        self, parts: PartsWithExperts, layer: int, window: int | None, router_loss: RouterLoss | None, experts: Experts
+        self, parts: PartsWithExperts, layer: int, block: int, router_loss: RouterLoss | None, experts: Experts
     ) -> None:
-        super().__init__(parts, layer, window, router_loss)
+        super().__init__(parts, layer, block, router_loss)
         self.experts = experts
         self._unread = (parts, layer) if parts.reads_later else None
         self._replicas = Replicas()

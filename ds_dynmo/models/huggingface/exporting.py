@@ -13,7 +13,9 @@ import torch
 from ds_dynmo.checkpoint_files import REPLICA_OWN, layer_file
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models.exporting import check_is_new, load, tag_folder, weights_file
-from ds_dynmo.models.huggingface.adapter import PART, Source, source_of
+from ds_dynmo.models.huggingface.adapter import PART, source_of
+from ds_dynmo.models.huggingface.conversions import to_files
+from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.weights import INDEX
 
 __all__ = ["export"]
@@ -36,13 +38,14 @@ def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.Path
     """
     source, saved, out = source_of(model, seed=0, weights=False), tag_folder(Path(checkpoint)), Path(folder)
     check_is_new(out)
-    files = [(layer, saved / weights_file(layer)) for layer in range(len(source.paths) - source.tied)]
+    files = [(layer, saved / weights_file(layer)) for layer in range(source.outline.num_layers)]
     for _, path in files:
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no such file")
     out.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     num_bytes = 0
+    files = [(layer, path) for layer, path in files if source.shapes(layer)]  # a norm may have no weights
     for number, (layer, path) in enumerate(files, start=1):
         tensors = _exported(source, layer, path)
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -59,19 +62,18 @@ def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.Path
 def _exported(source: Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of one pipeline layer, named as the library names them."""
     found = {name.removeprefix(PART): value for name, value in load(path).items()}
-    part = source.skeleton.get_submodule(source.paths[layer])
-    expected = {name: parameter.shape for name, parameter in part.named_parameters()}
+    part = source.outline.paths[layer]
+    expected = {name: torch.Size(shape) for name, shape in source.shapes(layer).items()}
     shares = _shares(path.parent, layer)
     found |= {name: torch.cat([share[name] for share in shares]) for name in (shares[0] if shares else ())}
     shapes = {name: value.shape for name, value in found.items()}
     if shapes != expected:
         differing = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
         raise CheckpointError(
-            f"{path}: is not layer {layer} of the model, {source.paths[layer]}: {differing[0]} has "
+            f"{path}: is not layer {layer} of the model, {part}: {differing[0]} has "
             f"{_shape(shapes.get(differing[0]))}, expected {_shape(expected.get(differing[0]))}"
         )
-    places = source.stored(layer)
-    return {n: piece for name, value in found.items() for n, piece in places[name].pieces(value.contiguous()).items()}
+    return to_files(source.skeleton, {f"{part}.{name}": value.contiguous() for name, value in found.items()})
 
 
 def _shares(folder: Path, layer: int) -> list[dict[str, torch.Tensor]]:
@@ -93,4 +95,4 @@ def _shape(shape: torch.Size | None) -> str:
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})

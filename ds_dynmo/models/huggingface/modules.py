@@ -1,14 +1,15 @@
 """The pipeline layers around the parts of a Hugging Face causal language model.
 
-Each holds one module of the library's as ``part`` and does what the library's model does around it: positions, causal
-mask, router loss. Between layers there is what a :class:`~ds_dynmo.models.stream.Stream` packs. Where a model has
-a router loss, ``auxiliary`` is fp32 ``[2, experts]`` until the head makes the loss of it: the library's loss is a
-product of means over the tokens of all layers, no sum over layers.
+Each holds one module of the library's as ``part``; what the library's model does around it is done by its
+:class:`~ds_dynmo.models.huggingface.surroundings.Surroundings`. Between layers there is what a
+:class:`~ds_dynmo.models.stream.Stream` packs, and behind it the model's inputs beside the tokens, unchanged. Where a
+model has a router loss, ``auxiliary`` is fp32 ``[2, experts]`` until the head makes the loss of it: the library's loss
+is a product of means over the tokens of all layers, no sum over layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.huggingface.surroundings import Surroundings, keeping_dtypes
 from ds_dynmo.models.stream import Activations, Stream
 
 __all__ = [
@@ -24,21 +27,38 @@ __all__ = [
     "FinalNorm",
     "OutputHead",
     "PositionEmbedding",
-    "Rotary",
     "RouterLoss",
     "TokenEmbedding",
     "tied_logits",
 ]
 
+Inputs = dict[str, torch.Tensor]
+
 
 class Parts(Protocol):
-    """Where the library's modules come from."""
+    """Where the library's modules come from.
+
+    Attributes:
+        inputs: of the model beside the tokens, in the order in which they follow those.
+        exact: parts of the names of tensors that the library keeps in fp32.
+    """
+
+    inputs: tuple[str, ...]
+
+    @property
+    def exact(self) -> tuple[str, ...]: ...
 
     def build(self, layer: int) -> nn.Module:
         """Build the module of pipeline layer ``layer`` with its weights."""
 
-    def build_rotary(self) -> nn.Module | None:
-        """Build the rotary positions of every decoder layer; None: the model has learned ones."""
+    def around_embedding(self) -> Surroundings | None:
+        """Build what comes between the embedding and the first decoder layer; None: nothing."""
+
+    def around_block(self, block: int) -> Surroundings:
+        """Build what comes around decoder layer ``block``."""
+
+    def around_head(self) -> Surroundings | None:
+        """Build what comes around the output embedding; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +67,15 @@ class RouterLoss:
 
     ``experts * sum_e f_e P_e`` times ``coefficient``, with ``f_e`` the choices of expert ``e`` per token and ``P_e``
     its mean router probability, both over the tokens of all decoder layers (Switch Transformer, equations 4 to 6).
+    Tokens that an attention mask leaves out do not count.
 
     Attributes:
         experts: of a decoder layer.
         top_k: experts that a token is sent to.
-        layers: decoder layers of the model.
+        layers: decoder layers with a router.
         coefficient: the config's ``router_aux_loss_coef``.
-        router: path of the router in a decoder layer; its first output are logits ``[tokens, experts]``.
+        router: path of the router in a decoder layer.
+        output: where logits ``[tokens, experts]`` are among its outputs.
     """
 
     experts: int
@@ -61,19 +83,29 @@ class RouterLoss:
     layers: int
     coefficient: float
     router: str
+    output: int = 0
 
     def start(self, device: torch.device) -> torch.Tensor:
         """Give the sums before the first layer, fp32 ``[2, experts]``: choices, probabilities."""
         return torch.zeros(2, self.experts, device=device)
 
-    def add(self, sums: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Add one more layer to the sums."""
-        probabilities = logits.softmax(dim=-1)
-        chosen = probabilities.topk(self.top_k, dim=-1).indices
-        choices = F.one_hot(chosen, self.experts).sum(dim=(0, 1)).float()
-        return sums + torch.stack((choices, probabilities.float().sum(dim=0)))
+    def add(self, sums: torch.Tensor, logits: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Add one more layer to the sums.
 
-    def loss(self, sums: torch.Tensor, tokens: int) -> torch.Tensor:
+        Args:
+            mask: 0 for tokens that do not count, ``[batch, sequence]``.
+        """
+        logits = logits.reshape(-1, self.experts)
+        probabilities = logits.softmax(dim=-1)
+        chosen = F.one_hot(probabilities.topk(self.top_k, dim=-1).indices, self.experts)
+        if mask is None:
+            return sums + torch.stack((chosen.sum(dim=(0, 1)).float(), probabilities.float().sum(dim=0)))
+        counts = mask.flatten().unsqueeze(1).float()
+        return sums + torch.stack(
+            ((chosen.sum(dim=1) * counts).sum(dim=0), (probabilities.float() * counts).sum(dim=0))
+        )
+
+    def loss(self, sums: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
         """Compute the loss of a micro-batch of ``tokens`` tokens, fp32 ``[1]``."""
         choices, probabilities = (sums / (self.layers * tokens)).unbind()
         return (self.coefficient * ((choices * probabilities).sum() * self.experts)).reshape(1)
@@ -82,14 +114,26 @@ class RouterLoss:
 class TokenEmbedding(nn.Module):
     """Token numbers int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``; the head's weights too where tied."""
 
-    def __init__(self, parts: Parts, layer: int, router_loss: RouterLoss | None) -> None:
+    def __init__(self, parts: Parts, layer: int, router_loss: RouterLoss | None, *, tied: bool = False) -> None:
         super().__init__()
         self.router_loss = router_loss
+        self.inputs = parts.inputs
         self.part = parts.build(layer)
+        self.entry = parts.around_embedding()
+        self.around = parts.around_head() if tied else None
 
-    def forward(self, tokens: torch.Tensor) -> Activations:
-        auxiliary = None if self.router_loss is None else self.router_loss.start(tokens.device)
-        return Stream(self.part(tokens), auxiliary).pack()
+    def forward(self, tokens: Activations) -> Activations:
+        given = 1 if isinstance(tokens, torch.Tensor) else len(tokens)
+        if given != 1 + len(self.inputs):
+            expected = " and ".join(("tokens", *self.inputs))
+            raise ConfigError(f"a micro-batch has {given} tensors: should be {expected} (inputs of huggingface.layers)")
+        ids, inputs = _beside(tokens, self.inputs)
+        assert isinstance(ids, torch.Tensor)
+        hidden = self.part(ids)
+        if self.entry is not None:
+            hidden = self.entry.enter(hidden, inputs)
+        auxiliary = None if self.router_loss is None else self.router_loss.start(ids.device)
+        return _pack(Stream(hidden, auxiliary), inputs)
 
 
 class PositionEmbedding(nn.Module):
@@ -97,51 +141,55 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, parts: Parts, layer: int, dropout: float) -> None:
         super().__init__()
+        self.inputs = parts.inputs
         self.part = parts.build(layer)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, activations: Activations) -> Activations:
-        stream = Stream.unpack(activations)
-        return replace(stream, hidden=self.dropout(stream.hidden + self.part(_positions(stream.hidden)))).pack()
+        stream, inputs = _unpack(activations, self.inputs)
+        hidden, positions = stream.hidden, inputs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        return _pack(replace(stream, hidden=self.dropout(hidden + self.part(positions))), inputs)
 
 
 class DecoderLayer(nn.Module):
     """One decoder layer of the library's.
 
     Args:
-        window: a token attends to so many tokens up to itself; None: to all of them.
+        block: its number among the decoder layers.
         router_loss: what it adds to in training; None: nothing.
     """
 
     is_block: ClassVar[bool] = True
 
-    def __init__(self, parts: Parts, layer: int, window: int | None, router_loss: RouterLoss | None) -> None:
+    def __init__(self, parts: Parts, layer: int, block: int, router_loss: RouterLoss | None) -> None:
         super().__init__()
-        self.window = window
+        self.block = block
         self.router_loss = router_loss
+        self.inputs = parts.inputs
         self.part = parts.build(layer)
-        rotary = parts.build_rotary()
-        self.rotary = None if rotary is None else Rotary(rotary)
+        self.around = parts.around_block(block)
+        self.exact = [name for name, _ in self.part.named_buffers() if any(kept in name for kept in parts.exact)]
 
     def forward(self, activations: Activations) -> Activations:
-        stream = Stream.unpack(activations)
-        positions = _positions(stream.hidden)
-        rotary = {} if self.rotary is None else {"position_embeddings": self.rotary(stream.hidden, positions)}
-        call = {"attention_mask": self._mask(stream.hidden), "position_ids": positions, **rotary}
-        if self.router_loss is None or stream.auxiliary is None or not self.training:
-            return replace(stream, hidden=self.part(stream.hidden, **call)).pack()
-        with _outputs_of(self.part.get_submodule(self.router_loss.router)) as routed:
-            hidden = self.part(stream.hidden, **call)
-        (logits, *_) = routed[0]
-        return replace(stream, hidden=hidden, auxiliary=self.router_loss.add(stream.auxiliary, logits)).pack()
+        stream, inputs = _unpack(activations, self.inputs)
+        args, kwargs = self.around.call(self.block, stream.hidden, inputs)
+        loss = self.router_loss
+        if loss is None or stream.auxiliary is None or not self.training:
+            return _pack(replace(stream, hidden=_hidden(self.part(*args, **kwargs))), inputs)
+        with _outputs_of(self.part.get_submodule(loss.router)) as routed:
+            hidden = _hidden(self.part(*args, **kwargs))
+        found = routed[0]
+        logits = found[loss.output] if isinstance(found, tuple) else found
+        auxiliary = loss.add(stream.auxiliary, logits, inputs.get("attention_mask"))
+        return _pack(replace(stream, hidden=hidden, auxiliary=auxiliary), inputs)
 
-    def _mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """bool ``[1, 1, sequence, sequence]``, True where a token attends; None: causal, which the library knows."""
-        length = hidden.shape[1]
-        if self.window is None or length <= self.window:
-            return None
-        ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device)
-        return ones.tril().triu(1 - self.window)
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLayer:
+        """Convert as ``nn.Module`` does, but for dtypes of buffers that the library keeps in fp32."""
+        with keeping_dtypes(self.part, self.exact):
+            super()._apply(fn, recurse)
+        return self
 
 
 class FinalNorm(nn.Module):
@@ -149,11 +197,12 @@ class FinalNorm(nn.Module):
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
+        self.inputs = parts.inputs
         self.part = parts.build(layer)
 
     def forward(self, activations: Activations) -> Activations:
-        stream = Stream.unpack(activations)
-        return replace(stream, hidden=self.part(stream.hidden)).pack()
+        stream, inputs = _unpack(activations, self.inputs)
+        return _pack(replace(stream, hidden=self.part(stream.hidden)), inputs)
 
 
 class OutputHead(nn.Module):
@@ -162,51 +211,65 @@ class OutputHead(nn.Module):
     def __init__(self, parts: Parts, layer: int, router_loss: RouterLoss | None) -> None:
         super().__init__()
         self.router_loss = router_loss
+        self.inputs = parts.inputs
         self.part = parts.build(layer)
+        self.around = parts.around_head()
 
     def forward(self, activations: Activations) -> Activations:
-        return _outputs(self.part, self.router_loss, activations)
+        return _outputs(self.part, self, activations)
 
 
 def tied_logits(embedding: TokenEmbedding, activations: Activations) -> Activations:
     """Compute what :class:`OutputHead` does, with the embedding's weights."""
-    weight = embedding.get_parameter("part.weight")
-    return _outputs(lambda hidden: F.linear(hidden, weight), embedding.router_loss, activations)
+    return _outputs(_Tied(embedding.get_parameter("part.weight")), embedding, activations)
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """Stands for the library's output embedding."""
+
+    weight: torch.Tensor
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight)
 
 
 def _outputs(
-    head: Callable[[torch.Tensor], torch.Tensor], router_loss: RouterLoss | None, activations: Activations
+    head: Callable[[torch.Tensor], torch.Tensor], layer: TokenEmbedding | OutputHead, activations: Activations
 ) -> Activations:
-    stream = Stream.unpack(activations)
-    logits = head(stream.hidden)
-    if router_loss is None or stream.auxiliary is None:
+    stream, inputs = _unpack(activations, layer.inputs)
+    logits = head(stream.hidden) if layer.around is None else layer.around.logits(stream.hidden, head)
+    if layer.router_loss is None or stream.auxiliary is None:
         return logits
     batch, sequence, _ = stream.hidden.shape
-    return logits, router_loss.loss(stream.auxiliary, batch * sequence)
+    mask = inputs.get("attention_mask")
+    return logits, layer.router_loss.loss(stream.auxiliary, batch * sequence if mask is None else mask.sum())
 
 
-class Rotary(nn.Module):
-    """The library's rotary positions, whose frequencies stay fp32 when the layer becomes bf16.
+def _beside(activations: Activations, names: tuple[str, ...]) -> tuple[Activations, Inputs]:
+    """Split off the model's inputs beside the tokens."""
+    if not names:
+        return activations, {}
+    first, inputs = activations[: -len(names)], activations[-len(names) :]
+    return first[0] if len(first) == 1 else first, dict(zip(names, inputs, strict=True))
 
-    The library keeps them fp32 in a bf16 model. ``module.bfloat16()``, DeepSpeed's way, would round them, and angles
-    at position 1000 would be wrong by more than a radian.
-    """
 
-    def __init__(self, rotary: nn.Module) -> None:
-        super().__init__()
-        self.rotary = rotary
+def _unpack(activations: Activations, names: tuple[str, ...]) -> tuple[Stream, Inputs]:
+    own, inputs = _beside(activations, names)
+    return Stream.unpack(own), inputs
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, ``[1, sequence, head width]`` each, in the dtype of ``hidden``."""
-        cos, sin = self.rotary(hidden, positions)
-        return cos, sin
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotary:
-        exact = dict(self.rotary.named_buffers())
-        super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            setattr(self.rotary, name, buffer.to(getattr(self.rotary, name).device))
-        return self
+def _hidden(output: Any) -> torch.Tensor:
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(f"a decoder layer gives a {type(output).__name__}, not hidden states alone")
+    return output
+
+
+def _pack(stream: Stream, inputs: Mapping[str, torch.Tensor]) -> Activations:
+    own = stream.pack()
+    if not inputs:
+        return own
+    return (*((own,) if isinstance(own, torch.Tensor) else own), *inputs.values())
 
 
 @contextmanager
@@ -218,7 +281,3 @@ def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
         yield found
     finally:
         handle.remove()
-
-
-def _positions(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)

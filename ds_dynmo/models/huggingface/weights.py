@@ -8,16 +8,16 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["INDEX", "ExpertFiles", "Folder", "Stored", "Tensors", "check_tensors", "stored"]
+__all__ = ["INDEX", "Folder", "InMemory", "Stored", "Tensors", "check_tensors"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,58 +25,53 @@ SHOWN = 4  # names in a message
 
 # Buffers that older versions of the library saved.
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
-_EXPERTS = re.compile(r"(?P<layer>.*)\.mlp\.experts\.(?P<name>\w+)$")
-
-
-@dataclass(frozen=True)
-class ExpertFiles:
-    """How files of a model have experts, each matrix a tensor of its own.
-
-    Attributes:
-        block: what stands for "mlp" in names.
-        matrices: by the parameter in memory, of all experts, those that lie behind one another in it for each expert.
-    """
-
-    block: str
-    matrices: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One parameter as it lies in the library's files: ``names``, each of ``shape``, one after the other."""
+    """One tensor of the library's model as it lies in files, or in memory.
 
+    Attributes:
+        target: its name in the library's model.
+        names: of the tensors that it is made of.
+        patterns: of ``converter``, one for each of ``names``.
+        converter: the library's, which makes it; None: it is the one tensor.
+        first: of all that the converter makes of ``names``, by its name in the library's model.
+    """
+
+    target: str
     names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    def pieces(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split ``parameter`` by ``names``, into views of its memory."""
-        return dict(zip(self.names, parameter.view(len(self.names), *self.shape)))
+    patterns: tuple[str, ...] = ()
+    converter: Any = None
+    first: str = ""
 
     def of_experts(self, share: slice, experts: int) -> Stored:
-        """Narrow this to the tensors of ``share`` of ``experts`` that lie one after the other."""
-        per_expert = len(self.names) // experts
-        return Stored(self.names[share.start * per_expert : share.stop * per_expert], self.shape)
+        """Narrow this to ``share`` of ``experts`` where each has tensors of its own; else give it all."""
+        by_pattern: dict[str, list[str]] = {}
+        for name, pattern in zip(self.names, self.patterns):
+            by_pattern.setdefault(pattern, []).append(name)
+        if not by_pattern or any(len(names) != experts for names in by_pattern.values()):
+            return self
+        kept = [(name, pattern) for pattern, names in by_pattern.items() for name in names[share]]
+        return replace(self, names=tuple(name for name, _ in kept), patterns=tuple(pattern for _, pattern in kept))
 
+    def value(self, found: Mapping[str, torch.Tensor], model: Any) -> torch.Tensor:
+        """Make the tensor of what was read.
 
-def stored(name: str, shape: tuple[int, ...], files: ExpertFiles | None) -> Stored:
-    """Locate parameter ``name`` in the library's files.
+        Args:
+            model: the library's.
+        """
+        return self.values(found, model)[self.target]
 
-    Args:
-        files: of a model with experts. None: every parameter is one tensor, as in memory.
-    """
-    if files is None:
-        return Stored((name,), shape)
-    match = _EXPERTS.fullmatch(name)
-    if match is None:
-        return Stored((name.replace(".mlp.", f".{files.block}."),), shape)
-    matrices = files.matrices[match["name"]]
-    experts, rows, columns = shape
-    names = tuple(
-        f"{match['layer']}.{files.block}.experts.{expert}.{matrix}.weight"
-        for expert in range(experts)
-        for matrix in matrices
-    )
-    return Stored(names, (rows // len(matrices), columns))
+    def values(self, found: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        """Make all tensors that come of ``names``, by their names in the library's model."""
+        if self.converter is None:
+            return {self.target: found[self.names[0]]}
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            converter.add_tensor(self.first, name, pattern, found[name])
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 class Tensors(Protocol):
@@ -117,22 +112,18 @@ class InMemory:
 class Folder:
     """The tensors of the safetensors files in a folder; the constructor reads their headers.
 
-    Args:
-        prefix: of the library's model without its head, such as "transformer": files may be without it.
-
     Raises:
         ConfigError: no such files, or one that cannot be read.
     """
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.place = str(folder)
-        self._found: dict[str, tuple[Path, str]] = {}
+        self._found: dict[str, Path] = {}
         shapes = {}
         for path in _files(folder):
-            for key, shape in _header(path).items():
-                name = key if key.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{key}"
+            for name, shape in _header(path).items():
                 shapes[name] = shape
-                self._found[name] = (path, key)
+                self._found[name] = path
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def only(self, names: Collection[str]) -> Folder:
@@ -147,12 +138,12 @@ class Folder:
         from safetensors import SafetensorError, safe_open
 
         tensors = {}
-        for path in dict.fromkeys(self._found[name][0] for name in names):
+        for path in dict.fromkeys(self._found[name] for name in names):
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in names:
-                        if self._found[name][0] == path:
-                            tensors[name] = file.get_tensor(self._found[name][1])
+                        if self._found[name] == path:
+                            tensors[name] = file.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: cannot be read: {error}") from error
         return tensors
@@ -183,26 +174,34 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
-def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], *, optional: Collection[str]) -> None:
+def check_tensors(
+    tensors: Tensors,
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    unknown: Collection[str],
+    ignored: Collection[str],
+) -> None:
     """Refuse tensors that are not the model's.
 
     Args:
-        optional: names that may be there too.
+        found: shapes of what they make, by the names in the library's model.
+        expected: what the model has.
+        unknown: tensors that make nothing of the model's.
+        ignored: patterns of those that the library leaves out.
 
     Raises:
         ConfigError: naming the tensors and their shapes.
     """
-    missing = [name for name in expected if name not in tensors.shapes]
+    missing = [name for name in expected if name not in found]
     if missing:
         raise ConfigError(f"{tensors.place}: lacks {_some(missing)}, which its config asks for")
-    wrong = [name for name, shape in expected.items() if tensors.shapes[name] != shape]
+    wrong = [name for name, shape in expected.items() if found[name] != shape]
     if wrong:
-        shapes = ", ".join(f"{name} {_shape(tensors.shapes[name])} not {_shape(expected[name])}" for name in wrong[:1])
+        shapes = ", ".join(f"{name} {_shape(found[name])} not {_shape(expected[name])}" for name in wrong[:1])
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConfigError(f"{tensors.place}: has other shapes than its config says: {shapes}{more}")
-    unknown = [
-        name for name in tensors.shapes if name not in expected and name not in optional and not _IGNORED.search(name)
-    ]
+    patterns = [_IGNORED, *map(re.compile, ignored)]
+    unknown = [name for name in unknown if not any(pattern.search(name) for pattern in patterns)]
     if unknown:
         raise ConfigError(f"{tensors.place}: has {_some(unknown)}, which its config knows nothing of")
 

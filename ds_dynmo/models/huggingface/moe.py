@@ -1,0 +1,75 @@
+"""Find experts and routers in the decoder layers of a model of the library's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.huggingface.configs import TOP_K, experts_key
+from ds_dynmo.models.huggingface.experts import Experts
+from ds_dynmo.models.huggingface.modules import RouterLoss
+
+__all__ = ["find_experts", "find_router_loss"]
+
+CALL = ["hidden_states", "top_k_index", "top_k_weights"]  # what the library's experts are called with
+
+
+def find_experts(config: Any, blocks: Sequence[nn.Module], place: str, *, parallel: bool) -> list[Experts | None]:
+    """Describe the experts of each decoder layer; None: it has none.
+
+    Raises:
+        ConfigError: replicas cannot share experts (``parallel``) where there are none.
+    """
+    found = [_experts_in(config, block, parallel) for block in blocks]
+    if parallel and not any(found):
+        raise ConfigError(f"expert_parallel: {place}, model_type {config.model_type}, has no experts to share out")
+    return found
+
+
+def _experts_in(config: Any, block: nn.Module, parallel: bool) -> Experts | None:
+    top_k, key = getattr(config, TOP_K, None), experts_key(config)
+    if not isinstance(top_k, int) or key is None:
+        return None
+    for path, module in block.named_modules():
+        count = getattr(module, "num_experts", None)
+        parameters = list(module.parameters())
+        if (
+            list(inspect.signature(module.forward).parameters) == CALL
+            and parameters
+            and all(len(parameter) == count for parameter in parameters)
+            and count == getattr(config, key)
+        ):
+            return Experts(path, count, top_k, key, parallel)
+    return None
+
+
+def find_router_loss(model: Any, blocks: Sequence[nn.Module], place: str) -> tuple[RouterLoss | None, list[bool]]:
+    """Describe what routers add to the loss, None where the config does not ask for it, and which layers have one.
+
+    Raises:
+        ConfigError: the config asks for it, and it is not known what the library would compute.
+    """
+    config = model.config
+    none = [False] * len(blocks)
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if not getattr(config, "output_router_logits", False) or not coefficient:
+        return None, none
+    record = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(record, "target_class", record)
+    experts, top_k = getattr(model, "num_experts", None), getattr(model, "num_experts_per_tok", None)
+    paths = [_first_of(block, kind) for block in blocks] if isinstance(kind, type) else []
+    routers = {path for path in paths if path is not None}
+    if len(routers) != 1 or not isinstance(experts, int) or not isinstance(top_k, int):
+        raise ConfigError(
+            f"{place}: output_router_logits: model_type {config.model_type} has no router loss known here"
+        )
+    has = [path is not None for path in paths]
+    return RouterLoss(experts, top_k, sum(has), coefficient, routers.pop(), getattr(record, "index", 0)), has
+
+
+def _first_of(block: nn.Module, kind: type) -> str | None:
+    return next((path for path, module in block.named_modules() if isinstance(module, kind)), None)

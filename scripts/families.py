@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Try every family of causal language models whose parts transformers declares, and print what works as a table.
+
+    scripts/families.py                        # all; minutes
+    scripts/families.py gemma2 deepseek_v3     # these
+    scripts/families.py --markdown             # as the documentation has it
+
+Each is a tiny model with random weights, made of the family's default config: its layers beside the library's model.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ds_dynmo.cli.command_line import CommandParser, print_table
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import huggingface, language_model_loss
+from ds_dynmo.models.exporting import weights_file
+from ds_dynmo.models.huggingface.configs import families, transformers
+from ds_dynmo.models.huggingface.tiny import tiny_config
+from ds_dynmo.models.huggingface.verification import BuiltLayers, random_model, trial_batches
+
+CHECKS = ("logits", "eager", "padding", "packing", "gradients", "files")
+TOLERANCE = 1e-5  # of the largest gradient of a parameter
+
+# What the default config of a family lacks, so that the library cannot run it.
+COMPLETED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ministral": {"head_dim": 128},
+}
+
+
+@dataclass
+class Outcome:
+    """What was found about a family.
+
+    Attributes:
+        refusal: the message of the refusal; empty: it works.
+        passed: the checks that it passed.
+        failed: why it did not pass the others.
+        router_loss: does its loss have one, equal to the library's?
+        experts: do its layers have load signals?
+        seconds: that it took.
+    """
+
+    kind: str
+    refusal: str = ""
+    passed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    router_loss: bool = False
+    experts: bool = False
+    seconds: float = 0.0
+
+
+def main(given: Sequence[str]) -> int:
+    parser = CommandParser(__doc__, has_figures=False)
+    parser.add_argument("families", nargs="*", help='model types, such as "mistral" (default: all)')
+    parser.add_argument("--markdown", action="store_true", help="print tables for the documentation")
+    arguments = parser.parse_args(given)
+    warnings.filterwarnings("ignore")
+    transformers().logging.set_verbosity_error()
+    transformers().logging.disable_progress_bar()
+    kinds = arguments.families or families()
+    began = time.perf_counter()
+    outcomes = []
+    for kind in kinds:
+        outcomes.append(one := try_family(kind))
+        print(f"{kind}: {one.refusal or ', '.join(one.passed)} {one.failed or ''}", file=sys.stderr, flush=True)
+    working = [one for one in outcomes if not one.refusal]
+    _print(("family", *CHECKS, "router loss", "load signals"), [_row(one) for one in working], arguments.markdown)
+    print()
+    _print(("refused", "why"), [(one.kind, one.refusal) for one in outcomes if one.refusal], arguments.markdown)
+    seconds = time.perf_counter() - began
+    print(f"\n{len(working)} of {len(outcomes)} families work, tried in {seconds:.0f} s")
+    return 0
+
+
+def _row(one: Outcome) -> tuple[str, ...]:
+    checks = ["yes" if check in one.passed else one.failed.get(check, "") for check in CHECKS]
+    return (one.kind, *checks, "yes" if one.router_loss else "", "yes" if one.experts else "")
+
+
+def _print(header: tuple[str, ...], rows: list[tuple[str, ...]], markdown: bool) -> None:
+    if not markdown:
+        print_table(header, rows)
+        return
+    for row in (header, ("---",) * len(header), *rows):
+        print("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |")
+
+
+def try_family(kind: str) -> Outcome:
+    """Try all that a family supports, on a tiny model of its default config."""
+    found, began = Outcome(kind), time.perf_counter()
+    try:
+        try:
+            values = tiny_values(kind)
+        except Exception:  # what the library raises for sizes that differ from layer to layer
+            huggingface.layers(transformers().AutoConfig.for_model(kind))
+            raise
+        specs = _layers_with_router_loss(values)
+    except ConfigError as error:
+        found.refusal = str(error).partition(": ")[2]
+        return found
+    found.passed.append("logits")
+    implementation = specs[0].module_args[0].config._attn_implementation
+    found.router_loss = specs[0].module_args[2] is not None
+    found.experts = any(hasattr(spec.typename, "load_signal") for spec in specs)
+    checks: dict[str, Callable[[], None]] = {
+        "eager": lambda: _only_layers(values, attn_implementation="eager"),
+        "padding": lambda: _only_layers(values, inputs=("attention_mask", "position_ids")),
+        "packing": lambda: _only_layers(values, inputs=("position_ids",)),
+        "gradients": lambda: compare_gradients(random_model(values, implementation)),
+        "files": lambda: compare_files(random_model(values, implementation)),
+    }
+    for check, run in checks.items():
+        try:
+            run()
+            found.passed.append(check)
+        except Exception as error:
+            found.failed[check] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+def _layers_with_router_loss(values: dict[str, Any]) -> Any:
+    """Build the layers, without the router loss where it is not known; ``values`` say so then."""
+    try:
+        return huggingface.layers(values)
+    except ConfigError as error:
+        if "output_router_logits" not in str(error):
+            raise
+    values["output_router_logits"] = False
+    return huggingface.layers(values)
+
+
+def tiny_values(kind: str, **changes: Any) -> dict[str, Any]:
+    """Return a tiny config of a family, by its default config."""
+    config = transformers().AutoConfig.for_model(kind, **COMPLETED.get(kind, {}))
+    if hasattr(config, "router_aux_loss_coef"):
+        config.output_router_logits = True
+    return {**tiny_config(config), **changes}
+
+
+def _only_layers(values: dict[str, Any], **settings: Any) -> None:
+    huggingface.layers(transformers().AutoConfig.for_model(values["model_type"]).from_dict(values), **settings)
+
+
+def compare_gradients(model: Any) -> None:
+    """Compare the gradients of all parameters with the library's.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    built = BuiltLayers(huggingface.layers(model)).train()
+    tokens, _ = next(trial_batches(model.config.vocab_size, ()))
+    outputs = model(tokens[:, :-1], use_cache=False)
+    loss = F.cross_entropy(outputs.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    auxiliary = getattr(outputs, "aux_loss", None)
+    if isinstance(auxiliary, torch.Tensor):
+        loss = loss + model.config.router_aux_loss_coef * auxiliary
+    own = language_model_loss(built(tokens[:, :-1]), tokens[:, 1:])
+    torch.testing.assert_close(own, loss, rtol=1e-6, atol=0)
+    loss.backward()
+    own.backward()
+    found = built.named_weights(model)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        expected = parameter.grad
+        if expected is None:
+            assert found[name].grad is None, name
+            continue
+        grad = found[name].grad
+        assert grad is not None, name
+        off = (grad - expected).abs().max()
+        assert off <= TOLERANCE * expected.abs().max() + 1e-9, f"{name}: {off}"
+
+
+def compare_files(model: Any) -> None:
+    """Read a folder that the library wrote, export it again, and let the library read that.
+
+    Raises:
+        AssertionError: weights or names of tensors differ.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, checkpoint, out = (Path(name) / part for part in ("folder", "checkpoint", "out"))
+        model.save_pretrained(folder, max_shard_size="1MB")
+        built = BuiltLayers(huggingface.layers(folder))
+        weights = built.named_weights(model)
+        for path, parameter in model.named_parameters():
+            assert torch.equal(weights[path], parameter), path
+        write_checkpoint(built, checkpoint)
+        huggingface.export(folder, checkpoint, out)
+        again, info = transformers().AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not any(info.values()), info
+        for path, tensor in again.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[path]), path
+        assert _names(out) == _names(folder), _names(out) ^ _names(folder)
+
+
+def write_checkpoint(built: BuiltLayers, folder: Path) -> None:
+    """Write the layer files of a DeepSpeed checkpoint."""
+    folder.mkdir(parents=True)
+    for number, layer in enumerate(built.layers):
+        torch.save(layer.state_dict(), folder / weights_file(number))
+
+
+def _names(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
