@@ -419,6 +419,17 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
     refused(transformers.T5Config(), "model_type t5: should be one of")
 
 
+def test_a_model_whose_weights_are_not_its_configs_is_refused() -> None:
+    model = library_model("llama")
+    model.model.layers[1].extra = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"the model: has model\.layers\.1\.extra\.bias, .*knows nothing of"):
+        huggingface.layers(model)
+    model = library_model("llama")
+    model.model.layers[1].mlp.up_proj = nn.Linear(32, 47, bias=False)
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight \[47, 32\] not \[48, 32\]"):
+        huggingface.layers(model)
+
+
 def test_wrong_files_are_named(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(ConfigError, match=message):
@@ -485,6 +496,8 @@ def test_freezing_that_a_model_cannot_do_is_refused() -> None:
     refused(GPT2, {"automatic": {}}, "needs tie_word_embeddings = false")
     refused(untied, {"schedule": [[0.5, 4]]}, r"schedule freezes 4 blocks, model\.huggingface has 3")
     refused(untied, {"egeria": {}}, r"model\.huggingface: resid_pdrop 0\.1: should be 0: freezing\.egeria")
+    neox = {"model_type": "gpt_neox", "hidden_dropout": 0.1, "vocab_size": 300}
+    refused(neox, {"egeria": {}}, r"model\.huggingface: hidden_dropout 0\.1: should be 0: freezing\.egeria")
     block = parse_block(ModelConfig, {"huggingface": untied, "sequence_length": 64, "freezing": schedule}, "model")
     assert block_numbers(model_layers(block)) == range(2, 5)
 

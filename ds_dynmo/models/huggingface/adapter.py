@@ -150,7 +150,11 @@ def source_of(
         tensors = Folder(Path(model))
     experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), place, parallel=parallel)
     source = Source(skeleton, outline, tuple(inputs), tensors, None, tuple(experts), seed, trainable)
-    return source if not isinstance(tensors, Folder) else replace(source, places=_places(source, tensors))
+    if isinstance(tensors, Folder):
+        return replace(source, places=_places(source, tensors))
+    if isinstance(tensors, InMemory):
+        check_tensors(tensors, tensors.shapes, _expected(source), sorted({*tensors.shapes} - {*skeleton.state_dict()}))
+    return source
 
 
 def _skeleton(config: Any, place: str, attn_implementation: str | None) -> Any:
@@ -168,14 +172,19 @@ def _skeleton(config: Any, place: str, attn_implementation: str | None) -> Any:
 
 def _places(source: Source, tensors: Tensors) -> dict[str, Stored]:
     """Find what the tensors of files make, and refuse those that are not the model's."""
-    skeleton, outline = source.skeleton, source.outline
+    skeleton, expected = source.skeleton, _expected(source)
     stored, unknown = locate(skeleton, tensors.shapes)
     made = made_shapes(skeleton, stored, tensors.shapes, tensors.place)
-    expected = {
+    ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
+    check_tensors(tensors, {name: shape for name, (_, shape) in made.items()}, expected, unknown, ignored)
+    return {name: place for name, (place, _) in made.items() if name in expected}
+
+
+def _expected(source: Source) -> dict[str, tuple[int, ...]]:
+    """List the shapes of all that the model has, by the library's names."""
+    outline = source.outline
+    return {
         f"{outline.paths[layer]}.{name}": shape
         for layer in range(outline.num_layers)
         for name, shape in source.shapes(layer).items()
     }
-    ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
-    check_tensors(tensors, {name: shape for name, (_, shape) in made.items()}, expected, unknown, ignored)
-    return {name: place for name, (place, _) in made.items() if name in expected}

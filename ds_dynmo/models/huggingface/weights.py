@@ -179,7 +179,7 @@ def check_tensors(
     found: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, tuple[int, ...]],
     unknown: Collection[str],
-    ignored: Collection[str],
+    ignored: Collection[str] = (),
 ) -> None:
     """Refuse tensors that are not the model's.
 
