@@ -50,10 +50,10 @@ def collected_by(collector: Collector) -> Iterator[None]:
 def is_split() -> bool:
     """Say whether the backward pass of what runs now is in two parts."""
     return (
-        _collector is not None
+        not torch.compiler.is_compiling()  # first, so that compiled code does not depend on the others
+        and _collector is not None
         and _collector.puts_off
         and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
     )
 
@@ -64,7 +64,7 @@ def waits(*weights: Any) -> bool:
     Then hide them from autograd, and call :func:`defer_weight_gradient` in the backward pass; else let autograd see
     all of them.
     """
-    if _collector is None or not is_split():
+    if not is_split() or _collector is None:
         return False
     if not all(type(weight) is nn.Parameter and weight.requires_grad for weight in weights):
         return False

@@ -130,6 +130,9 @@ class DynMoConfig(Block):
         default=RandomnessConfig(), description="what random draws in a layer depend on"
     )
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="in which order a stage runs its passes")
+    compile: bool = Field(
+        default=False, description="true: torch.compile runs each layer, where it is and again where it arrives"
+    )
     timeout_seconds: float = Field(
         default=300.0,
         gt=0,

@@ -141,6 +141,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             return
         check_at_work(self, "model_changed")
         self._parts.trainable.agree("model_changed")
+        self.stage.compiled.model_changed()
         self.balancer.model_changed(reason)
 
     @at_work

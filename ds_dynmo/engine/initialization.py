@@ -14,6 +14,7 @@ from ds_dynmo.config import DynMoConfig, read_dynmo_config
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.comm.communicator import check_hosts
+from ds_dynmo.engine.compilation import compiler
 from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class as built_upon
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
@@ -111,6 +112,8 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     if dynmo.randomness.per_layer:
         check_trackers()
     check_hosts(dynmo.timeout_seconds)
+    if dynmo.compile:
+        compiler.prepare(compiler.default_backend(), "dynmo.compile = true")
     return dynmo
 
 

@@ -15,6 +15,7 @@ from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm import replicas
 from ds_dynmo.engine.comm.communicator import Communicator
+from ds_dynmo.engine.compilation.layers import CompiledLayers
 from ds_dynmo.engine.deepspeed_adapter.missing_uses import attach, build_missing
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
@@ -95,6 +96,7 @@ class StageContext:
         around_schedule: the context managers that the schedule of every batch runs inside.
         timeline: where parts mark what they do, for a trace.
         schedule: in which order passes run.
+        compiled: runs the layers compiled, where that is asked for.
     """
 
     engine: DeepSpeedPipeline
@@ -109,6 +111,7 @@ class StageContext:
     around_schedule: AroundSchedule = field(default_factory=AroundSchedule)
     timeline: Timeline = field(default_factory=Timeline)
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
+    compiled: CompiledLayers = field(default_factory=CompiledLayers)
 
     @property
     def state(self) -> OptimizerState:
@@ -173,7 +176,10 @@ def stage_of(engine: Any, config: DynMoConfig, model: Any) -> StageContext:
             cautious=config.memory_limit is not None or model.activation_checkpoint_interval > 0,
             batches_wait=waits_for_norm(engine),
         ),
+        compiled=CompiledLayers(log=config.log),
     )
+    if config.compile:
+        stage.compiled.switch_on()
     stage.layers_moved.subscribe("layers that arrived have other replicas", lambda _: stage.connect_replicas())
     return stage
 

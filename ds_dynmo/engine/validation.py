@@ -93,6 +93,8 @@ def check_features(config: Mapping[str, Any]) -> None:
     compiles = config.get("compile")
     if isinstance(compiles, Mapping) and compiles.get("deepcompile"):
         raise ConfigError("compile.deepcompile = true: a compiled stage cannot be rebuilt around other layers")
+    if isinstance(compiles, Mapping) and compiles.get("autoep_non_moe"):
+        raise ConfigError("compile.autoep_non_moe = true: DeepSpeed does not support it in pipelines; remove it")
     tensor_parallel = config.get("tensor_parallel")
     if isinstance(tensor_parallel, Mapping) and int(tensor_parallel.get("autotp_size", 0)) > 1:
         raise ConfigError(

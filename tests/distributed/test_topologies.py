@@ -17,7 +17,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 import ds_dynmo
-from tests.distributed.harness import RankError, run, run_each
+from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.models import (
     SEQUENCE,
@@ -359,12 +359,3 @@ def no_optimizer() -> tuple[float, float, list[int]]:
 def test_an_engine_without_optimizer_evaluates_and_moves() -> None:
     for before, after, partition in run(2, no_optimizer):
         assert before == after and partition == [0, 2, 8]
-
-
-def compile_stage() -> None:
-    build(Case(stages=2)).compile()
-
-
-def test_compile_is_refused() -> None:
-    with pytest.raises(RankError, match=r"engine\.compile"):
-        run(2, compile_stage)

@@ -92,6 +92,7 @@ def data_efficiency(kind: str, feature: str) -> dict[str, Any]:
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"compile": {"autoep_non_moe": True}}, "compile.autoep_non_moe"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
     ],
 )

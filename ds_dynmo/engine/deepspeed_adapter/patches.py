@@ -15,13 +15,13 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extr
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine.comm import replicas
+from ds_dynmo.engine.compilation.compiler import backend_of_call
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed_adapter.checkpointing import checkpoint_any_input
 from ds_dynmo.engine.deepspeed_adapter.losses import share_loss
 from ds_dynmo.engine.events import LayersMoved
 from ds_dynmo.engine.optimizer.clipping import scale_gradients
 from ds_dynmo.engine.stage import StageContext, stage_of
-from ds_dynmo.errors import ConfigError
 
 
 class PatchedPipelineEngine(PipelineEngine):
@@ -48,14 +48,20 @@ class PatchedPipelineEngine(PipelineEngine):
             self.stage.parameters_replaced.subscribe("DeepSpeed keeps graphs with the parameters", self._forget_layers)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's ``compile``; refused where layers can move."""
-        if self.dynmo is not None and (self.dynmo.enabled or self.dynmo.initial_partition == "profile"):
-            other = "dynmo.enabled = false" if self.dynmo.enabled else 'dynmo.initial_partition to other than "profile"'
-            raise ConfigError(
-                "engine.compile: it compiles the layers of a stage where they are, and those that move would arrive "
-                f"uncompiled; compile inside the layers (torch.compile), or set {other}"
-            )
-        super().compile(*args, **kwargs)
+        """Compile layer by layer, as ``"compile": true`` in the block does; without a block DeepSpeed's ``compile``.
+
+        Raises:
+            ConfigError: an argument that this does not honour; nothing has changed.
+        """
+        if self.dynmo is None:
+            super().compile(*args, **kwargs)
+        else:
+            self.stage.compiled.switch_on(backend_of_call(*args, **kwargs))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called, or the block asks for it."""
+        return bool(super().is_compiled if self.dynmo is None else self.stage.compiled)
 
     # -- layers ---------------------------------------------------------------------------------------
 

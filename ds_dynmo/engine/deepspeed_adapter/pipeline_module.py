@@ -109,6 +109,10 @@ class StageLayers(LayerList):
             if (key := self.key(index)) is None or index == self.uses(key)[0]
         }
 
+    def modules_that_run(self) -> dict[int, nn.Module]:
+        """Like :meth:`modules`, with the tied aliases of later uses on this stage."""
+        return {**self.modules(), **self.tied_aliases.by_layer}
+
     def every_module(self) -> Iterator[nn.Module]:
         """Visit every part of every layer that runs here, tied aliases too."""
         for whole in (self._module, *self.tied_aliases.modules):

@@ -28,6 +28,11 @@ class TiedAliases:
         return len(self._aliases)
 
     @property
+    def by_layer(self) -> Mapping[int, nn.Module]:
+        """The alias of each later use."""
+        return self._aliases
+
+    @property
     def modules(self) -> list[nn.Module]:
         return list(self._aliases.values())
 

@@ -49,9 +49,13 @@ class Executor:
         self._composition: instructions.Instructions = {}
         self._scheduled = ScheduledBatches(stage)
         stage.schedule.is_profiled = lambda: profiler.measures
+        stage.compiled.stopwatch = profiler
         self.ran = False
         stage.around_schedule.add(self._around)
         stage.layers_moved.subscribe("instructions depend on where the stage's layers are", self._compose_anew)
+        stage.layers_moved.subscribe(
+            "what could not be compiled may have left", lambda _: stage.compiled.keep(stage.layers.indices)
+        )
         stage.optimizer.changed.subscribe("instructions depend on how it takes gradients", self._compose_anew)
 
     def before_step(self, callback: Callable[[], None]) -> None:
@@ -63,6 +67,7 @@ class Executor:
     def _around(self, training: bool) -> Iterator[None]:
         steps, present = self._stage.schedule.running if training else None, present_instructions(self._stage.engine)
         with (
+            self._stage.compiled.batch(self._stage.layers.modules_that_run()),
             self._drawing(training),
             self._scheduled.batch(steps, present) if steps is not None else nullcontext(),
             instructions_in_force(self._stage.engine, self._instructions(training, steps is not None)),

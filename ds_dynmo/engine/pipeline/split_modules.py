@@ -66,9 +66,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    call = getattr(module, "_compiled_call_impl", None)
     return (
         isinstance(module, torch.jit.ScriptModule)
-        or getattr(module, "_compiled_call_impl", None) is not None
+        or (call is not None and not getattr(call, "runs_as_is", False))
         or "_orig_mod" in dict(module.named_children())
     )
 

@@ -163,6 +163,7 @@ class Profiler:
         self._in_pass = False
         self._backward = False
         self._owner: int | None = None
+        self._paused: int | None = None  # the owner to go back to
         self._marks: list[Mark] = []
         self._passes: list[tuple[Part | None, list[Mark]]] = []  # backward? None: of an instruction of the user's
         self._deferred_bytes: Counter[int] = Counter()  # of this pass
@@ -260,6 +261,17 @@ class Profiler:
             return compute()
 
         return marked
+
+    def pause(self) -> None:
+        """Give the time from now on to no layer: torch compiles."""
+        if self._in_pass:
+            self._paused = self._owner
+            self._mark(None)
+
+    def resume(self) -> None:
+        """Give time to the layer of before again."""
+        if self._in_pass:
+            self._mark(self._paused)
 
     # -- marks ----------------------------------------------------------------------------------------
 

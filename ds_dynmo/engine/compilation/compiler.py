@@ -1,0 +1,167 @@
+"""torch's compiler: what it needs on this machine, and what it is asked to do.
+
+Several names here are private in torch (read in 2.13.0).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynmo.errors import ConfigError
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_NO_LIMIT = 2**31 - 1
+_OF_THE_MACHINE = (OSError, MemoryError, subprocess.SubprocessError)
+
+
+def default_backend() -> str:
+    """The backend that DeepSpeed's accelerator names, ``"inductor"`` on a CPU."""
+    return str(get_accelerator().get_compile_backend())
+
+
+def prepare(backend: Any, asked_by: str) -> None:
+    """Choose the folder where torch keeps what it compiled, and check that it can compile here.
+
+    Args:
+        asked_by: what asks for it, for messages.
+
+    Raises:
+        ConfigError: the folder cannot be written, or on a CPU the C++ compiler or Python's headers are missing.
+    """
+    if backend != "inductor":
+        return
+    _use_cache(asked_by)
+    if get_accelerator().device_name() == "cpu":
+        _check_cpp(asked_by)
+
+
+_AS_EVER = {"fullgraph": True, "dynamic": False, "disable": False}  # arguments that change nothing here
+
+
+def backend_of_call(
+    backend: Any = None,
+    compile_kwargs: Mapping[str, Any] | None = None,
+    schedule: Any = None,
+    compiled_autograd_enabled: bool = False,
+) -> Any:
+    """Read the arguments of a call of DeepSpeed's ``engine.compile``, and make ready for its backend.
+
+    Raises:
+        ConfigError: it asks for what cannot be done layer by layer, or :func:`prepare` does.
+    """
+    call = "engine.compile"
+    for key, value in (compile_kwargs or {}).items():
+        if key not in _AS_EVER or value is not _AS_EVER[key]:
+            allowed = ", ".join(f"{name!r}: {only}" for name, only in _AS_EVER.items())
+            raise ConfigError(
+                f"{call}: compile_kwargs[{key!r}] = {value!r}: each layer is one graph of fixed sizes, compiled in one "
+                f"way on every rank; allowed are {allowed}"
+            )
+    if schedule is not None:
+        raise ConfigError(f"{call}: schedule = {schedule!r} is for DeepCompile, which compiles a whole stage; omit it")
+    if compiled_autograd_enabled:
+        raise ConfigError(
+            f"{call}: compiled_autograd_enabled = True: it compiles the backward pass of a whole stage as one graph, "
+            "which depends on where layers are; allowed is False"
+        )
+    chosen = default_backend() if backend is None else backend
+    prepare(chosen, call)
+    return chosen
+
+
+def _use_cache(asked_by: str) -> None:
+    """Keep compiled code in the user's cache folder, unless the user chose another (torch's is in /tmp)."""
+    if CACHE not in os.environ:
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        os.environ[CACHE] = os.path.join(caches, "ds_dynmo_inductor")
+    folder = Path(os.environ[CACHE])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{asked_by}: {CACHE} = {str(folder)!r}: {error}; set it to a folder of yours") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{asked_by}: {CACHE} = {str(folder)!r} cannot be written; set it to a folder of yours")
+
+
+def _check_cpp(asked_by: str) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    needs = "needs a C++ compiler and Python's headers on a CPU (`apt install g++ python3-dev`)"
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        cxx = os.environ.get("CXX")
+        tried = "g++" if cxx is None else f"CXX = {cxx!r}"
+        raise ConfigError(f"{asked_by} {needs}: {tried} does not run; install one, or set CXX") from None
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        raise ConfigError(f"{asked_by} {needs}: {headers / 'Python.h'} is missing; install them")
+
+
+def runner(kind: type, backend: Any) -> Callable[..., Any]:
+    """Make what runs layers of a class, compiled: ``run(layer, *args, **kwargs)``.
+
+    Layers that look alike share compiled code. The code depends on the layer and its inputs alone, and not on what ran
+    before in this process: one graph or nothing, sizes as they are.
+    """
+
+    def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer._call_impl(*args, **kwargs)
+
+    code = run.__code__.replace(co_name=kind.__name__)  # torch keeps what it compiled with a code object
+    own = FunctionType(code, globals(), kind.__name__)
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    return compiled
+
+
+@contextmanager
+def compiling_through(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Inside, call ``begin`` and ``end`` around whatever torch compiles, and let it compile as often as it takes.
+
+    Beyond a limit torch would run a layer as it is, or fail: which layer would depend on those that were here before.
+    """
+    import torch._dynamo  # takes seconds
+
+    def begins(_: Any) -> None:
+        begin()
+
+    def ends(_: Any) -> None:
+        end()
+
+    handler = torch._dynamo.callback.callback_handler
+    handler.register_start_callback(begins)
+    handler.register_end_callback(ends)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
+            yield
+    finally:
+        handler.remove_start_callback(begins)
+        handler.remove_end_callback(ends)
+
+
+def why_not(error: Exception) -> str | None:
+    """Say why a layer cannot be compiled; None: the error is the layer's own, or the machine's.
+
+    The machine's (no space left, a compiler that was killed) would strike one rank and not another.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+    from torch._inductor.exc import CppCompileError
+
+    if not isinstance(error, TorchDynamoException):
+        return None
+    if isinstance(error, BackendCompilerFailed):
+        inner = error.inner_exception
+        if isinstance(inner, (*_OF_THE_MACHINE, CppCompileError)):
+            return None
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
