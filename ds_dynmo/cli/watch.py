@@ -73,22 +73,24 @@ class Watch:
         assert self.file.changed is not None
         return f"written {_ago(time.time() - self.file.changed)} ago"
 
-    def view(self) -> Any:
-        """Return what rich draws now."""
+    def view(self, height: int | None = None) -> Any:
+        """Return what rich draws now, in ``height`` lines; None: in as many as it takes."""
         from ds_dynmo.cli.watching.view import View
 
-        return View(self.report, self.path.name, self.note)
+        return View(self.report, self.path.name, self.note, height)
 
     def live(self, console: Console, interval: float) -> None:
         """Draw the view again and again until the run ends, and leave the last one in the terminal."""
         from rich.live import Live
 
         try:
-            with _ends_at_sigterm(), Live(self.view(), console=console, screen=True, auto_refresh=False) as live:
-                while not self.report.run.ended:
+            with _ends_at_sigterm(), Live(console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    live.update(self.view(console.height), refresh=True)
+                    if self.report.run.ended:
+                        return
                     time.sleep(interval)
                     self.file.look()
-                    live.update(self.view(), refresh=True)
         finally:
             console.print(self.view())
 

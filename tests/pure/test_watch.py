@@ -61,7 +61,7 @@ A_MOVE = (START, step(1), step(2), decision(2, EVEN, MOVED), profile(2, EVEN), s
 # -- what its lines say -----------------------------------------------------------------------------------------------
 
 
-def test_loads_are_predicted_after_a_move_until_they_are_measured() -> None:
+def test_loads_are_those_of_layers_before_a_move_until_they_are_measured() -> None:
     report = report_of(*A_MOVE)
     run = report.run
     assert (run.step, run.steps, run.placement, run.decisions, run.moves) == (3, 6, MOVED, 1, 1)
@@ -193,7 +193,8 @@ def test_lines_are_printed_as_the_run_goes(
         "report.jsonl is not there yet: waiting",
         "step 0: a run to step 6 in 2 stages begins",
         "step 2: [0, 2, 4] -> [0, 3, 4], interval: 1 layer, 3.0 MiB in 15.4 ms, predicted bottleneck 12.0 ms -> 9.0 ms",
-        "step 3/6: loss 3.000, 2,000 tokens/s; partition [0, 3, 4]; predicted loads 9.0 ms, 9.0 ms; imbalance 0.00",
+        "step 3/6: loss 3.000, 2,000 tokens/s; partition [0, 3, 4]; loads 9.0 ms, 9.0 ms "
+        "(layers measured in step 2, before they moved); imbalance 0.00",
         "step 6: the run has ended: 1,234 tokens/s, training loss 2.500, validation loss 2.400, partition [0, 3, 4]",
     ]
     assert sleeps.seconds == [10.0] * 4

@@ -13,7 +13,19 @@ import pytest
 from ds_dynmo.cli import watch
 from ds_dynmo.cli.watching.run_state import Report
 from ds_dynmo.placement import Placement
-from tests.pure.test_watch import A_MOVE, END, EVEN, MOVED, Sleeps, adds, lines_of, profile, report_of, step
+from tests.pure.test_watch import (
+    A_MOVE,
+    END,
+    EVEN,
+    MOVED,
+    Sleeps,
+    adds,
+    decision,
+    lines_of,
+    profile,
+    report_of,
+    step,
+)
 
 
 def shown(report: Report, width: int, height: int | None = None, *, ascii_only: bool = False) -> list[str]:
@@ -22,9 +34,9 @@ def shown(report: Report, width: int, height: int | None = None, *, ascii_only: 
     from ds_dynmo.cli.watching.view import View
 
     console = console_of(width=width, file=StringIO(), color_system=None)
-    options = console.options.update_height(height) if height is not None else console.options.copy()
+    options = console.options.copy()
     options.encoding = "ascii" if ascii_only else "utf-8"
-    drawn = View(report, "report.jsonl", "written 3 s ago").__rich_console__(console, options)
+    drawn = View(report, "report.jsonl", "written 3 s ago", height).__rich_console__(console, options)
     return [line.plain for line in drawn]
 
 
@@ -49,12 +61,25 @@ def test_no_line_is_wider_than_the_terminal(ascii_only: bool) -> None:
 
 def test_a_narrow_terminal_keeps_what_matters() -> None:
     report = report_of(*A_MOVE)
-    assert "predicted stage loads…" in shown(report, 22)
     assert "0 0-2 ████████ 9.0 ms" in shown(report, 21)
     assert "0 0-2 ████ 9.0 ms" in shown(report, 17)
     assert "0 ███████ 9.0 ms" in shown(report, 16)  # no room for the numbers of its layers
     assert "0  9.0 ms" in shown(report, 12)  # nor for a bar
-    assert "step 2: [0, 2, 4] -> [0…" in shown(report, 24)
+    assert "step 2: [0, 2, 4…" in shown(report, 17)
+
+
+def test_a_narrow_terminal_wraps_lines_unless_it_is_low_as_well() -> None:
+    report = report_of(*A_MOVE)
+    lines = shown(report, 36, 24)
+    assert lines == shown(report, 36) and not any(line.endswith("…") for line in lines)
+    first = lines.index("step 2: [0, 2, 4] -> [0, 3, 4],")
+    assert lines[first + 1 : first + 4] == [
+        "  interval: 1 layer, 3.0 MiB in 15.4",
+        "  ms, predicted bottleneck 12.0 ms",
+        "  -> 9.0 ms",
+    ]
+    low = shown(report, 36, len(lines) - 4)
+    assert len(low) == len(lines) - 4 and "stage, layers, load per micro-batch…" in low
 
 
 @pytest.mark.parametrize("height", [1, 2, 5, 9, 13, 14, 24, 50])
@@ -68,6 +93,21 @@ def test_the_view_is_no_higher_than_the_terminal(height: int) -> None:
         assert any(line.startswith("40 40") for line in lines) and any(" more: 3.0 ms to 3.0 ms" in li for li in lines)
         assert lines[-1] == "step 0: a run to step 6 in 2 stages begins"
     assert len([line for line in shown(report, 80) if "█" in line and line.endswith("ms")]) == stages
+
+
+def test_a_low_terminal_is_not_scrolled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console_of = pytest.importorskip("rich.console").Console
+    watched = watch.Watch(tmp_path / "report.jsonl")
+    stages = Placement.chain(range(65))
+    watched.path.write_bytes(lines_of(*A_MOVE, decision(5, stages, stages), profile(5, stages, (0.001,) * 64)))
+    watched.file.look()
+    monkeypatch.setattr(time, "sleep", Sleeps())
+    drawn = StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        watched.live(console_of(file=drawn, force_terminal=True, width=80, height=16, color_system=None), 0.5)
+    live, _, left = drawn.getvalue().partition("\x1b[?1049l")
+    assert " more: 3.0 ms to 3.0 ms" in live and "step 5, interval: kept" in live and "step 0: a run" in live
+    assert " more: " not in left and left.count(" 3.0 ms") == 64
 
 
 def test_a_report_of_the_engine_alone_shows_the_time_of_a_batch() -> None:

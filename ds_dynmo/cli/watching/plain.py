@@ -46,7 +46,7 @@ def status_line(run: RunState) -> str:
         parts.append(f"partition {run.placement}")
     if loads := run.loads:
         of_stages = ", ".join(map(duration, loads)) if len(loads) <= MOST_LOADS else _between(loads)
-        parts.append(f"{'measured' if run.loads_are_measured else 'predicted'} loads {of_stages}")
+        parts.append(f"loads {of_stages} ({measured_text(run)})")
     if run.imbalance is not None:
         parts.append(f"imbalance {run.imbalance:.2f}")
     return f"step {step_text(run)}: " + "; ".join(parts) if parts else ""
@@ -54,6 +54,13 @@ def status_line(run: RunState) -> str:
 
 def step_text(run: RunState) -> str:
     return f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
+
+
+def measured_text(run: RunState) -> str:
+    """Write when layers were measured, and whether that was where they are now."""
+    assert run.measurement is not None
+    text = f"measured in step {run.measurement.step}"
+    return text if run.loads_are_measured else f"layers {text}, before they moved"
 
 
 def loss_text(run: RunState) -> str:

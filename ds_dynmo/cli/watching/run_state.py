@@ -83,7 +83,7 @@ class RunState:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Seconds per micro-batch of each stage with the layers that it has now; empty: nothing was measured yet."""
+        """Seconds per micro-batch of each stage, summed over its layers; empty: nothing was measured yet."""
         if self.measurement is None or self.placement is None:
             return ()
         seconds = self.measurement.layer_seconds
@@ -94,7 +94,10 @@ class RunState:
 
     @property
     def loads_are_measured(self) -> bool:
-        """Tell whether layers were measured where they are now; else :attr:`loads` are predicted."""
+        """Tell whether layers were measured where they are now; else they have moved since.
+
+        :attr:`loads` are not what a decision predicts then: it weighs earlier profiles and the speeds of stages too.
+        """
         return self.measurement is not None and self.measurement.placement == self.placement
 
     @property

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from ds_dynmo.cli.watching.lines import duration
-from ds_dynmo.cli.watching.plain import loss_text, median_speed, step_text
+from ds_dynmo.cli.watching.plain import loss_text, measured_text, median_speed, step_text
 from ds_dynmo.cli.watching.run_state import Report
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -17,6 +17,8 @@ HEIGHTS = "▁▂▃▄▅▆▇█"
 MOST_EVENTS = 8
 LEAST_BAR, LEAST_SPARKLINE = 4, 8
 MOST_SPARKLINE = 60
+LEAST_EVENT_LINES = 3  # if there are so many, stages are left out for them
+LEAST_WRAPPED, INDENT = 20, "  "  # a line is not wrapped to fewer columns
 
 Line = Text
 
@@ -27,24 +29,30 @@ class View:
     Args:
         name: of the file.
         note: what is to be said of the file, such as how long ago it was written.
+        height: lines of the terminal; None: it scrolls.
     """
 
-    def __init__(self, report: Report, name: str, note: str) -> None:
-        self._report, self._run, self._name, self._note = report, report.run, name, note
+    def __init__(self, report: Report, name: str, note: str, height: int | None = None) -> None:
+        self._report, self._run, self._name, self._note, self._height = report, report.run, name, note, height
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Line]:
         """Draw as many lines as fit: what is most important comes first, and every stage only if there is room."""
-        width, ascii_only = options.max_width, options.ascii_only
-        head = [*self._head(width, ascii_only)]
-        tail = [*self._decisions()]
-        events = [Text(line, style="dim") for line in self._report.history[-MOST_EVENTS:][::-1]]
-        rows = len(self._run.loads)
-        if options.height is not None:
-            rows = max(1, options.height - len(head) - len(tail) - 3 - min(len(events), 3))
+        width, height, ascii_only = options.max_width, self._height, options.ascii_only  # Live tells no height
+
+        def wrapped(lines: Iterable[Line]) -> list[Line]:
+            return [part for line in lines for part in _wrap(line, console, width)]
+
+        head, tail = [*self._head(width, ascii_only), *self._stages_head()], [*self._decisions()]
+        events = wrapped(Text(line, style="dim") for line in self._report.history[-MOST_EVENTS:][::-1])
+        rows, rest = len(self._run.loads), 1 + min(len(events), LEAST_EVENT_LINES)
+        if height is None or len(wrapped(head)) + rows + len(wrapped(tail)) + rest <= height:
+            head, tail = wrapped(head), wrapped(tail)  # else the ends of lines are cut
+        else:
+            rows = max(1, height - len(head) - len(tail) - rest)
         lines = [*head, *self._stages(width, ascii_only, rows), *tail]
         if events:
             lines += [Text(), *events]
-        for line in lines if options.height is None else lines[: options.height]:
+        for line in lines[:height]:
             line.no_wrap = True
             line.truncate(width, overflow="crop" if ascii_only else "ellipsis")
             yield line
@@ -61,15 +69,16 @@ class View:
         elif run.measurement is not None:
             yield Text.assemble("batch    ", (duration(run.measurement.batch_seconds), "bold"))
 
+    def _stages_head(self) -> Iterator[Line]:
+        if self._run.loads:
+            yield Text()
+            yield Text(f"stage, layers, load per micro-batch ({measured_text(self._run)})", style="dim")
+
     def _stages(self, width: int, ascii_only: bool, rows: int) -> Iterator[Line]:
         """Draw a bar for each stage; if there are more than rows, for those with the largest loads."""
         run = self._run
         if run.placement is None or not run.loads:
             return
-        assert run.measurement is not None
-        how = "measured" if run.loads_are_measured else "predicted"
-        yield Text()
-        yield Text(f"{how} stage loads per micro-batch, profile of step {run.measurement.step}", style="dim")
         loads, placement = run.loads, run.placement
         shown, left_out = _most_loaded(loads, rows)
         layers = {stage: ",".join(_range(chunk) for chunk in placement.chunks_of(stage)) for stage in shown}
@@ -111,6 +120,16 @@ class View:
                 "1 line is no record" if self._report.skipped == 1 else f"{self._report.skipped} lines are no records"
             )
             yield Text(lines, style="red")
+
+
+def _wrap(line: Line, console: Console, width: int) -> list[Line]:
+    """Break a line that is wider than the terminal; what follows is indented, so that it reads as one."""
+    if len(line) <= width or width < LEAST_WRAPPED:
+        return [line]
+    first, *rest = parts = line.wrap(console, width - len(INDENT))
+    for part in parts:
+        part.rstrip()
+    return [first, *(Text.assemble(INDENT, part) for part in rest)]
 
 
 def _series(name: str, value: str, numbers: Sequence[float] | Iterable[float], width: int, ascii_only: bool) -> Line:
