@@ -66,10 +66,15 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._commands)
-        os.close(self._answers)
+        self._session = ""
+        try:
+            self.call("Browser.close")  # of one that is killed, processes go on for a moment, and write its profile
+            self._process.wait(ANSWER_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            os.close(self._commands)
+            os.close(self._answers)
 
     def open(self, page: Path, *, width: int, height: int = 800) -> None:
         """Load a file on a screen of ``width`` CSS pixels. As on a phone, the page says how wide it wants to be."""
