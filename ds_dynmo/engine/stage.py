@@ -25,6 +25,7 @@ from ds_dynmo.engine.events import AroundSchedule, Event, LayersMoved, Timeline
 from ds_dynmo.engine.optimizer.binding import OptimizerBinding
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.state import OptimizerState
+from ds_dynmo.engine.pipeline.gradient_flags import GradientFlags
 from ds_dynmo.engine.pipeline.steps import ScheduleInForce
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
@@ -97,6 +98,7 @@ class StageContext:
         timeline: where parts mark what they do, for a trace.
         schedule: in which order passes run.
         compiled: runs the layers compiled, where that is asked for.
+        gradient_flags: which tensors between stages get a gradient.
     """
 
     engine: DeepSpeedPipeline
@@ -112,6 +114,7 @@ class StageContext:
     timeline: Timeline = field(default_factory=Timeline)
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
     compiled: CompiledLayers = field(default_factory=CompiledLayers)
+    gradient_flags: GradientFlags = field(default_factory=GradientFlags)
 
     @property
     def state(self) -> OptimizerState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from ds_dynmo.engine.comm.ordered_channels import OrderedChannels
 from ds_dynmo.engine.pipeline import scheduled
 from ds_dynmo.schedules import PassCosts
-from tests.distributed import test_instructions, test_topologies
+from tests.distributed import test_instructions, test_masks, test_topologies
 from tests.distributed.harness import run
 from tests.distributed.support import elastic
 from tests.distributed.support.configs import Case
@@ -54,6 +55,11 @@ WORKLOADS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
         test_topologies.train_both,
         (Case(stages=4, micro_batches=6, dynmo=PROFILED), test_topologies.mask_layers, True, MOVES),
     ),
+    "masks and tables": (
+        3,
+        test_masks.train,
+        (replace(test_masks.STAGES, micro_batches=6), "everything", test_masks.MOVES, (5,), False, test_masks.THAWED),
+    ),
     "evaluations": (4, train, (Case(stages=4, micro_batches=6, precision="bf16 zero1", dropout=True), MOVES, 5, 1)),
     "dynamic shapes": (
         2,
@@ -76,7 +82,7 @@ WORKLOADS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-FUZZ = {"tensor parallel", "patched instructions", "fewer stages and back", "tuples"}
+FUZZ = {"masks and tables", "tensor parallel", "patched instructions", "fewer stages and back", "tuples"}
 
 
 @pytest.mark.parametrize(

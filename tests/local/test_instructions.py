@@ -61,7 +61,10 @@ def composed(present: dict[type, Any]) -> Any:
 
 def test_only_instructions_that_need_it_are_wrapped() -> None:
     found = composed({**STOCK, nn.Module: print})
-    assert {kind for kind in found if found[kind] is not {**STOCK, nn.Module: print}[kind]} == {schedule.BackwardPass}
+    assert {kind for kind in found if found[kind] is not {**STOCK, nn.Module: print}[kind]} == {
+        schedule.BackwardPass,
+        schedule.RecvGrad,
+    }
     assert schedule.BackwardPass not in composed({})
     with pytest.raises(TypeError):
         found[schedule.BackwardPass] = print

@@ -20,6 +20,11 @@ def inputs_of(engine: Any, buffer_id: int) -> Any:
     return engine.pipe_buffers["inputs"][buffer_id]
 
 
+def set_inputs(engine: Any, buffer_id: int, inputs: Any) -> None:
+    """Let gradients be sent of ``inputs``."""
+    engine.pipe_buffers["inputs"][buffer_id] = inputs
+
+
 def outputs_of(engine: Any, buffer_id: int) -> Any:
     """Return the outputs of a stage's layers: a tensor or a tuple."""
     return engine.pipe_buffers["outputs"][buffer_id]
@@ -84,6 +89,22 @@ def free_losses(engine: Any) -> None:
 def forget_total_loss(engine: Any) -> None:
     """Drop the sum of an earlier batch's losses: DeepSpeed would add those of an evaluation to it."""
     engine.total_loss = engine.total_additional_losses = None
+
+
+@contextmanager
+def sent_as_they_are(engine: Any) -> Iterator[None]:
+    """Let no instruction inside treat the last tensor of a message as a mask.
+
+    DeepSpeed sends that as fp16 and receives it as bool after ``set_has_attention_mask(True)``, with
+    ``has_bool_tensors``, and where the class of the model is called GPT2ModelPipe: also hidden states, where a boundary
+    comes to lie behind the last layer that returns a mask.
+    """
+    before = engine.has_attention_mask, engine.has_bool_tensors
+    engine.has_attention_mask = engine.has_bool_tensors = False
+    try:
+        yield
+    finally:
+        engine.has_attention_mask, engine.has_bool_tensors = before
 
 
 def accumulation_dtype(engine: Any) -> torch.dtype:

@@ -28,22 +28,45 @@ def is_reentrant(module: Any) -> bool:
 
 
 def checkpoint_any_input(module: Any) -> None:
-    """Let reentrant checkpointing of a PipelineModule work where no input needs a gradient.
+    """Let reentrant checkpointing of a PipelineModule work where not all inputs need a gradient.
 
     It loses the gradients of a segment none of whose inputs requires one (token ids, the output of a frozen prefix):
-    such a segment is checkpointed the non-reentrant way.
+    such a segment is checkpointed the non-reentrant way. And it makes every floating output require one, a mask that
+    layers pass on too: such an output stays the input that it is.
     """
     if is_reentrant(module):
         module.activation_checkpoint_func = any_input(module.activation_checkpoint_func)
 
 
 def any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``checkpoint``: a segment none of whose inputs requires a gradient is checkpointed the non-reentrant way."""
+    """Wrap ``checkpoint``, a reentrant one, as :func:`checkpoint_any_input` says."""
 
     @wraps(checkpoint)
     def of_any_input(function: Callable[..., Any], *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        if not torch.is_grad_enabled():
+            return checkpoint(function, *inputs)
+        without = {place for place, x in enumerate(inputs) if not (isinstance(x, torch.Tensor) and x.requires_grad)}
+        if len(without) == len(inputs):
             return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
-        return checkpoint(function, *inputs)
+        passed_on: dict[int, int] = {}  # output: the input that it is
+
+        def noted(*given: Any) -> Any:
+            outputs = function(*given)
+            for number, output in enumerate(_in_tuple(outputs)):
+                passed_on.update((number, place) for place in without if output is given[place])
+            return outputs
+
+        outputs = checkpoint(noted, *inputs)
+        if not passed_on:
+            return outputs
+        own = tuple(
+            inputs[passed_on[number]] if number in passed_on else output
+            for number, output in enumerate(_in_tuple(outputs))
+        )
+        return own if isinstance(outputs, tuple) else own[0]
 
     return of_any_input
+
+
+def _in_tuple(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

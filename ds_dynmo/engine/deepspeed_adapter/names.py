@@ -59,14 +59,15 @@ NEEDED: tuple[Name, ...] = (
     # The engine: what is overridden, called, or set anew when layers have moved.
     *_of(
         f"{_PIPE}.engine:PipelineEngine",
-        "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss basic_optimizer "
-        "checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_group_loss dp_world_size "
-        "first_gradient_send grad_layer is_data_parallel is_pipe_parallel is_pipe_partitioned "
-        "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size local_rank loss mp_world_size "
-        "next_stage num_pipe_buffers param_names pipe_buffers prev_stage save_non_zero_checkpoint "
-        "save_zero_checkpoint seq_data_parallel_group seq_dp_world_size skipped_steps timers "
+        "_INSTRUCTION_MAP _config _global_grad_norm agg_additional_losses agg_train_loss "
+        "basic_optimizer checkpoint_engine client_lr_scheduler data_iterator data_parallel_group dp_group_loss "
+        "dp_world_size first_gradient_send grad_layer has_attention_mask has_bool_tensors is_data_parallel "
+        "is_pipe_parallel is_pipe_partitioned loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size "
+        "local_rank loss mp_world_size next_stage num_pipe_buffers param_names pipe_buffers prev_stage "
+        "save_non_zero_checkpoint save_zero_checkpoint seq_data_parallel_group seq_dp_world_size skipped_steps timers "
         "total_additional_losses total_loss training_data training_dataloader using_bf16_optimizer",
         _aggregate_total_loss="",
+        _allocate_or_extend_buffers="idx shape dtype",
         _broadcast_model="",
         _configure_basic_optimizer="model_parameters",
         _configure_distributed_model="model",

@@ -7,6 +7,7 @@ With one most runs do, if only because DeepSpeed clips gradients at 1.0 unless t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -152,6 +153,24 @@ class PatchedPipelineEngine(PipelineEngine):
             if self.stage.schedule.running is None or not is_deepspeeds(aggregate):
                 return aggregate()
             return share_loss(self, aggregate, self.stage.comm.post)
+
+    def reset_activation_shape(self) -> None:
+        """Let stages announce their messages anew, as DeepSpeed does; of ours, which tensors get a gradient."""
+        super().reset_activation_shape()
+        if self.dynmo is not None:
+            self.stage.gradient_flags.forget_shapes()
+
+    def _allocate_or_extend_buffers(self, idx: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate memory of its own for every tensor that is received.
+
+        DeepSpeed's number 1 of the messages that come in and number 1 of the gradients that come back have the same
+        memory, whatever their dtypes: after a mask, ranks fail or hang. And a backward pass may keep a gradient as it
+        came, as that of a parameter or of what was received: the next message would overwrite it.
+        """
+        if self.dynmo is not None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        buffer: torch.Tensor = super()._allocate_or_extend_buffers(idx, shape, dtype)
+        return buffer
 
     def _forget_layers(self, _: LayersMoved | None) -> None:
         """Free what DeepSpeed keeps of the layers before."""

@@ -25,6 +25,16 @@ class Transport(Protocol):
         """Receive ``tensor`` from a neighbour: it holds the message on return."""
 
 
+def send_to_next(engine: Any, tensor: torch.Tensor) -> None:
+    """Send ``tensor`` to the next stage, in the message that goes there."""
+    p2p.send(tensor, engine.next_stage)
+
+
+def receive_from_previous(engine: Any, tensor: torch.Tensor) -> None:
+    """Receive ``tensor`` from the previous stage, in the message that comes from there."""
+    p2p.recv(tensor, engine.prev_stage)
+
+
 @contextmanager
 def messages_through(transport: Transport) -> Iterator[None]:
     """Inside, DeepSpeed's instructions send and receive through ``transport``."""

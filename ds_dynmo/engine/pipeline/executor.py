@@ -107,6 +107,7 @@ class Executor:
                 scales_loss=self._stage.optimizer.scales_loss,
                 callbacks=self._callbacks,
                 streams=self._streams,
+                flags=self._stage.gradient_flags,
                 scheduled=self._scheduled if ours else None,
             )
             self._composed_of, self._composed_prefix, self._composed_for_ours = present, prefix, ours

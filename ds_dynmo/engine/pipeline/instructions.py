@@ -25,6 +25,7 @@ from ds_dynmo.engine.deepspeed_adapter.loss_scale import scaled_loss
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.tied_gradients import join_copies, share_copies
 from ds_dynmo.engine.pipeline import frozen_prefix
+from ds_dynmo.engine.pipeline.gradient_flags import GradientFlags
 from ds_dynmo.engine.pipeline.random_streams import LayerStreams
 from ds_dynmo.engine.pipeline.scheduled import ScheduledBatches
 from ds_dynmo.engine.pipeline.steps import InputGradientPass, WeightGradientPass
@@ -71,6 +72,7 @@ def compose(
     scales_loss: bool,
     callbacks: Sequence[Callable[[], None]],
     streams: LayerStreams | None,
+    flags: GradientFlags | None = None,
     scheduled: ScheduledBatches | None = None,
 ) -> Instructions:
     """Compose the instructions of a stage around those of ``present``.
@@ -81,6 +83,7 @@ def compose(
         scales_loss: the loss is scaled here, as DeepSpeed does not (fp16 without ZeRO).
         callbacks: the user's, called before the optimizer's step.
         streams: each layer's random numbers; None: layers use the rank's generators.
+        flags: which tensors between stages get a gradient; None: all floating ones.
         scheduled: what runs a schedule of ours; None: DeepSpeed's runs.
     """
     composed = dict(present)
@@ -89,6 +92,11 @@ def compose(
         if kind in composed:
             composed[kind] = around(composed[kind])
 
+    if flags is not None:
+        own_kinds, last_layer = any(map(is_own_kind, present)), max(layers.indices, default=-1)
+        for kind, around in flags.changes(present, last_layer, own_kinds=own_kinds).items():
+            put_around(kind, around)
+    put_around(schedule.RecvGrad, _into_new_memory)
     put_around(schedule.BackwardPass, _from_all_outputs)
     if scales_loss:
         put_around(schedule.BackwardPass, _of_scaled_loss)
@@ -189,6 +197,21 @@ def _waiting_for_each_other(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return one
 
     return tuple(wait(output) for output in outputs)
+
+
+def _into_new_memory(receive: Instruction) -> Instruction:
+    """Receive every gradient into memory of its own, not over the one before: a backward pass may keep that.
+
+    It does so where a stage's last layer adds a parameter to one sample (``hidden + places[None]``): the gradient of
+    the parameter is what was received, in another shape. DeepSpeed (0.19.8, runtime/pipe/engine.py:1178) overwrites it
+    with each micro-batch.
+    """
+
+    def receive_gradients(engine: Any, buffer_id: int) -> None:
+        buffers.forget_gradient_buffer(engine)
+        receive(engine, buffer_id=buffer_id)
+
+    return receive_gradients
 
 
 def _from_all_outputs(backward: Instruction) -> Instruction:

@@ -162,8 +162,6 @@ class ScheduledBatches:
     def _receive(
         self, receive: Instruction, lane: Lane, neighbour: str, own: str | None, engine: Any, buffer_id: int
     ) -> None:
-        if lane is Lane.GRADIENT:
-            buffers.forget_gradient_buffer(engine)
         with self._channels.receiving(lane, getattr(engine, neighbour)) as tensors:
             receive(engine, buffer_id=buffer_id)
         _check_carried(tensors, own)

@@ -48,6 +48,7 @@ class TrainableLayers:
         prefix = frozen_prefix.frozen_prefix(trainable)
         self._check_instructions(prefix)
         stage.optimizer.refit()
+        stage.gradient_flags.forget()
         self._layers, self._tied_weights, self.prefix = trainable, tied.tolist(), prefix
 
     def check(self) -> None:

@@ -1,0 +1,189 @@
+"""Which tensors between stages get a gradient, without a process group: two stages, and a queue between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_dynmo.engine.pipeline.gradient_flags import GradientFlags
+from ds_dynmo.errors import ConfigError
+
+STOCK = PipelineEngine._INSTRUCTION_MAP
+
+
+class Stage:
+    """A stage whose instructions send, and receive, what is announced alone."""
+
+    def __init__(self, *, dynamic_shape: bool = False, present: Any = STOCK, own_kinds: bool = False) -> None:
+        self.flags = GradientFlags()
+        self.engine = SimpleNamespace(
+            pipe_buffers={"inputs": [None], "outputs": [None]},
+            dynamic_shape=dynamic_shape,
+            device="cpu",
+            next_stage=1,
+            prev_stage=0,
+            grad_layer=None,
+            is_pipe_partitioned=False,
+            has_attention_mask=False,
+            has_bool_tensors=False,
+        )
+        self.around = self.flags.changes(present, last_layer=3, own_kinds=own_kinds)
+
+    def run(self, kind: type) -> None:
+        self.around[kind](lambda engine, buffer_id: None)(self.engine, buffer_id=0)
+
+    def send(self, outputs: Any) -> Any:
+        """Return what is left of the outputs: those that a gradient comes back for."""
+        self.engine.pipe_buffers["outputs"][0] = outputs
+        self.run(schedule.SendActivation)
+        return self.engine.pipe_buffers["outputs"][0]
+
+    def receive(self, inputs: Any) -> list[bool]:
+        self.engine.pipe_buffers["inputs"][0] = inputs
+        self.run(schedule.RecvActivation)
+        return [tensor.requires_grad for tensor in inputs]
+
+    def send_gradients(self) -> Any:
+        """Return those whose gradients are sent."""
+        self.run(schedule.SendGrad)
+        return self.engine.pipe_buffers["inputs"][0]
+
+
+@pytest.fixture(autouse=True)
+def messages(monkeypatch: pytest.MonkeyPatch) -> deque[torch.Tensor]:
+    queue: deque[torch.Tensor] = deque()
+    monkeypatch.setattr(p2p, "send", lambda tensor, stage: queue.append(tensor))
+    monkeypatch.setattr(p2p, "recv", lambda tensor, stage: tensor.copy_(queue.popleft()))
+    return queue
+
+
+def plain() -> torch.Tensor:
+    return torch.ones(3)
+
+
+def with_graph() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True) * 2
+
+
+def test_they_are_announced_once_and_again_when_forgotten(messages: deque[torch.Tensor]) -> None:
+    first, second = Stage(), Stage()
+    for number in range(3):
+        outputs = plain(), with_graph(), torch.arange(3)
+        assert [one is outputs[1] for one in first.send(outputs)] == [True]
+        assert len(messages) == (number == 0)
+        assert second.receive((plain(), plain(), torch.arange(3))) == [False, True, False]
+    for stage in (first, second):
+        stage.flags.forget()
+    outputs = plain(), plain(), torch.arange(3)
+    assert first.send(outputs) == () and second.receive(outputs) == [False, False, False]
+    assert second.send_gradients() == ()
+
+
+def test_an_evaluation_announces_nothing(messages: deque[torch.Tensor]) -> None:
+    with torch.no_grad():
+        Stage().send((plain(), plain()))
+        Stage().receive((plain(), plain()))
+    assert not messages
+
+
+def test_of_what_no_layer_used_zeros_go_back() -> None:
+    first, second = Stage(), Stage()
+    first.send((with_graph(), with_graph(), plain()))
+    received = plain(), plain(), plain()
+    second.receive(received)
+    received[1].sum().backward()
+    assert [one.grad.tolist() for one in second.send_gradients()] == [[0.0] * 3, [1.0] * 3]
+    for tensor in received:
+        tensor.grad = None
+    second.receive(received)
+    with pytest.raises(ConfigError, match="gave no gradient to anything"):
+        second.send_gradients()
+
+
+def test_a_tensor_that_gets_a_graph_later_is_refused_unless_each_message_tells(
+    messages: deque[torch.Tensor],
+) -> None:
+    first = Stage()
+    first.send((with_graph(), plain()))
+    with pytest.raises(ConfigError, match=r"layer 3, .* outputs \[1\] require a gradient .* dynamic_shape=True"):
+        first.send((with_graph(), with_graph()))
+    messages.clear()
+    first, second = Stage(dynamic_shape=True), Stage(dynamic_shape=True)
+    for other in (plain(), with_graph(), plain()):
+        first.send((with_graph(), other))
+        assert second.receive((plain(), plain())) == [True, other.requires_grad]
+
+
+def test_a_tensor_that_loses_its_graph_takes_its_gradient_all_the_same() -> None:
+    first = Stage()
+    first.send((with_graph(), with_graph()))
+    for outputs in ((plain(), with_graph()), (plain(), plain())):
+        left = first.send(outputs)
+        assert [one.requires_grad for one in left] == [True, True]
+        torch.autograd.backward(left, [plain(), plain()])
+
+
+def test_other_shapes_are_refused_until_they_are_announced() -> None:
+    first = Stage()
+    first.send((plain(), torch.ones(2, dtype=torch.bool)))
+    others = [(plain(), torch.ones(4, dtype=torch.bool)), (plain(), torch.ones(2)), (plain(),), plain()]
+    for outputs in others:
+        with pytest.raises(ConfigError, match=r"layer 3, .* in the first .* dynamic_shape=True, or .*reset_activation"):
+            first.send(outputs)
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"\[3\] torch.float32, \[2\] torch.bool in the first"):
+            first.send(outputs)
+    dynamic = Stage(dynamic_shape=True)
+    for outputs in others:
+        first.flags.forget_shapes()
+        first.send(outputs)
+        dynamic.send(outputs)
+
+
+def test_a_complex_tensor_is_sent_without_a_gradient_alone() -> None:
+    first = Stage()
+    first.send((with_graph(), torch.ones(3, dtype=torch.complex64)))
+    with pytest.raises(ConfigError, match=r"layer 3, .* outputs \[1\] are complex .*view_as_real"):
+        first.send((with_graph(), with_graph().to(torch.complex64)))
+
+
+def test_deepspeed_casts_no_mask() -> None:
+    stage, seen = Stage(), []
+    stage.engine.has_attention_mask = True
+    stage.engine.pipe_buffers = {"inputs": [with_graph()], "outputs": [with_graph()]}
+    for kind in (schedule.SendActivation, schedule.RecvActivation):
+        stage.around[kind](lambda engine, buffer_id: seen.append(engine.has_attention_mask))(stage.engine, buffer_id=0)
+    assert seen == [False, False] and stage.engine.has_attention_mask
+
+
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [((plain(), None), "tuple of Tensor, NoneType"), ([plain()], "list of Tensor"), (None, "NoneType")],
+)
+def test_what_cannot_be_sent_is_refused_with_its_layer(outputs: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"layer 3, .* returned a {found}: .*keep_together = \[\[3, 4\]\]"):
+        Stage().send(outputs)
+
+
+def test_tensors_are_made_contiguous() -> None:
+    sent = Stage().send((with_graph().expand(2, 3), with_graph()))
+    assert all(tensor.is_contiguous() for tensor in sent)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [schedule.SendActivation, schedule.ForwardPass, schedule.BackwardPass, schedule.SendGrad, schedule.RecvGrad, None],
+)
+def test_with_an_instruction_of_the_users_all_floating_tensors_get_one(kind: type | None) -> None:
+    """None: with an instruction of another kind."""
+    own = {} if kind is None else {kind: lambda *_: None}
+    first, second = (Stage(present={**STOCK, **own}, own_kinds=kind is None) for _ in range(2))
+    outputs = with_graph(), plain(), torch.arange(3)
+    assert first.send(outputs) == outputs
+    assert second.receive((plain(), plain(), torch.arange(3))) == [True, True, False]
+    assert schedule.SendGrad not in second.around
