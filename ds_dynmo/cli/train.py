@@ -22,6 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
+from ds_dynmo.cli.export import export
 from ds_dynmo.cli.rank_variables import set_rank_variables
 from ds_dynmo.cli.startup import init_distributed
 from ds_dynmo.cli.training.data import identity_of
@@ -269,6 +270,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not engine.released:
         engine.dismiss_parked()
         deepspeed.comm.destroy_process_group()
+    if first_rank and run.export is not None:
+        assert run.save is not None
+        try:
+            export(run.save, run.export)
+        except (CheckpointError, ConfigError) as error:
+            return refuse(error)
+        print(f"exported to {run.export}", flush=True)
     return 0
 
 

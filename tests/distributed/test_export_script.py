@@ -1,4 +1,4 @@
-"""scripts/export.py: what a pruned run saved loads into the model without pruning, which computes the same."""
+"""ds-dynmo-export: what a pruned run saved loads into the model without pruning, which computes the same."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_dynmo.cli.export import main
 from ds_dynmo.cli.training.options import RESUME_FILE
 from ds_dynmo.models import language_model_loss, load_text, model_layers, read_model_config
-from export import main
 from tests.distributed.harness import run
 from tests.distributed.support.case_runs import CASES, SIZES
 from tests.distributed.support.script import flags, run_script

@@ -16,6 +16,7 @@ from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_conf
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, model_layers, read_model_config
+from ds_dynmo.models.exporting import check_is_new
 
 RESUME_FILE = "dynmo_train.json"
 LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
@@ -59,6 +60,7 @@ class Run:
     local_rank: int
     report: Path | None
     save: Path | None
+    export: Path | None
     save_interval: int | None
     resume: Path | None
     resumed: dict[str, Any] | None
@@ -99,6 +101,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data", metavar="FILE_OR_FOLDER", help="text or token ids (default: Python's standard library)"
     )
+    parser.add_argument("--model", metavar="FOLDER", help='of a Hugging Face model: "huggingface" in the "model" block')
     parser.add_argument("--steps", type=int, help=f"batches in total (default: {STEPS}, or the resumed run's)")
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many batches, to resume later")
     parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
@@ -110,6 +113,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write a Hugging Face model's weights at the end")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue from the latest checkpoint in DIR")
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="join these processes to the run there, started with the same arguments"
@@ -131,6 +135,9 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     world_size = num_processes("2 scripts/train.py")
     if settings is None:
         settings = load_json(args.deepspeed_config)
+    block = settings.get("model", {})
+    if args.model is not None and isinstance(block, dict):
+        settings = {**settings, "model": {**block, "huggingface": args.model}}
     dynmo = read_dynmo_config(settings)
     model = read_model_config(settings)
     if dynmo is None:
@@ -138,6 +145,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     check_at_least_1(args, "steps", "save_interval")
     if args.save_interval is not None and args.save is None:
         raise ConfigError(f"--save-interval {args.save_interval}: needs --save DIR, where to write to")
+    if args.export is not None:
+        check_export(args, model)
     if args.seed is not None:
         if not 0 <= args.seed < 2**32:
             raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
@@ -197,6 +206,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         local_rank=args.local_rank,
         report=report,
         save=args.save,
+        export=args.export,
         save_interval=args.save_interval,
         resume=args.resume,
         resumed=resumed,
@@ -204,6 +214,22 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         record=args.record,
         interval=0 if dynmo is None else dynmo.interval,
     )
+
+
+def check_export(args: argparse.Namespace, model: ModelConfig) -> None:
+    """Refuse an export that could not be written when the run ends.
+
+    Raises:
+        ConfigError: naming the option, and what it needs.
+    """
+    if args.save is None:
+        raise ConfigError(f"--export {args.export}: needs --save DIR, whose last checkpoint is exported")
+    if model.huggingface is None:
+        raise ConfigError(f"--export {args.export}: needs a Hugging Face model: --model FOLDER")
+    try:
+        check_is_new(args.export)
+    except ConfigError as error:
+        raise ConfigError(f"--export {error}") from error
 
 
 def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:

@@ -1,0 +1,70 @@
+"""Export the weights of a checkpoint of ds-dynmo-train.
+
+    ds-dynmo-export run exported
+
+Of a Hugging Face model: what transformers' from_pretrained reads, with the tokenizer of the model's folder. Of a pruned
+model of our own: dense weights, with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict of that
+layer of the model without pruning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from ds_dynmo.cli.training.options import RESUME_FILE
+from ds_dynmo.config import load_json
+from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.models import huggingface, model_layers, pruning, read_model_config
+
+__all__ = ["export"]
+
+BESIDE_WEIGHTS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json")
+
+
+def export(checkpoint: Path, folder: Path) -> None:
+    """Export the latest checkpoint of a run.
+
+    Args:
+        checkpoint: the folder given to ``--save``.
+        folder: is empty, or does not exist.
+
+    Raises:
+        CheckpointError, ConfigError: saying what is missing or cannot be exported.
+    """
+    saved = load_json(checkpoint / RESUME_FILE)
+    model, weights = read_model_config(saved), checkpoint / saved["tag"]
+    if model.huggingface is not None:
+        huggingface.export(model.huggingface, weights, folder)
+        if isinstance(model.huggingface, str):
+            copy_tokenizer(Path(model.huggingface), folder)
+    elif model.pruning is not None:
+        pruning.export(model_layers(model), weights, folder)
+    else:
+        raise ConfigError(f"{checkpoint}: model.pruning = null: its weights are dense already")
+
+
+def copy_tokenizer(model: Path, folder: Path) -> None:
+    """Copy what a model's folder has beside its weights."""
+    for name in (*huggingface.tokenizer_files(model), *BESIDE_WEIGHTS):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="the folder given to --save")
+    parser.add_argument("folder", type=Path, help="where to write to; empty, or not there")
+    args = parser.parse_args(arguments)
+    try:
+        export(args.checkpoint, args.folder)
+    except (CheckpointError, ConfigError) as error:
+        print(f"ds-dynmo-export: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
