@@ -39,6 +39,11 @@ class Trained:
         settings = {**configuration(case), "dynmo": block}
         if name == "dense":
             settings["model"] = {key: value for key, value in settings["model"].items() if key in SIZES}
+        return cls.of(name, settings, steps)
+
+    @classmethod
+    def of(cls, name: str, settings: dict[str, Any], steps: int) -> Trained:
+        """Build what ``settings``, a whole configuration, describe."""
         run = prepare(["--deepspeed_config", name, "--steps", str(steps)], settings)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints lines about each layer
             engine = build_engine(run)

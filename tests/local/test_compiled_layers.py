@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_dynmo
 from ds_dynmo.engine.compilation import compiler
@@ -60,6 +63,29 @@ class Branching(Layer):
         return super().forward(hidden) if hidden.sum() > 0 else hidden
 
 
+class Choosing(Layer):
+    """How much it computes depends on the data."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen = hidden[hidden.sum(dim=-1) > 0]
+        return super().forward(chosen if len(chosen) else hidden)
+
+
+class Counting(Layer):
+    """A factor depends on the data. Torch could compile that, and sizes that do."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (hidden > 0).sum().item()
+
+
+class Checkpointing(Layer):
+    """Recomputes a part of itself, and draws random numbers in it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        changed = super().forward
+        return checkpoint(lambda given: F.dropout(changed(given)), hidden, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 def test_a_layer_is_as_ever_between_batches(backend: Backend) -> None:
     layer, layers = Layer(), compiled(backend)
     names, attributes = list(layer.state_dict()), dict(vars(layer))
@@ -105,10 +131,11 @@ def test_the_layout_that_a_layer_before_gives_its_output_does_not_matter(backend
     assert backend.calls == 1
 
 
+@pytest.mark.parametrize("kind", [Branching, Choosing, Counting])
 def test_what_cannot_be_compiled_runs_as_it_is_and_is_named_once(
-    backend: Backend, caplog: pytest.LogCaptureFixture
+    kind: type[Layer], backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layer, other, layers = Branching(), Branching(), compiled(backend)
+    layer, other, layers = kind(), kind(), compiled(backend)
     with caplog.at_level(logging.WARNING, "DynMo"):
         for _ in range(2):
             with layers.batch({7: layer, 8: other}):
@@ -118,8 +145,26 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_is_named_once(
                 assert call.runs_as_is
     assert backend.calls == 0
     (message,) = caplog.messages
-    assert message.startswith("compile: layer 7 (Branching) cannot be compiled to one graph, and runs as it is: ")
+    assert message.startswith(f"compile: layer 7 ({kind.__name__}) cannot be compiled to one graph, and runs as it is")
     assert layer.linear.weight.grad is not None
+
+
+def test_a_layer_may_recompute_inside() -> None:
+    layer, layers = Checkpointing(), compiled("aot_eager")
+    inputs = torch.randn(8, WIDTH, requires_grad=True)
+    outcomes = []
+    for around in (nullcontext(), layers.batch({0: layer})):
+        layer.zero_grad()
+        inputs.grad = None
+        torch.manual_seed(3)
+        with around:
+            outputs = layer(inputs)
+            outputs.square().sum().backward()
+        outcomes.append([outputs, inputs.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert not layers.runs_as_is(0) and layers.seconds > 0
+    for plain, compiled_too in zip(*outcomes):
+        torch.testing.assert_close(compiled_too, plain)
+    torch._dynamo.reset()
 
 
 def test_an_error_of_the_layer_is_its_own(backend: Backend) -> None:

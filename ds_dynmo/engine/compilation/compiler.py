@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils._pytree import tree_leaves
 
 from ds_dynmo.errors import ConfigError
 
@@ -121,8 +123,29 @@ def runner(kind: type, backend: Any) -> Callable[..., Any]:
 
     code = run.__code__.replace(co_name=kind.__name__)  # torch keeps what it compiled with a code object
     own = FunctionType(code, globals(), kind.__name__)
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False, backend=_of_fixed_sizes(backend))
     return compiled
+
+
+class _DependsOnDataError(RuntimeError):
+    """A layer whose sizes or numbers depend on its data: compiled, it may fail on data that nobody has seen yet."""
+
+
+def _of_fixed_sizes(backend: Any) -> Callable[..., Any]:
+    """Let ``backend`` compile a graph in which all sizes and numbers are known."""
+    from torch._dynamo import lookup_backend
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    compile_graph = lookup_backend(backend)
+
+    def of_fixed_sizes(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            for value in tree_leaves(node.meta.get("example_value")):
+                if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat) and free_unbacked_symbols(value):
+                    raise _DependsOnDataError(f"the result of {node.name} depends on the data")
+        return compile_graph(graph, inputs)
+
+    return of_fixed_sizes
 
 
 @contextmanager
@@ -158,10 +181,17 @@ def why_not(error: Exception) -> str | None:
     from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
     from torch._inductor.exc import CppCompileError
 
-    if not isinstance(error, TorchDynamoException):
+    cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    if isinstance(cause, (*_OF_THE_MACHINE, CppCompileError)):
         return None
-    if isinstance(error, BackendCompilerFailed):
-        inner = error.inner_exception
-        if isinstance(inner, (*_OF_THE_MACHINE, CppCompileError)):
-            return None
+    if isinstance(cause, _DependsOnDataError):
+        return str(cause)
+    if not isinstance(error, TorchDynamoException) and not _while_compiling(error):
+        return None
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _while_compiling(error: Exception) -> bool:
+    """Was it raised while torch compiled? Some errors are of no class of the compiler's."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame in frames)

@@ -104,8 +104,7 @@ class CompiledLayers:
     def call(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer, compiled if it can be."""
         kind = type(module)
-        variant = _variant(index, module, args, kwargs)
-        if variant not in self._as_is:
+        if not self._as_is or _variant(index, module, args, kwargs) not in self._as_is:
             if kind not in self._runners:
                 self._runners[kind] = compiler.runner(kind, self._backend)
             before = self.seconds
@@ -114,7 +113,7 @@ class CompiledLayers:
             except Exception as error:
                 if (reason := compiler.why_not(error)) is None:
                     raise
-                self._as_is.add(variant)
+                self._as_is.add(_variant(index, module, args, kwargs))
                 self._warn_as_is(index, kind, reason)
             else:
                 if self.seconds > before:
