@@ -291,7 +291,8 @@ class MaskingEmbedding(Embedding):
 class MaskedSlice(SlicedBlock):
     def forward(self, inputs: Tensors) -> Tensors:  # type: ignore[override]
         hidden, mask, positions, cosines, sines = inputs
-        return super().forward(hidden + mask[..., None].exp() * cosines), mask, positions, cosines, sines
+        seen = (mask[..., None].exp() * cosines).to(hidden.dtype)
+        return super().forward(hidden + seen), mask, positions, cosines, sines
 
 
 def masked_slices(case: Case) -> list[Any]:
