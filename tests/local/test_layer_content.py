@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.checkpoint.initial_model import LayerOrigin
-from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, check_state, extras_of, install, present_shapes
+from ds_dynmo.engine.checkpoint.layer_content import (
+    LoadedLayer,
+    add_left_out,
+    check_state,
+    extras_of,
+    install,
+    present_digests,
+    present_shapes,
+)
 from ds_dynmo.engine.checkpoint.optimizer_files import in_memory
 from ds_dynmo.errors import CheckpointError
 
@@ -32,8 +40,8 @@ def loaded(layer: Layer, *left_out: str) -> LoadedLayer:
     return LoadedLayer({name: value for name, value in layer.state_dict().items() if name not in left_out}, extras)
 
 
-def check(layer: nn.Module, content: LoadedLayer, **flags: bool) -> None:
-    options = {"strict": True, "frozen_excluded": False, **flags}
+def check(layer: nn.Module, content: LoadedLayer, **flags: Any) -> None:
+    options: dict[str, Any] = {"strict": True, "frozen_excluded": False, **flags}
     check_state(content, origin_of(Layer()), present_shapes(layer), path="some file", **options)
 
 
@@ -92,3 +100,18 @@ def test_step_counts_are_on_the_device_that_torch_expects(options: dict[str, Any
     meta = torch.device("meta")
     assert in_memory("step", torch.tensor(3.0), options, meta).device.type == device
     assert in_memory("mu_product", torch.tensor(3.0), options, meta).device.type == "meta"
+
+
+def test_a_frozen_weight_that_was_left_out_has_to_be_the_same() -> None:
+    saved, same, other, rounded = (Layer() for _ in range(4))
+    for layer in (saved, same, other, rounded):
+        layer.weight.requires_grad_(False)
+    content = loaded(saved, "weight")
+    assert content.extras is not None
+    content = LoadedLayer(content.state, add_left_out(content.extras, saved))
+    other.weight.data[0, 0] += 1e-6
+    rounded.bfloat16()
+    check(same, content, frozen_excluded=True, digests=present_digests(same))
+    for layer in (other, rounded):
+        with pytest.raises(CheckpointError, match=r"lacks weight, which was frozen and left out.* other values"):
+            check(layer, content, frozen_excluded=True, digests=present_digests(layer))

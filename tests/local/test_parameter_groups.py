@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynmo.engine.optimizer.parameter_groups import complete_groups, merged_order, separate_own
+from ds_dynmo.engine.optimizer.parameter_groups import complete_groups, leave_out_frozen, merged_order, separate_own
 from ds_dynmo.errors import ConfigError
 
 
@@ -119,3 +119,17 @@ def test_a_scheduler_that_cannot_be_completed_is_refused() -> None:
 
 def test_merged_order_keeps_each_ranks_order() -> None:
     assert merged_order([["a", "c"], ["a", "b", "c"], ["d"]]) == ["d", "a", "b", "c"]
+
+
+def test_parameters_that_are_frozen_for_good_are_in_no_group() -> None:
+    trains, thaws, stays, thawed = (nn.Parameter(torch.zeros(1)) for _ in range(4))
+    for parameter in (stays, thawed):
+        parameter.stays_frozen = True  # type: ignore[attr-defined]
+    for parameter in (thaws, stays):
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW([{"params": [trains, thaws, stays, thawed]}, {"params": []}])
+    leave_out_frozen(optimizer)
+    assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
+        [*map(id, (trains, thaws, thawed))],
+        [],
+    ]

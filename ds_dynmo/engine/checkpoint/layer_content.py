@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
 Shapes = dict[str, list[int]]
+LEFT_OUT = "left_out"  # digests of frozen weights that were not saved
 _EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "retyped", "attributes", "changed", "weights"}
 
 
@@ -93,13 +94,27 @@ def present_shapes(module: nn.Module) -> Shapes:
     return {name: list(tensor.shape) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
 
 
+def add_left_out(extras: Extras, module: nn.Module) -> Extras:
+    """Add digests of frozen weights that are not saved."""
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad and not is_own(p)}
+    return {**extras, LEFT_OUT: {name: digest(weight) for name, weight in frozen.items()}}
+
+
 def check_state(
-    loaded: LoadedLayer, origin: LayerOrigin, present: Shapes, *, strict: bool, frozen_excluded: bool, path: str
+    loaded: LoadedLayer,
+    origin: LayerOrigin,
+    present: Shapes,
+    *,
+    strict: bool,
+    frozen_excluded: bool,
+    path: str,
+    digests: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse files that do not fit the layer.
 
     Args:
         present: the layer's :func:`present_shapes`, from the rank that has it.
+        digests: of its present weights, if frozen ones were left out of the files.
 
     Raises:
         CheckpointError: with what was found and what was expected.
@@ -138,6 +153,17 @@ def check_state(
                 f"{path}: lacks {name}, which had shape {expected[name]}; the one that would stay has "
                 f"{present.get(name)}"
             )
+    for name, saved in (extras or {}).get(LEFT_OUT, {}).items():
+        if name not in state and (digests or {}).get(name) != saved:
+            raise CheckpointError(
+                f"{path}: lacks {name}, which was frozen and left out, and the one that would stay has other values or "
+                "another dtype: build the model from the same weights, in the same precision, as when it was saved"
+            )
+
+
+def present_digests(module: nn.Module) -> dict[str, str]:
+    """Hash the present weights of a layer."""
+    return {name: digest(parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 def install(

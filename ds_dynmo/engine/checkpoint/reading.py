@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from deepspeed.utils import logger
+from torch import nn
 
 from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.balancing.trigger import Reason, Request
@@ -20,6 +22,7 @@ from ds_dynmo.engine.checkpoint.layer_content import (
     check_state,
     own_optimizer_state,
     own_weights,
+    present_digests,
     present_shapes,
 )
 from ds_dynmo.engine.checkpoint.layout import (
@@ -39,6 +42,8 @@ from ds_dynmo.engine.checkpoint.universal_folder import is_universal
 from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.placement import Placement
+
+Described = TypeVar("Described")
 
 
 class SavedCheckpoint:
@@ -104,8 +109,9 @@ def load(
     else:
         saved = _open(context, load_dir, tag, options)
         manifest, target = saved.manifest, _target(context, saved.manifest, options)
-        present = _gather_shapes(context)
-        loaded = together(comm, lambda: _read(context, saved, target, present, options))
+        present = _gather(context, present_shapes)
+        digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
+        loaded = together(comm, lambda: _read(context, saved, target, present, digests, options))
     if target != context.stage.placement:
         context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:
@@ -186,12 +192,12 @@ def _was_placed(context: CheckpointContext, manifest: Manifest, options: LoadOpt
     return goes_on and bool(manifest.state["controller"].get("_placed"))
 
 
-def _gather_shapes(context: CheckpointContext) -> dict[int, Shapes]:
-    """Gather the present shapes of every layer of this rank's slice, as any layer may move here. Collective."""
-    mine = {index: present_shapes(module) for index, module in context.stage.layers.counted_modules().items()}
+def _gather(context: CheckpointContext, describe: Callable[[nn.Module], Described]) -> dict[int, Described]:
+    """Describe every layer of this rank's slice, as any layer may move here. Collective."""
+    mine = {index: describe(module) for index, module in context.stage.layers.counted_modules().items()}
     slice_index = context.engine.grid.get_slice_parallel_rank()
     every = context.stage.comm.gather_objects((slice_index, mine))
-    return {index: shapes for other, found in every if other == slice_index for index, shapes in found.items()}
+    return {index: about for other, found in every if other == slice_index for index, about in found.items()}
 
 
 def _read(
@@ -199,6 +205,7 @@ def _read(
     saved: SavedCheckpoint,
     target: Placement,
     present: dict[int, Shapes],
+    digests: dict[int, dict[str, str]],
     options: LoadOptions,
 ) -> Loaded:
     """Read everything that this rank needs under ``target``. Nothing changes."""
@@ -208,7 +215,7 @@ def _read(
     source = stage if same_stages and not (manifest.stock and options.module_only) else 0
     replica = engine.grid.get_data_parallel_id() if same_replicas else 0
     path, common = _read_common(context, saved, source, options)
-    layers, wanted = _read_layers(context, saved, target, present, replica, options)
+    layers, wanted = _read_layers(context, saved, target, present, digests, replica, options)
     optimizer = None
     if options.optimizer and not options.module_only:
         optimizer = optimizer_files(context.stage).read(saved, wanted, source)
@@ -235,6 +242,7 @@ def _read_layers(
     saved: SavedCheckpoint,
     target: Placement,
     present: dict[int, Shapes],
+    digests: dict[int, dict[str, str]],
     replica: int,
     options: LoadOptions,
 ) -> tuple[dict[int, LoadedLayer], dict[Key, Key]]:
@@ -261,6 +269,7 @@ def _read_layers(
             present[name],
             strict=strict,
             frozen_excluded=saved.manifest.frozen_excluded,
+            digests=digests.get(name),
             path=saved.path(path),
         )
         extras = found[index].extras

@@ -11,7 +11,7 @@ from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.checkpoint.context import CheckpointContext, own_layout, together, universal_info
 from ds_dynmo.engine.checkpoint.flat_files import FlatFiles, optimizer_files
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
-from ds_dynmo.engine.checkpoint.layer_content import add_own, compact, extras_of
+from ds_dynmo.engine.checkpoint.layer_content import add_left_out, add_own, compact, extras_of
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -96,6 +96,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
         weights = replica == 0 and layers.stored_use(index) is None
         extras = extras_of(module, context.origin.layers[index], weights=weights, is_shared=context.names.is_shared)
         extras = add_own(extras, module, context.stage.state)
+        extras = add_left_out(extras, module) if exclude_frozen else extras
         torch.save(extras, os.path.join(folder, layer_file(index, replica, slice_index)))
     of_optimizer = optimizer_files(context.stage)
     if isinstance(of_optimizer, FlatFiles):

@@ -80,6 +80,18 @@ def _refuse_ambiguous(every: list[dict[str, Options]]) -> None:
             )
 
 
+def leave_out_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Take parameters out of their groups that are frozen for good, which they say by ``stays_frozen``.
+
+    Any other frozen parameter may thaw: under bf16 and ZeRO its state is kept, and moves with it.
+    """
+    for group in optimizer.param_groups:
+        kept = [p for p in group["params"] if p.requires_grad or not getattr(p, "stays_frozen", False)]
+        if len(kept) < len(group["params"]):
+            group["params"] = kept
+            group.pop("param_names", None)  # optional labels of torch's, by position
+
+
 def separate_own(optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
     """Put parameters that are each replica's own into groups after the others, with the options of those they were in.
 
