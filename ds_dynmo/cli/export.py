@@ -2,9 +2,9 @@
 
     ds-dynmo-export run exported
 
-Of a Hugging Face model: what transformers' from_pretrained reads, with the tokenizer of the model's folder. Of a pruned
-model of our own: dense weights, with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict of that
-layer of the model without pruning.
+Of a Hugging Face model: what transformers' from_pretrained reads, with the tokenizer of the model's folder. Of one with
+adapters: what peft's from_pretrained reads; with --merge, the whole model. Of a pruned model of our own: dense weights,
+with zeros, in a file per layer, named as DeepSpeed's. Each is the state_dict of that layer without pruning.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ __all__ = ["export"]
 BESIDE_WEIGHTS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json")
 
 
-def export(checkpoint: Path, folder: Path) -> None:
+def export(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
     """Export the latest checkpoint of a run.
 
     Args:
         checkpoint: the folder given to ``--save``.
         folder: is empty, or does not exist.
+        merge: add adapters to the weights, and write the whole model.
 
     Raises:
         CheckpointError, ConfigError: saying what is missing or cannot be exported.
@@ -37,7 +38,7 @@ def export(checkpoint: Path, folder: Path) -> None:
     saved = load_json(checkpoint / RESUME_FILE)
     model, weights = read_model_config(saved), checkpoint / saved["tag"]
     if model.huggingface is not None:
-        huggingface.export(model.huggingface, weights, folder)
+        huggingface.export(model.huggingface, weights, folder, peft=model.peft, merge=merge)
         if isinstance(model.huggingface, str):
             copy_tokenizer(Path(model.huggingface), folder)
     elif model.pruning is not None:
@@ -57,9 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="the folder given to --save")
     parser.add_argument("folder", type=Path, help="where to write to; empty, or not there")
+    parser.add_argument("--merge", action="store_true", help="write the whole model, adapters added to its weights")
     args = parser.parse_args(arguments)
     try:
-        export(args.checkpoint, args.folder)
+        export(args.checkpoint, args.folder, merge=args.merge)
     except (CheckpointError, ConfigError) as error:
         print(f"ds-dynmo-export: error: {error}", file=sys.stderr)
         return 2

@@ -195,7 +195,7 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
     """
     assert run.save is not None
     tag = f"global_step{engine.global_steps}"
-    engine.save_checkpoint(str(run.save), tag=tag)
+    engine.save_checkpoint(str(run.save), tag=tag, exclude_frozen_parameters=not run.model.save_base)
     states = {case.name: case.state_dict() for case in cases}
     failure: list[str | None] = [None]
     if engine.global_rank == 0:

@@ -82,6 +82,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
             expert_parallel=config.expert_parallel,
             inputs=("position_ids",) if packed else (),
             verified=config.verified,
+            peft=config.peft,
         )
         if config.freezing is not None and config.freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "freezing.egeria runs blocks beside the training")

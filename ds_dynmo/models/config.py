@@ -32,6 +32,7 @@ BLOCK = "model"
 BYTES = 256  # the text's different tokens
 BESIDE_HUGGINGFACE = {
     *("huggingface", "verified", "tokens", "sequence_length", "seed", "sampling", "freezing", "expert_parallel"),
+    *("peft", "save_base"),
 }
 
 # By case, those before it in the block that it cannot be combined with, and why.
@@ -75,8 +76,8 @@ class ModelConfig(GPTConfig):
     huggingface: str | dict[str, Any] | None = Field(
         default=None,
         description="a folder with config.json and safetensors files, or for fresh weights the path of a config.json, "
-        'or what is in one; beside it "verified", "tokens", "sequence_length", "seed", "sampling", "freezing" and '
-        '"expert_parallel" alone may stand',
+        'or what is in one; beside it "verified", "tokens", "sequence_length", "seed", "sampling", "freezing", '
+        '"expert_parallel", "peft" and "save_base" alone may stand',
     )
     verified: bool = Field(
         default=True,
@@ -87,6 +88,14 @@ class ModelConfig(GPTConfig):
         default=False,
         description="data-parallel replicas share the experts of the Hugging Face model: it has to have a multiple of "
         "them in each layer",
+    )
+    peft: dict[str, Any] | None = Field(
+        default=None,
+        description="keys of peft's LoraConfig: the Hugging Face model is frozen and gets LoRA adapters; null: none",
+    )
+    save_base: bool = Field(
+        default=True,
+        description="false: checkpoints leave the frozen base out, which is read from the model's folder again",
     )
     tokens: Literal["bytes"] | None = Field(
         default=None,
@@ -149,6 +158,16 @@ class ModelConfig(GPTConfig):
             raise ValueError("expert_parallel: is for a Hugging Face model; for moe there is moe.expert_parallel")
         if self.expert_parallel and self.freezing is not None and self.freezing.schedule is None:
             raise ValueError(f"expert_parallel {_BY_SCHEDULE}")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> ModelConfig:
+        if self.peft is not None and self.huggingface is None:
+            raise ValueError("peft: is for a Hugging Face model (huggingface)")
+        if self.peft is not None and self.freezing is not None:
+            raise ValueError("peft: cannot be combined with freezing, which would let the base train when it thaws")
+        if self.peft is None and not self.save_base:
+            raise ValueError("save_base = false: without peft all weights train, and have to be saved")
         return self
 
     @model_serializer(mode="wrap")

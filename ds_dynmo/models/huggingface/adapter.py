@@ -22,6 +22,8 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import config_of, name_of, transformers
 from ds_dynmo.models.huggingface.conversions import locate, made_shapes
 from ds_dynmo.models.huggingface.experts import MoEDecoderLayer
+from ds_dynmo.models.huggingface.lora import Adapters, adapters_in, base_tensors
+from ds_dynmo.models.huggingface.lora_config import Lora, split_off
 from ds_dynmo.models.huggingface.modules import (
     DecoderLayer,
     FinalNorm,
@@ -52,6 +54,7 @@ def layers(
     inputs: Sequence[str] = (),
     attn_implementation: str | None = None,
     verified: bool = True,
+    peft: Any = None,
 ) -> list[LayerSpec]:
     """Build the layer list for a ``PipelineModule``: embedding, learned positions (GPT-2), decoder layers, norm, head.
 
@@ -62,7 +65,8 @@ def layers(
     Args:
         model: a local folder with ``config.json`` and safetensors files, of which each layer reads its own tensors
             when it is built; the path of a ``config.json``, a config object of the library's or its dict (with
-            "model_type") for fresh weights; or a model object, whose weights are copied.
+            "model_type") for fresh weights; or a model object, whose weights are copied. A ``PeftModel`` of peft's
+            gives its active adapter too.
         seed: what fresh weights are drawn from, a generator for each layer: the same under every partition.
         sequence_length: tokens of a training sequence, which have to fit the model's positions.
         vocab_size: different tokens of the data, which the model has to know.
@@ -73,6 +77,7 @@ def layers(
             The first layer is given a tuple then.
         attn_implementation: the library's name; None: "sdpa" where the family has it, else "eager".
         verified: compare a tiny model of these layers with the library's first; False: trust the declared parts.
+        peft: LoRA adapters, as peft's ``LoraConfig`` or its keys; all weights but theirs are frozen. None: none.
 
     Raises:
         ConfigError: no such files, a model that is no chain of the parts that it declares, tensors that are not the
@@ -81,7 +86,9 @@ def layers(
     unknown = [name for name in inputs if name not in INPUTS]
     if unknown or len(set(inputs)) != len(inputs):
         raise ConfigError(f"inputs {list(inputs)}: should be different ones of {', '.join(INPUTS)}")
-    source = source_of(model, seed, parallel=expert_parallel, inputs=inputs, attn_implementation=attn_implementation)
+    source = source_of(
+        model, seed, parallel=expert_parallel, inputs=inputs, attn_implementation=attn_implementation, peft=peft
+    )
     config = source.config
     positions, vocabulary = getattr(config, "max_position_embeddings", None), config.vocab_size
     if sequence_length is not None and isinstance(positions, int) and sequence_length > positions:
@@ -137,24 +144,49 @@ def source_of(
     parallel: bool = False,
     inputs: Sequence[str] = (),
     attn_implementation: str | None = None,
+    peft: Any = None,
 ) -> Source:
+    model, lora = split_off(model, peft)
     config, place = config_of(model), name_of(model)
     skeleton = _skeleton(config, place, attn_implementation)
     outline = outline_of(skeleton, place)
     trainable: Mapping[str, bool] = {}
     tensors: Tensors | None = None
     if isinstance(model, nn.Module) and weights:
-        tensors = InMemory(model.state_dict())
+        tensors = InMemory(model.state_dict() if lora is None else base_tensors(model))
         trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     elif isinstance(model, (str, os.PathLike)) and Path(model).is_dir() and weights:
         tensors = Folder(Path(model))
     experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), place, parallel=parallel)
     source = Source(skeleton, outline, tuple(inputs), tensors, None, tuple(experts), seed, trainable)
+    if lora is not None:
+        source = replace(source, adapters=_adapters(source, lora, place, weights=weights))
     if isinstance(tensors, Folder):
         return replace(source, places=_places(source, tensors))
     if isinstance(tensors, InMemory):
         check_tensors(tensors, tensors.shapes, _expected(source), sorted({*tensors.shapes} - {*skeleton.state_dict()}))
     return source
+
+
+def _adapters(source: Source, lora: Lora, place: str, *, weights: bool) -> Adapters:
+    """Make the adapters of ``source``, and refuse those that cannot be in one of its layers."""
+    adapters, paths = adapters_in(source.skeleton, lora, place, weights=weights), source.outline.paths
+    plain = [tuple(source.skeleton.get_submodule(path).state_dict()) for path in paths]
+    changed = [tuple(adapters.part(path).state_dict()) != names for path, names in zip(paths, plain)]
+    if source.tied and (changed[0] or changed[-1]):
+        path = paths[0] if changed[0] else paths[-1]
+        raise ConfigError(
+            f"{place}: peft: {path} is a target, or in modules_to_save: it is one weight with "
+            f"{paths[-1] if changed[0] else paths[0]} (tie_word_embeddings), a layer of both the first and the last "
+            "stage: leave it out, or untie them in the base"
+        )
+    own = adapters.own_names()
+    for block, experts in enumerate(source.experts):
+        if experts is not None and experts.parallel:
+            inside = f"{paths[block + source.outline.first_block]}.{experts.path}"
+            if any(name.startswith(f"{inside}.") for name in own):
+                raise ConfigError(f"{place}: peft: {inside}: experts that replicas share cannot have adapters")
+    return adapters
 
 
 def _skeleton(config: Any, place: str, attn_implementation: str | None) -> Any:

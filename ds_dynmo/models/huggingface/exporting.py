@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from ds_dynmo.checkpoint_files import REPLICA_OWN, layer_file
-from ds_dynmo.errors import CheckpointError
+from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models.exporting import check_is_new, load, tag_folder, weights_file
 from ds_dynmo.models.huggingface.adapter import PART, source_of
+from ds_dynmo.models.huggingface.adapter_files import merged, write_adapters
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.weights import INDEX
@@ -21,33 +22,55 @@ from ds_dynmo.models.huggingface.weights import INDEX
 __all__ = ["export"]
 
 
-def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+def export(
+    model: Any,
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    peft: Any = None,
+    merge: bool = False,
+) -> None:
     """Write the weights of a checkpoint in the library's format, for its ``from_pretrained``.
 
     One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
-    the dtype that they were trained in. The index is written last: a folder without it is not whole.
+    the dtype that they were trained in. The index is written last: a folder without it is not whole. Of a model with
+    adapters, those alone are written, for peft's ``from_pretrained``, with the config last.
 
     Args:
-        model: what :func:`~ds_dynmo.models.huggingface.layers` made the layers of; only its config counts.
+        model, peft: what :func:`~ds_dynmo.models.huggingface.layers` made the layers of. Only configs count, unless
+            adapters are merged with a base that the checkpoint lacks.
         checkpoint: what ``engine.save_checkpoint`` wrote: the folder with the file ``latest``, or that of a tag.
-        folder: gets ``config.json``, safetensors files and their index; has to be empty or not there.
+        folder: gets ``config.json``, safetensors files and their index; or ``adapter_config.json`` and
+            ``adapter_model.safetensors``. Has to be empty or not there.
+        merge: add adapters to the weights, and write the whole model.
 
     Raises:
         ConfigError: as :func:`~ds_dynmo.models.huggingface.layers`, or ``folder`` is not empty.
         CheckpointError: the checkpoint lacks a layer's file, or it holds other tensors than the model has.
     """
-    source, saved, out = source_of(model, seed=0, weights=False), tag_folder(Path(checkpoint)), Path(folder)
+    source, saved, out = source_of(model, seed=0, weights=False, peft=peft), tag_folder(Path(checkpoint)), Path(folder)
+    if merge and source.adapters is None:
+        raise ConfigError("merge: the model has no adapters: peft says which")
     check_is_new(out)
     files = [(layer, saved / weights_file(layer)) for layer in range(source.outline.num_layers)]
     for _, path in files:
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no such file")
     out.mkdir(parents=True, exist_ok=True)
+    if source.adapters is not None and not merge:
+        parts = ((source.outline.paths[layer], path, _saved(path, layer)) for layer, path in files)
+        write_adapters(source.adapters, _base_of(model, source), parts, out)
+        return
+    files = [(layer, path) for layer, path in files if source.shapes(layer)]  # a norm may have no weights
+    if merge:
+        base = source_of(model, seed=0, peft=peft)
+        dtype = next(tensor.dtype for _, path in files for tensor in load(path).values())  # a frozen layer's has none
+        made = (merged(base, layer, path, _saved(path, layer), dtype) for layer, path in files)
+    else:
+        made = (_exported(source, layer, path) for layer, path in files)
     weight_map: dict[str, str] = {}
     num_bytes = 0
-    files = [(layer, path) for layer, path in files if source.shapes(layer)]  # a norm may have no weights
-    for number, (layer, path) in enumerate(files, start=1):
-        tensors = _exported(source, layer, path)
+    for number, tensors in enumerate(made, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         _write_tensors(out / name, tensors)
         weight_map.update(dict.fromkeys(tensors, name))
@@ -59,13 +82,25 @@ def export(model: Any, checkpoint: str | os.PathLike[str], folder: str | os.Path
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _base_of(model: Any, source: Source) -> str | None:
+    """Name the model that adapters belong to, as its folder."""
+    if isinstance(model, (str, os.PathLike)):
+        return str(model)
+    return source.adapters.lora_config.base_model_name_or_path if source.adapters is not None else None
+
+
+def _saved(path: Path, layer: int) -> dict[str, torch.Tensor]:
+    """Read the tensors of one pipeline layer, by the names in the library's module of it."""
+    found = {name.removeprefix(PART): value for name, value in load(path).items()}
+    shares = _shares(path.parent, layer)
+    return found | {name: torch.cat([share[name] for share in shares]) for name in (shares[0] if shares else ())}
+
+
 def _exported(source: Source, layer: int, path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of one pipeline layer, named as the library names them."""
-    found = {name.removeprefix(PART): value for name, value in load(path).items()}
+    found = _saved(path, layer)
     part = source.outline.paths[layer]
     expected = {name: torch.Size(shape) for name, shape in source.shapes(layer).items()}
-    shares = _shares(path.parent, layer)
-    found |= {name: torch.cat([share[name] for share in shares]) for name in (shares[0] if shares else ())}
     shapes = {name: value.shape for name, value in found.items()}
     if shapes != expected:
         differing = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))

@@ -14,6 +14,7 @@ from torch import nn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import plan_of
 from ds_dynmo.models.huggingface.experts import Experts
+from ds_dynmo.models.huggingface.lora import Adapters
 from ds_dynmo.models.huggingface.surroundings import Surroundings
 from ds_dynmo.models.huggingface.weights import Stored, Tensors
 from ds_dynmo.models.seeding import generator_for
@@ -99,6 +100,7 @@ class Source:
         trainable: ``requires_grad`` by the library's name; True where it says nothing.
         has_entry, has_exit: does the library's model compute something between its embedding and its first decoder
             layer, or around its output embedding?
+        adapters: None: parts are the library's alone.
     """
 
     skeleton: Any
@@ -111,6 +113,7 @@ class Source:
     trainable: Mapping[str, bool]
     has_entry: bool = False
     has_exit: bool = False
+    adapters: Adapters | None = None
 
     @property
     def config(self) -> Any:
@@ -138,15 +141,25 @@ class Source:
 
     def of(self, layer: int) -> Source:
         """Narrow this to pipeline layer ``layer``, so that its spec keeps no other layer's weights alive."""
+        adapters = None if self.adapters is None else self.adapters.of(self.outline.paths[layer])
         if self.tensors is None:
-            return self
+            return replace(self, adapters=adapters)
         places = {name: self._place(layer, name) for name in self.shapes(layer)}
         names = [name for place in places.values() for name in place.names]
         kept = {place.target: place for place in places.values()}
-        return replace(self, tensors=self.tensors.only(names), places=None if self.places is None else kept)
+        return replace(
+            self, tensors=self.tensors.only(names), places=None if self.places is None else kept, adapters=adapters
+        )
 
     def build(self, layer: int) -> nn.Module:
-        """Build the library's module of pipeline layer ``layer`` with its weights, on the CPU."""
+        """Build the library's module of pipeline layer ``layer`` with its weights and adapters, on the CPU."""
+        part, path = self.build_base(layer), self.outline.paths[layer]
+        if self.adapters is None:
+            return part
+        return self.adapters.into(part, path, lambda: self._generator(layer, "adapter"))
+
+    def build_base(self, layer: int) -> nn.Module:
+        """Build it without adapters."""
         config, path = self.config, self.outline.paths[layer]
         part: nn.Module = copy.deepcopy(self.skeleton.get_submodule(path), {id(config): config})
         part.to_empty(device=_CPU).train()
@@ -215,10 +228,10 @@ class Source:
         return Stored(target, (target,)) if self.places is None else self.places[target]
 
     @contextmanager
-    def _generator(self, layer: int) -> Iterator[None]:
+    def _generator(self, layer: int, what: str = "layer") -> Iterator[None]:
         """Draw from the layer's generator meanwhile: the library draws from torch's, whose state is put back."""
         state = torch.get_rng_state()
-        torch.set_rng_state(generator_for("layer", self.seed, layer).get_state())
+        torch.set_rng_state(generator_for(what, self.seed, layer).get_state())
         try:
             yield
         finally:

@@ -1,0 +1,224 @@
+"""LoRA adapters of Hugging Face's peft in pipeline layers.
+
+peft puts its modules into a model of the library's that has no memory. Each pipeline layer gets a copy of those in its
+part, around the weights that it has read or drawn. So no rank builds more than its own layers, and adapters compute by
+peft's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.huggingface.lora_config import COPIES, Lora, check_config, library
+
+__all__ = ["Adapters", "adapters_in", "base_tensors", "is_adapters", "plain_name"]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model, or of one part of it.
+
+    Attributes:
+        model: peft's, around the library's, without memory.
+        config: of the library's model, which parts refer to.
+        name: the adapter's.
+        tensors: values by peft's names; None: fresh ones.
+        trainable: ``requires_grad`` by peft's names.
+    """
+
+    model: Any
+    config: Any
+    name: str
+    tensors: Mapping[str, torch.Tensor] | None
+    trainable: Mapping[str, bool]
+
+    @property
+    def lora_config(self) -> Any:
+        """Peft's, with what it found out about the model."""
+        return self.model.peft_config[self.name]
+
+    def part(self, path: str) -> nn.Module:
+        """Find the part ``path`` of the model, without memory."""
+        found: nn.Module = self.model.get_base_model().get_submodule(path)
+        return found
+
+    def own_names(self) -> list[str]:
+        """List the tensors that the adapters have beside the base."""
+        return [name for name in self.model.get_base_model().state_dict() if is_adapters(name)]
+
+    def of(self, path: str) -> Adapters:
+        """Narrow this to the part ``path``, so that no other's values are kept alive."""
+        if self.tensors is None:
+            return self
+        kept = {name: tensor for name, tensor in self.tensors.items() if name.startswith(f"{path}.")}
+        return replace(self, tensors=kept)
+
+    def into(self, part: nn.Module, path: str, drawing: Callable[[], AbstractContextManager[None]]) -> nn.Module:
+        """Put adapters into ``part``, whose weights stay the same objects.
+
+        Args:
+            drawing: gives the context in which fresh adapters draw random numbers.
+        """
+        adapted = copy.deepcopy(self.part(path), {id(self.config): self.config}).train()
+        _take_over(adapted, part)
+        if self.tensors is None:
+            with drawing():
+                self._draw(adapted)
+        else:
+            for name in filter(is_adapters, adapted.state_dict()):
+                value = self.tensors[f"{path}.{name}"].detach().to("cpu", torch.float32, copy=True)
+                _set(adapted, name, nn.Parameter(value))
+        for name, parameter in adapted.named_parameters():
+            parameter.requires_grad_(self.trainable[f"{path}.{name}"])
+            if not parameter.requires_grad:
+                parameter.stays_frozen = True  # type: ignore[attr-defined]  # no optimizer keeps state for it
+        return adapted
+
+    def _draw(self, adapted: nn.Module) -> None:
+        """Let peft make its parameters again, now that there are weights: some are made of those."""
+        for module in list(adapted.modules()):
+            if isinstance(module, library().tuners.lora.LoraLayer):
+                rank, alpha = module.r[self.name], module.lora_alpha[self.name]
+                module.update_layer(self.name, rank, lora_alpha=alpha, config=self.lora_config)
+
+    def merge(self, path: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add adapters to the weights of a part, and give its tensors by the library's names.
+
+        Args:
+            values: of all tensors of the part, by peft's names; they change.
+        """
+        adapted = copy.deepcopy(self.part(path), {id(self.config): self.config})
+        for name, value in values.items():
+            _set(adapted, name, nn.Parameter(value, requires_grad=False))
+        for module in adapted.modules():
+            if isinstance(module, library().tuners.lora.LoraLayer):
+                module.merge(adapter_names=[self.name])
+        state = adapted.state_dict()
+        names = sorted(state, key=is_adapters)  # copies that trained come last
+        return {own: state[name] for name in names if (own := plain_name(name)) is not None}
+
+
+def adapters_in(skeleton: Any, lora: Lora, place: str, *, weights: bool = True) -> Adapters:
+    """Let peft put adapters into a copy of ``skeleton``, the library's model without memory.
+
+    Args:
+        weights: take the values of the adapters that ``lora`` has, if any.
+
+    Raises:
+        ConfigError: peft refuses, or the model that has the adapters differs from what its config says.
+    """
+    config = copy.deepcopy(lora.config)
+    config.task_type, config.base_model_name_or_path = config.task_type or "CAUSAL_LM", None
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model = library().get_peft_model(
+                copy.deepcopy(skeleton, {id(skeleton.config): skeleton.config}), config, adapter_name=lora.name
+            )
+    except Exception as error:  # peft's own checks raise many kinds
+        raise ConfigError(f"{place}: peft: {error}") from error
+    check_config(config)  # peft may have changed it
+    config.base_model_name_or_path = lora.config.base_model_name_or_path
+    base = model.get_base_model()
+    of_base = {own for name in base.state_dict() if (own := plain_name(name)) is not None}
+    if of_base != skeleton.state_dict().keys():
+        raise ConfigError(f"{place}: peft: {sorted(of_base ^ skeleton.state_dict().keys())[0]} is not the model's own")
+    _check_names(model, config, place)
+    tensors = None
+    if lora.model is None:
+        trainable = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
+    else:
+        found = _found_like(lora.model, base)
+        _check_like(found, base, place)
+        trainable = {name: found[name].requires_grad for name, _ in base.named_parameters()}
+        tensors = {name: found[name] for name in filter(is_adapters, found)} if weights else None
+    if not any(trainable.values()):
+        raise ConfigError(f"{place}: peft: nothing of its adapter trains; from_pretrained() needs is_trainable=True")
+    return Adapters(model, skeleton.config, lora.name, tensors, trainable)
+
+
+def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Collect the tensors of a model's base by the library's names."""
+    named = ((plain_name(name), tensor) for name, tensor in model.state_dict().items() if not is_adapters(name))
+    return {own: tensor for own, tensor in named if own is not None}
+
+
+def plain_name(name: str) -> str | None:
+    """Name a tensor as without adapters; None: it is an adapter's.
+
+    >>> plain_name("mlp.up_proj.base_layer.weight"), plain_name("lm_head.modules_to_save.default.weight")
+    ('mlp.up_proj.weight', 'lm_head.weight')
+    >>> plain_name("mlp.up_proj.lora_A.default.weight")
+    """
+    if is_adapters(name):
+        before, _, copied = name.partition(f"{COPIES}.")
+        if not copied:
+            return None
+        name = before + copied.partition(".")[2]  # without the adapter's name
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+def is_adapters(name: str) -> bool:
+    """Say whether a tensor is an adapter's, or its copy of one of the base (``modules_to_save``)."""
+    return any(part == COPIES or part.startswith("lora_") for part in name.split("."))
+
+
+def _take_over(adapted: nn.Module, part: nn.Module) -> None:
+    """Let ``adapted`` have the parameters and buffers of ``part``; a second use of one is a copy."""
+    given = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    used = set()
+    for name, _ in [*adapted.named_parameters(), *adapted.named_buffers()]:
+        own = plain_name(name)
+        if own is not None:
+            tensor = given[own]
+            _set(adapted, name, nn.Parameter(tensor.detach().clone()) if own in used else tensor)
+            used.add(own)
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    (owner._buffers if leaf in owner._buffers else owner._parameters)[leaf] = tensor  # type: ignore[assignment]
+
+
+def _found_like(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:
+    """Find the tensors of ``model`` by their names in ``like``, which has its active adapter alone."""
+    every = model.state_dict(keep_vars=True)
+    of_base = {plain_name(name): tensor for name, tensor in every.items() if not is_adapters(name)}
+    found = {}
+    for name in like.state_dict():
+        tensor = every.get(name) if is_adapters(name) else of_base.get(plain_name(name))
+        if tensor is not None:
+            found[name] = tensor
+    return found
+
+
+def _check_names(model: Any, config: Any, place: str) -> None:
+    """Refuse names of modules that there are not: peft ignores them if it finds others."""
+    paths = [path for path, _ in model.get_base_model().named_modules()]
+    for key in ("target_modules", COPIES):
+        names = getattr(config, key) or ()
+        for name in () if isinstance(names, str) else names:  # a str is a pattern
+            if not any(path == name or path.endswith(f".{name}") for path in paths):
+                raise ConfigError(f"{place}: peft.{key}: the model has no module {name}")
+
+
+def _check_like(found: Mapping[str, torch.Tensor], like: nn.Module, place: str) -> None:
+    for name, expected in like.state_dict().items():
+        tensor = found.get(name)
+        if tensor is None or tensor.shape != expected.shape or not tensor.is_floating_point():
+            has = "no such tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise ConfigError(
+                f"{place}: {name} should be a floating-point tensor {list(expected.shape)} by the adapter's config, "
+                f"has {has}; adapters that were added in other ways, and quantized bases, do not work in a pipeline"
+            )
