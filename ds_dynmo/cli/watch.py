@@ -141,15 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a reason may have letters that the terminal's encoding lacks
-    watch = Watch(args.report)
-    watch.file.look()
-    looks_once = args.once or args.svg is not None
-    if watch.file.problem is not None and (looks_once or not watch.file.waits):
-        return refuse(f"{args.report}: {watch.file.problem}")
-    if looks_once and watch.report.run.step is None:
-        return refuse(f"{args.report}: has no record of a run")
     try:
-        return show(watch, args)
+        return show(Watch(args.report), args)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # what read our lines has ended
@@ -158,6 +151,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show(watch: Watch, args: argparse.Namespace) -> int:
+    """Show a report as asked for, and return the exit code."""
+    watch.file.look()
+    looks_once = args.once or args.svg is not None
+    if watch.file.problem is not None and (looks_once or not watch.file.waits):
+        return refuse(f"{args.report}: {watch.file.problem}")
+    if looks_once and watch.report.run.step is None:
+        return refuse(f"{args.report}: has no record of a run")
     if args.svg is not None:
         try:
             args.svg.write_text(picture(watch.view()), encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ds_dynmo.cli import watch
+from ds_dynmo.cli.watching.follower import Follower
 from ds_dynmo.cli.watching.lines import duration
 from ds_dynmo.cli.watching.run_state import Report
 from ds_dynmo.placement import Placement
@@ -206,6 +207,16 @@ def test_ctrl_c_ends_without_a_traceback(
     monkeypatch.setattr(time, "sleep", sleeps := Sleeps())
     assert watch.main([str(tmp_path / "report.jsonl"), "--interval", "3"]) == 130
     assert capsys.readouterr().out == "report.jsonl is not there yet: waiting\n" and sleeps.seconds == [3.0]
+
+
+def test_ctrl_c_while_the_report_is_read_ends_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(file: Follower) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Follower, "look", interrupted)
+    assert watch.main([str(tmp_path / "report.jsonl")]) == 130
 
 
 def test_a_replaced_and_a_lost_file_are_said(

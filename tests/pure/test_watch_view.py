@@ -82,6 +82,11 @@ def test_a_narrow_terminal_wraps_lines_unless_it_is_low_as_well() -> None:
     assert len(low) == len(lines) - 4 and "stage, layers, load per micro-batch…" in low
 
 
+def test_letters_that_take_two_columns_are_not_cut() -> None:
+    report = report_of({**decision(2, EVEN, EVEN), "reason": "凍" * 16, "verdict": ""})
+    assert shown(report, 75)[-1] == "  layers"  # 61 letters, 77 columns
+
+
 @pytest.mark.parametrize("height", [1, 2, 5, 9, 13, 14, 24, 50])
 def test_the_view_is_no_higher_than_the_terminal(height: int) -> None:
     stages = 64

@@ -124,7 +124,7 @@ class View:
 
 def _wrap(line: Line, console: Console, width: int) -> list[Line]:
     """Break a line that is wider than the terminal; what follows is indented, so that it reads as one."""
-    if len(line) <= width or width < LEAST_WRAPPED:
+    if line.cell_len <= width or width < LEAST_WRAPPED:
         return [line]
     first, *rest = parts = line.wrap(console, width - len(INDENT))
     for part in parts:
@@ -132,10 +132,10 @@ def _wrap(line: Line, console: Console, width: int) -> list[Line]:
     return [first, *(Text.assemble(INDENT, part) for part in rest)]
 
 
-def _series(name: str, value: str, numbers: Sequence[float] | Iterable[float], width: int, ascii_only: bool) -> Line:
+def _series(name: str, value: str, numbers: Iterable[float], width: int, ascii_only: bool) -> Line:
     """Draw the latest number, and as many before it as there is room for."""
     line = Text.assemble(name, (value, "bold"))
-    room = min(width - len(line) - 2, MOST_SPARKLINE)
+    room = min(width - line.cell_len - 2, MOST_SPARKLINE)
     if room >= LEAST_SPARKLINE and not ascii_only:
         line.append("  " + _sparkline([*numbers][-room:]), style="cyan")
     return line
