@@ -3,7 +3,7 @@
 
     scripts/families.py                        # all; minutes
     scripts/families.py gemma2 deepseek_v3     # these
-    scripts/families.py --markdown             # as the documentation has it
+    scripts/families.py --flex --markdown      # as the documentation has it
 
 Each is a tiny model with random weights, made of the family's default config: its layers beside the library's model.
 """
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ds_dynmo.cli.command_line import CommandParser, print_table
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import huggingface, language_model_loss
+from ds_dynmo.models import huggingface
 from ds_dynmo.models.exporting import weights_file
+from ds_dynmo.models.huggingface.adapter import source_of
 from ds_dynmo.models.huggingface.configs import families, transformers
 from ds_dynmo.models.huggingface.tiny import tiny_config
-from ds_dynmo.models.huggingface.verification import BuiltLayers, random_model, trial_batches
+from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 
-CHECKS = ("logits", "eager", "padding", "packing", "gradients", "files")
-TOLERANCE = 1e-5  # of the largest gradient of a parameter
+CHECKS = ("equal", "eager", "padding", "packing", "files")
+OTHER_CHECKS = ("flex", "router loss", "load signals", "expert parallel")  # of some families
 
 # What the default config of a family lacks, so that the library cannot run it.
 COMPLETED: dict[str, dict[str, Any]] = {
@@ -50,8 +50,6 @@ class Outcome:
         refusal: the message of the refusal; empty: it works.
         passed: the checks that it passed.
         failed: why it did not pass the others.
-        router_loss: does its loss have one, equal to the library's?
-        experts: do its layers have load signals?
         seconds: that it took.
     """
 
@@ -59,14 +57,13 @@ class Outcome:
     refusal: str = ""
     passed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    router_loss: bool = False
-    experts: bool = False
     seconds: float = 0.0
 
 
 def main(given: Sequence[str]) -> int:
     parser = CommandParser(__doc__, has_figures=False)
     parser.add_argument("families", nargs="*", help='model types, such as "mistral" (default: all)')
+    parser.add_argument("--flex", action="store_true", help="try FlexAttention too, which torch compiles first")
     parser.add_argument("--markdown", action="store_true", help="print tables for the documentation")
     arguments = parser.parse_args(given)
     warnings.filterwarnings("ignore")
@@ -76,20 +73,17 @@ def main(given: Sequence[str]) -> int:
     began = time.perf_counter()
     outcomes = []
     for kind in kinds:
-        outcomes.append(one := try_family(kind))
+        outcomes.append(one := try_family(kind, flex=arguments.flex))
         print(f"{kind}: {one.refusal or ', '.join(one.passed)} {one.failed or ''}", file=sys.stderr, flush=True)
     working = [one for one in outcomes if not one.refusal]
-    _print(("family", *CHECKS, "router loss", "load signals"), [_row(one) for one in working], arguments.markdown)
+    checks = [*CHECKS, *(check for check in OTHER_CHECKS if check != "flex" or arguments.flex)]
+    rows = [(one.kind, *("yes" if c in one.passed else one.failed.get(c, "") for c in checks)) for one in working]
+    _print(("family", *checks), rows, arguments.markdown)
     print()
     _print(("refused", "why"), [(one.kind, one.refusal) for one in outcomes if one.refusal], arguments.markdown)
     seconds = time.perf_counter() - began
     print(f"\n{len(working)} of {len(outcomes)} families work, tried in {seconds:.0f} s")
     return 0
-
-
-def _row(one: Outcome) -> tuple[str, ...]:
-    checks = ["yes" if check in one.passed else one.failed.get(check, "") for check in CHECKS]
-    return (one.kind, *checks, "yes" if one.router_loss else "", "yes" if one.experts else "")
 
 
 def _print(header: tuple[str, ...], rows: list[tuple[str, ...]], markdown: bool) -> None:
@@ -100,38 +94,45 @@ def _print(header: tuple[str, ...], rows: list[tuple[str, ...]], markdown: bool)
         print("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |")
 
 
-def try_family(kind: str) -> Outcome:
+def try_family(kind: str, *, flex: bool = False) -> Outcome:
     """Try all that a family supports, on a tiny model of its default config."""
     found, began = Outcome(kind), time.perf_counter()
     try:
-        try:
-            values = tiny_values(kind)
-        except Exception:  # what the library raises for sizes that differ from layer to layer
-            huggingface.layers(transformers().AutoConfig.for_model(kind))
-            raise
+        values = tiny_values(kind)
         specs = _layers_with_router_loss(values)
     except ConfigError as error:
-        found.refusal = str(error).partition(": ")[2]
+        found.refusal = _reason(error)
         return found
-    found.passed.append("logits")
-    implementation = specs[0].module_args[0].config._attn_implementation
-    found.router_loss = specs[0].module_args[2] is not None
-    found.experts = any(hasattr(spec.typename, "load_signal") for spec in specs)
+    found.passed.append("equal")
     checks: dict[str, Callable[[], None]] = {
         "eager": lambda: _only_layers(values, attn_implementation="eager"),
         "padding": lambda: _only_layers(values, inputs=("attention_mask", "position_ids")),
         "packing": lambda: _only_layers(values, inputs=("position_ids",)),
-        "gradients": lambda: compare_gradients(random_model(values, implementation)),
-        "files": lambda: compare_files(random_model(values, implementation)),
+        "files": lambda: compare_files(random_model(values, "eager")),
     }
+    if specs[0].module_args[2] is not None:
+        found.passed.append("router loss")
+    if any(hasattr(spec.typename, "load_signal") for spec in specs):
+        found.passed.append("load signals")
+        checks["expert parallel"] = lambda: _only_layers(values, expert_parallel=True)
+    if flex and type(random_model(values, "eager"))._supports_flex_attn:
+        checks["flex"] = lambda: compare_forward(random_model(values, "flex_attention"))
     for check, run in checks.items():
         try:
             run()
             found.passed.append(check)
         except Exception as error:
-            found.failed[check] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            found.failed[check] = _reason(error)
     found.seconds = time.perf_counter() - began
     return found
+
+
+def _reason(error: Exception) -> str:
+    """Shorten a message to what it says of the family."""
+    if not isinstance(error, ConfigError):
+        return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    said = str(error).partition(": ")[2]
+    return said.partition("more than its declared parts: ")[2] or said
 
 
 def _layers_with_router_loss(values: dict[str, Any]) -> Any:
@@ -150,41 +151,26 @@ def tiny_values(kind: str, **changes: Any) -> dict[str, Any]:
     config = transformers().AutoConfig.for_model(kind, **COMPLETED.get(kind, {}))
     if hasattr(config, "router_aux_loss_coef"):
         config.output_router_logits = True
-    return {**tiny_config(config), **changes}
+    source = source_of(config, 0)
+    return {**tiny_config(source.config, source.blocks), **changes}
 
 
 def _only_layers(values: dict[str, Any], **settings: Any) -> None:
     huggingface.layers(transformers().AutoConfig.for_model(values["model_type"]).from_dict(values), **settings)
 
 
-def compare_gradients(model: Any) -> None:
-    """Compare the gradients of all parameters with the library's.
+@torch.no_grad()
+def compare_forward(model: Any) -> None:
+    """Compare logits with the library's in evaluation: torch has no backward pass of FlexAttention on CPUs.
 
     Raises:
         AssertionError: they differ.
     """
-    built = BuiltLayers(huggingface.layers(model)).train()
+    implementation = model.config._attn_implementation
+    specs = huggingface.layers(model.eval(), attn_implementation=implementation, verified=False)
     tokens, _ = next(trial_batches(model.config.vocab_size, ()))
-    outputs = model(tokens[:, :-1], use_cache=False)
-    loss = F.cross_entropy(outputs.logits.flatten(0, 1), tokens[:, 1:].flatten())
-    auxiliary = getattr(outputs, "aux_loss", None)
-    if isinstance(auxiliary, torch.Tensor):
-        loss = loss + model.config.router_aux_loss_coef * auxiliary
-    own = language_model_loss(built(tokens[:, :-1]), tokens[:, 1:])
-    torch.testing.assert_close(own, loss, rtol=1e-6, atol=0)
-    loss.backward()
-    own.backward()
-    found = built.named_weights(model)
-    assert found.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        expected = parameter.grad
-        if expected is None:
-            assert found[name].grad is None, name
-            continue
-        grad = found[name].grad
-        assert grad is not None, name
-        off = (grad - expected).abs().max()
-        assert off <= TOLERANCE * expected.abs().max() + 1e-9, f"{name}: {off}"
+    found = BuiltLayers(specs).eval()(tokens)
+    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, model(tokens, use_cache=False).logits)
 
 
 def compare_files(model: Any) -> None:

@@ -55,7 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def case(name: str, *, stages: int = 2, replicas: int = 1, precision: str = "fp32", interval: int = 0) -> CaseRun:
-    return CaseRun({"huggingface": MODELS[name], "sequence_length": 12}, stages, replicas, precision, interval)
+    block = {"huggingface": MODELS[name], "sequence_length": 12, "verified": False}
+    return CaseRun(block, stages, replicas, precision, interval)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,9 +65,12 @@ def test_moves_change_nothing(name: str) -> None:
 
 
 FREEZING: dict[str, dict[str, Any]] = {
-    "gpt2": {"huggingface": UNTIED_GPT2, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
-    "mixtral automatic": {"huggingface": MIXTRAL, "freezing": {"automatic": {"interval": 0.2, "start": 0.2}}},
-    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "freezing": {"egeria": EGERIA}},
+    "gpt2": {"huggingface": UNTIED_GPT2, "verified": False, "freezing": {"schedule": [[0.3, 1], [0.6, 2]]}},
+    "mixtral automatic": {
+        **{"huggingface": MIXTRAL, "verified": False},
+        "freezing": {"automatic": {"interval": 0.2, "start": 0.2}},
+    },
+    "qwen3 egeria": {"huggingface": MODELS["qwen3"], "verified": False, "freezing": {"egeria": EGERIA}},
 }
 
 
@@ -103,7 +107,7 @@ class Length:
 
 def fine_tune(folder: str, checkpoint: str, partitions: list[list[int]]) -> list[float]:
     """Train the model in ``folder``, one step at each partition, save a checkpoint, and return the losses."""
-    specs = huggingface.layers(folder)
+    specs = huggingface.layers(folder, verified=False)
     module = PipelineModule(layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform")
     settings = {**config(Case(clip=0.0, dynmo=None)), "dynmo": {"interval": 0}}
     engine = ds_dynmo.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]

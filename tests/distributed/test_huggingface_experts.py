@@ -25,7 +25,7 @@ from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CaseRun, check_moves_change_nothing, moved
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.training import whole
-from tests.distributed.test_huggingface import MIXTRAL
+from tests.distributed.test_huggingface import MIXTRAL, SIZES
 
 transformers = pytest.importorskip("transformers")
 LENGTH = 12
@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def case(name: str = "balanced", **settings: Any) -> CaseRun:
-    block = {"huggingface": MODELS[name], "sequence_length": LENGTH, "expert_parallel": True}
+    block = {"huggingface": MODELS[name], "sequence_length": LENGTH, "expert_parallel": True, "verified": False}
     return CaseRun(block, **{"replicas": 2, **settings})
 
 
@@ -118,7 +118,7 @@ def fine_tune(folder: str, checkpoint: str, parallel: bool) -> dict[str, Any]:
     read: list[str] = []
     original = Folder.read
     Folder.read = lambda self, names: (read.extend(names), original(self, names))[1]  # type: ignore[method-assign]
-    specs = huggingface.layers(folder, expert_parallel=parallel)
+    specs = huggingface.layers(folder, expert_parallel=parallel, verified=False)
     module = PipelineModule(layers=specs, num_stages=2, loss_fn=language_model_loss, partition_method="uniform")
     before = [held_bytes(layer) for layer in module.forward_funcs if isinstance(layer, MoEDecoderLayer)]
     module.double().float()
@@ -204,6 +204,57 @@ def test_training_equals_that_of_the_librarys_model(name: str, tmp_path: Path) -
             assert counts == chosen[:, replica, block_number].sum(0).tolist()
             assert signal == pytest.approx(busiest / mean * 2 / 4)
 
+    huggingface.export(folder, checkpoint, out)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(exported.get_parameter(parameter_name), parameter, rtol=1e-3, atol=1e-4)
+
+
+# Families whose experts, routers or files are others.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.2},
+    "qwen2_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.2},
+        "shared_expert_intermediate_size": 24,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "router_aux_loss_coef": 0.2},
+    "deepseek_v3": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1},
+        **{"first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 4},
+        **{"qk_nope_head_dim": 4, "num_key_value_heads": 2, "head_dim": 4},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", *(pytest.param(one, marks=pytest.mark.fuzz) for one in FAMILIES if one != "qwen3_moe")]
+)
+def test_other_families_share_experts(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    settings = {**SIZES, "output_router_logits": "router_aux_loss_coef" in FAMILIES[kind], **FAMILIES[kind]}
+    library_config = transformers.AutoConfig.for_model(kind, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(library_config).train()
+    folder, checkpoint, out = (tmp_path / part for part in ("folder", "checkpoint", "out"))
+    model.save_pretrained(folder)
+    ranks = run(4, fine_tune, str(folder), str(checkpoint), True)
+    optimizer, data = torch.optim.AdamW(model.parameters(), lr=0.03), micro_batches(2)
+    for expected in ranks[0]["losses"]:
+        total = 0.0
+        for _ in range(MICRO_BATCHES):
+            for tokens, labels in next(data):
+                outputs = model(tokens)
+                loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+                if getattr(outputs, "aux_loss", None) is not None:
+                    loss = loss + library_config.router_aux_loss_coef * outputs.aux_loss
+                loss = loss / MICRO_BATCHES / 2
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert total == pytest.approx(expected, rel=1e-5)
+    signals = {number: signal for rank in ranks for number, (_, signal) in rank["seen"].items()}
+    assert sorted(signals) == [1, 2, 3, 4][FAMILIES[kind].get("first_k_dense_replace", 0) :]
+    assert all(0.5 <= signal <= 1.0 for signal in signals.values())
     huggingface.export(folder, checkpoint, out)
     exported = transformers.AutoModelForCausalLM.from_pretrained(out)
     for parameter_name, parameter in model.named_parameters():

@@ -12,7 +12,7 @@ from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
 from ds_dynmo.models import huggingface, language_model_loss
-from ds_dynmo.models.huggingface.verification import BuiltLayers
+from ds_dynmo.models.huggingface.trial import BuiltLayers
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case, config
 from tests.distributed.test_huggingface import MIXTRAL, MODELS

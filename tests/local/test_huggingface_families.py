@@ -10,21 +10,25 @@ import torch
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import huggingface
-from ds_dynmo.models.huggingface import adapter, verification
+from ds_dynmo.models.huggingface import adapter, tiny, verification
+from ds_dynmo.models.huggingface import source as source_module
 from ds_dynmo.models.huggingface.configs import families
-from ds_dynmo.models.huggingface.verification import BuiltLayers, random_model, trial_batches
+from ds_dynmo.models.huggingface.source import outline_of
+from ds_dynmo.models.huggingface.surroundings import Surroundings
+from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 from families import CHECKS, tiny_values, try_family
 
 transformers = pytest.importorskip("transformers")
 
 ALL = set(CHECKS)
+WITH_EXPERTS = ALL | {"router loss", "load signals", "expert parallel"}
 # By family: why it is here, and the checks that it passes.
 MECHANISMS = {
     "gemma2": ("scaled embedding, soft caps, layers of two kinds", ALL),
     "olmo": ("norms without weights", ALL),
     "gpt_neox": ("other names, dropout before the layers", ALL),
-    "qwen2_moe": ("experts that files have one by one, router loss", ALL),
-    "gpt_oss": ("eager attention alone, experts with biases", ALL),
+    "qwen2_moe": ("experts that files have one by one, router loss", WITH_EXPERTS),
+    "gpt_oss": ("eager attention alone, experts with biases", WITH_EXPERTS - {"packing"}),
 }
 
 
@@ -43,25 +47,131 @@ def test_at_least_40_families_work() -> None:
     assert not [(one.kind, one.failed) for one in working if one.failed]
 
 
-def like(values: dict[str, Any], **settings: Any) -> Any:
-    """Return the source of a tiny model's layers, for what verification finds."""
-    source = adapter.source_of(values, 0, **settings)
-    return verification.find_surroundings(source, "a model")
+def verify(values: dict[str, Any], **changes: Any) -> None:
+    """Compare what is made of a config with the library's model; ``changes`` are to what verification found."""
+    settings = {name: changes.pop(name) for name in ("inputs", "parallel") if name in changes}
+    source = verification.find_surroundings(adapter.source_of(values, 0, **settings), "a model")
+    verification._compare.cache_clear()
+    verification.verify(replace(source, **changes), "a model", adapter._specs_like)
 
 
 def test_layers_that_leave_out_what_the_library_computes_are_refused_with_the_difference() -> None:
-    source = like(tiny_values("granite", embedding_multiplier=12.0, logits_scaling=8.0))
-    assert source.has_entry and source.has_exit
-    verification.verify(source, "a model", adapter._specs_like)
-    for wrong in (replace(source, has_entry=False), replace(source, has_exit=False)):
+    values = tiny_values("granite", embedding_multiplier=12.0, logits_scaling=8.0)
+    verify(values)
+    for wrong in ({"has_entry": False}, {"has_exit": False}):
         with pytest.raises(ConfigError, match=r"granite with sdpa attention .*logits of a tiny model differ by \d"):
-            verification.verify(wrong, "a model", adapter._specs_like)
+            verify(values, **wrong)
+
+
+class Detached(Surroundings):
+    """Calls the first layer with hidden states that nothing behind it trains."""
+
+    def call(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+        args, kwargs = super().call(block, hidden, inputs)
+        return (args[0].detach() if block == 0 else args[0], *args[1:]), kwargs
+
+
+class OfTheFirstLayer(Surroundings):
+    """Takes masks and positions from the first layer's call for all others."""
+
+    def call(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+        return super().call(0, hidden, inputs)
+
+
+class WithoutMask(Surroundings):
+    """Forgets the mask."""
+
+    def call(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+        args, kwargs = super().call(block, hidden, inputs)
+        return args, {**kwargs, "attention_mask": None}
+
+
+class WithoutDropout(Surroundings):
+    """Is in evaluation always."""
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "changes", "message"),
+    [
+        (Detached, "llama", {}, r"gradient of model\.embed_tokens\.weight of a tiny model differs by"),
+        (OfTheFirstLayer, "gemma2", {}, "logits of a tiny model differ by"),
+        (OfTheFirstLayer, "gemma3_text", {"sliding_window": 64}, "logits of a tiny model differ by"),  # two rotaries
+        (WithoutMask, "mistral", {"sliding_window": 5}, "logits of a tiny model differ by"),
+        (WithoutDropout, "gpt_neox", {"hidden_dropout": 0.2}, "logits of a tiny model differ by"),
+    ],
+)
+def test_a_broken_adapter_is_refused(
+    broken: type[Surroundings], kind: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = tiny_values(kind, **changes)
+    verify(values)
+    monkeypatch.setattr(source_module, "Surroundings", broken)
+    with pytest.raises(ConfigError, match=message):
+        verify(values)
+
+
+def test_another_router_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tiny_values("mixtral", router_aux_loss_coef=0.5)
+    verify(values)
+    monkeypatch.setattr(adapter, "find_router_loss", lambda model, blocks, place: (None, [False] * len(blocks)))
+    with pytest.raises(ConfigError, match=r"the loss of a tiny model is \d.*, the library's \d"):
+        verify(values)
+
+
+def test_packed_documents_that_see_each_other_are_refused() -> None:
+    values = tiny_values("minimax")
+    verify(values)
+    with pytest.raises(ConfigError, match=r"packed documents see each other, as in the library: logits .* differ by"):
+        verify(values, inputs=("position_ids",))
+
+
+def test_layers_that_share_weights_are_refused() -> None:
+    model = random_model(tiny_values("llama"), "sdpa")
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    with pytest.raises(ConfigError, match=r"llama is no chain .* model\.layers\.0 and model\.layers\.2 share weights"):
+        outline_of(model, "a model")
+
+
+def test_a_tensor_to_which_the_library_gives_no_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tiny_values("deepseek_v3")
+    kind = type(random_model(values, "eager"))
+    monkeypatch.setattr(kind, "_init_weights", lambda self, module: None)
+    with pytest.raises(ConfigError, match=r"inv_freq: transformers gives no value to it"):
+        huggingface.layers(values)
+
+
+def test_all_kinds_of_layers_are_tried() -> None:
+    def kept(**changes: Any) -> int:
+        config = transformers.AutoConfig.for_model("qwen2", num_hidden_layers=40, **changes)
+        source = adapter.source_of(config, 0)
+        return tiny.tiny_config(config, source.blocks)["num_hidden_layers"]
+
+    assert kept() == 3
+    assert kept(use_sliding_window=True, max_window_layers=30) == 31
+    assert kept(layer_types=["full_attention"] * 5 + ["sliding_attention"] * 35, use_sliding_window=True) == 6
+
+
+def test_experts_that_replicas_share_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tiny_values("gpt_oss")
+    verify(values, parallel=True)
+    kind = type(random_model(values, "eager").model.layers[0].mlp.experts)
+    compute = kind.forward
+
+    def with_offset(self: Any, hidden_states: Any, router_indices: Any = None, routing_weights: Any = None) -> Any:
+        return compute(self, hidden_states, router_indices, routing_weights) + 0.01
+
+    monkeypatch.setattr(kind, "forward", with_offset)
+    with pytest.raises(ConfigError, match="experts give other results where replicas share them"):
+        verify(values, parallel=True)
 
 
 def test_a_config_of_which_no_tiny_model_can_be_made_is_refused_unless_it_is_trusted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(config: Any) -> dict[str, Any]:
+    def fails(config: Any, blocks: Any) -> dict[str, Any]:
         raise KeyError("a size")
 
     values = tiny_values("qwen3")
@@ -83,12 +193,16 @@ def test_families_that_are_no_chain_are_refused_by_name() -> None:
     refused(tiny_values("qwen3"), r"inputs \['labels'\]: should be different ones of", inputs=("labels",))
     refused(tiny_values("qwen3"), r"inputs \['position_ids', 'position_ids'\]", inputs=("position_ids",) * 2)
     refused(tiny_values("qwen3"), "cannot build the model", attn_implementation="none")
+    refused(
+        tiny_values("qwen3"), "names code to be fetched, which is never run", attn_implementation="someone/attention"
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mixtral"])
 def test_padded_and_packed_batches_give_the_librarys_logits(kind: str, implementation: str) -> None:
-    model = random_model(tiny_values(kind), implementation)
+    no_dropout = {f"{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")} if kind == "gpt2" else {}
+    model = random_model(tiny_values(kind, **no_dropout), implementation)
     for inputs in (("attention_mask",), ("position_ids",), ("attention_mask", "position_ids")):
         built = BuiltLayers(
             huggingface.layers(model, inputs=inputs, attn_implementation=implementation, verified=False)
@@ -120,13 +234,30 @@ def test_a_batch_with_other_inputs_is_refused() -> None:
     packed = huggingface.layers(tiny_values("qwen3"), inputs=("position_ids",), verified=False)[0].build()
     with pytest.raises(ConfigError, match="a micro-batch has 1 tensors: should be tokens and position_ids"):
         packed(tokens)
+    short = huggingface.layers(tiny_values("qwen3", max_position_embeddings=11), verified=False)[0].build()
+    with pytest.raises(ConfigError, match="sequences of 12 tokens: the model has 11 positions"):
+        short(tokens)
 
 
-def test_a_buffer_that_the_library_keeps_in_fp32_stays_so() -> None:
-    built = BuiltLayers(huggingface.layers(tiny_values("deepseek_v3"), verified=False)).bfloat16()
-    dtypes = {name.rpartition(".")[2]: buffer.dtype for name, buffer in built.named_buffers()}
-    assert dtypes["e_score_correction_bias"] == torch.float32
-    assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
+def test_buffers_have_the_dtypes_of_the_librarys_bf16_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = type(random_model(tiny_values("llama"), "eager").model.layers[0].mlp).__init__
+
+    def with_buffers(self: Any, *args: Any) -> None:
+        build(self, *args)
+        self.register_buffer("exact", torch.ones(2, dtype=torch.float32))
+        self.register_buffer("rounded", torch.ones(2))
+
+    def dtypes(kind: str) -> dict[str, torch.dtype]:
+        model = random_model(tiny_values(kind), "eager")
+        built = BuiltLayers(huggingface.layers(model, verified=False)).bfloat16()
+        assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
+        return {name.rpartition(".")[2]: buffer.dtype for name, buffer in built.named_buffers()}
+
+    assert dtypes("deepseek_v3")["e_score_correction_bias"] == torch.float32
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.__init__", with_buffers)
+    assert dtypes("llama") == {"exact": torch.float32, "rounded": torch.bfloat16, "inv_freq": torch.float32} | {
+        "original_inv_freq": torch.float32
+    }
 
 
 def test_a_tied_head_with_a_bias_of_its_own_is_refused() -> None:

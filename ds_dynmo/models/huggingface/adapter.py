@@ -8,6 +8,7 @@ hold: precision is the engine's matter.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.huggingface.configs import config_of, name_of, transformers
+from ds_dynmo.models.huggingface.configs import config_of, default_attention, name_of, transformers
 from ds_dynmo.models.huggingface.conversions import locate, made_shapes
 from ds_dynmo.models.huggingface.experts import MoEDecoderLayer
 from ds_dynmo.models.huggingface.lora import Adapters, adapters_in, base_tensors
@@ -33,8 +34,8 @@ from ds_dynmo.models.huggingface.modules import (
     tied_logits,
 )
 from ds_dynmo.models.huggingface.moe import find_experts, find_router_loss
-from ds_dynmo.models.huggingface.source import Source, outline_of
-from ds_dynmo.models.huggingface.verification import find_surroundings, verify
+from ds_dynmo.models.huggingface.source import Outline, Source, outline_of
+from ds_dynmo.models.huggingface.verification import Trial, find_surroundings, verify
 from ds_dynmo.models.huggingface.weights import Folder, InMemory, Stored, Tensors, check_tensors
 
 __all__ = ["INPUTS", "PART", "layers", "source_of", "specs_of"]
@@ -76,7 +77,8 @@ def layers(
             "attention_mask", 0 for padding; "position_ids", which begin anew with each document of a packed sequence.
             The first layer is given a tuple then.
         attn_implementation: the library's name; None: "sdpa" where the family has it, else "eager".
-        verified: compare a tiny model of these layers with the library's first; False: trust the declared parts.
+        verified: compare a tiny model of these layers with the library's first, on the CPU, so with other attention
+            than kernels of accelerators; False: trust the declared parts.
         peft: LoRA adapters, as peft's ``LoraConfig`` or its keys; all weights but theirs are frozen. None: none.
 
     Raises:
@@ -89,9 +91,8 @@ def layers(
     source = source_of(
         model, seed, parallel=expert_parallel, inputs=inputs, attn_implementation=attn_implementation, peft=peft
     )
-    config = source.config
-    positions, vocabulary = getattr(config, "max_position_embeddings", None), config.vocab_size
-    if sequence_length is not None and isinstance(positions, int) and sequence_length > positions:
+    positions, vocabulary = source.positions, source.config.vocab_size
+    if sequence_length is not None and positions is not None and sequence_length > positions:
         raise ConfigError(f"sequence_length {sequence_length}: the model has {positions} positions")
     if vocab_size is not None and vocab_size > vocabulary:
         raise ConfigError(f"vocab_size {vocabulary}: should be at least {vocab_size}, the data's")
@@ -105,8 +106,7 @@ def layers(
 def specs_of(source: Source, place: str) -> list[LayerSpec]:
     """Specify the layers of ``source``."""
     outline, config = source.outline, source.config
-    blocks = getattr(source.skeleton.base_model, outline.blocks)
-    loss, has_router = find_router_loss(source.skeleton, blocks, place)
+    loss, has_router = find_router_loss(source.skeleton, source.blocks, place)
     last = len(outline.paths) - 1
     if source.tied:
         tie = {"tied_weight_attr": f"{PART}weight", "tied": True}
@@ -129,11 +129,9 @@ def specs_of(source: Source, place: str) -> list[LayerSpec]:
     return [*specs, LayerSpec(FinalNorm, source.of(layer), layer), head]
 
 
-def _specs_like(
-    model: Any, inputs: tuple[str, ...], implementation: str, has_entry: bool, has_exit: bool
-) -> list[LayerSpec]:
-    source = source_of(model, 0, inputs=inputs, attn_implementation=implementation)
-    return specs_of(replace(source, has_entry=has_entry, has_exit=has_exit), name_of(model))
+def _specs_like(model: Any, trial: Trial) -> list[LayerSpec]:
+    source = source_of(model, 0, inputs=trial.inputs, attn_implementation=trial.implementation)
+    return specs_of(replace(source, has_entry=trial.has_entry, has_exit=trial.has_exit), name_of(model))
 
 
 def source_of(
@@ -158,7 +156,8 @@ def source_of(
     elif isinstance(model, (str, os.PathLike)) and Path(model).is_dir() and weights:
         tensors = Folder(Path(model))
     experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), place, parallel=parallel)
-    source = Source(skeleton, outline, tuple(inputs), tensors, None, tuple(experts), seed, trainable)
+    exact = _exact_buffers(skeleton, outline)
+    source = Source(skeleton, outline, tuple(inputs), tensors, None, tuple(experts), seed, trainable, exact)
     if lora is not None:
         source = replace(source, adapters=_adapters(source, lora, place, weights=weights))
     if isinstance(tensors, Folder):
@@ -191,15 +190,32 @@ def _adapters(source: Source, lora: Lora, place: str, *, weights: bool) -> Adapt
 
 def _skeleton(config: Any, place: str, attn_implementation: str | None) -> Any:
     """Build the library's model without memory."""
+    if attn_implementation is not None and "/" in attn_implementation:
+        raise ConfigError(f"attn_implementation {attn_implementation}: names code to be fetched, which is never run")
     with torch.device("meta"):
         try:
             auto = transformers().AutoModelForCausalLM
             if attn_implementation is None:
-                kind = auto._model_mapping[type(config)]
-                attn_implementation = "sdpa" if kind._supports_sdpa else "eager"
+                attn_implementation = default_attention(auto._model_mapping[type(config)])
             return auto.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
         except Exception as error:  # the library raises many kinds for sizes that do not fit
             raise ConfigError(f"{place}: transformers cannot build the model: {error}") from error
+
+
+def _exact_buffers(skeleton: Any, outline: Outline) -> tuple[str, ...]:
+    """List the buffers of layers that the library keeps in fp32 in a bf16 model."""
+    inside = tuple(f"{path}." for path in outline.paths)
+    buffers = {name for name, one in skeleton.named_buffers() if one.is_floating_point() and name.startswith(inside)}
+    if not buffers:
+        return ()
+    kept = skeleton._keep_in_fp32_modules_strict or ()
+    with torch.device("meta"):
+        config = copy.deepcopy(skeleton.config)
+        twin = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    dtypes = {name: one.dtype for name, one in twin.named_buffers()}
+    return tuple(
+        name for name in sorted(buffers) if dtypes[name] == torch.float32 or any(part in name for part in kept)
+    )
 
 
 def _places(source: Source, tensors: Tensors) -> dict[str, Stored]:

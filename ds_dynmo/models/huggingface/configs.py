@@ -18,7 +18,16 @@ from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 
 __all__ = [
-    *("TOP_K", "check_blocks_draw_nothing", "config_of", "experts_key", "families", "library_module", "name_of"),
+    *(
+        "TOP_K",
+        "check_blocks_draw_nothing",
+        "config_of",
+        "default_attention",
+        "experts_key",
+        "families",
+        "library_module",
+        "name_of",
+    ),
     *("plan_of", "tokenizer_files", "transformers"),
 ]
 
@@ -110,6 +119,11 @@ def config_of(model: Any) -> Any:
     return config
 
 
+def default_attention(kind: Any) -> str:
+    """Name the implementation of attention that we take for a model class of the library's if nobody asks for one."""
+    return "sdpa" if kind._supports_sdpa else "eager"
+
+
 def plan_of(config: Any) -> tuple[str, ...]:
     """List the parts of the model without its head in their order; empty: they are not declared."""
     return PLANS.get(config.model_type) or tuple(config.base_model_pp_plan or ())
@@ -173,17 +187,12 @@ def _check_family(config: Any, place: str) -> None:
     shared = getattr(config, "num_kv_shared_layers", 0)
     if shared:
         raise ConfigError(f"{place}: num_kv_shared_layers {shared}: layers that share keys and values cannot part")
-    try:
-        _check_sizes(config, place)
-    except ConfigError:
-        raise
-    except Exception as error:  # the library's own, for sizes that differ from layer to layer
-        raise ConfigError(f"{place}: model_type {kind}: its sizes cannot be read: {error}") from error
+    _check_sizes(config, place)
 
 
 def _check_sizes(config: Any, place: str) -> None:
     """Refuse sizes that the library would notice in the first pass only."""
-    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    heads, groups = _size(config, "num_attention_heads"), _size(config, "num_key_value_heads")
     if isinstance(heads, int):
         if isinstance(groups, int) and (groups < 1 or heads % groups):
             raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
@@ -194,7 +203,7 @@ def _check_sizes(config: Any, place: str) -> None:
     count = experts_key(config)
     if count is None:
         return
-    chosen, experts = getattr(config, TOP_K, None), getattr(config, count)
+    chosen, experts = _size(config, TOP_K), getattr(config, count)
     if isinstance(chosen, int) and not 1 <= chosen <= experts:
         raise ConfigError(f"{place}: {TOP_K} {chosen}: should be in 1 to {count}, {experts}")
     coefficient = getattr(config, "router_aux_loss_coef", None) or 0
@@ -202,11 +211,19 @@ def _check_sizes(config: Any, place: str) -> None:
         raise ConfigError(f"{place}: router_aux_loss_coef {coefficient}: should be 0 or more")
 
 
+def _size(config: Any, key: str) -> Any:
+    """Read a size of all layers; None: there is none, or it differs from layer to layer."""
+    try:
+        return getattr(config, key, None)
+    except Exception:  # the library's own, for each such size
+        return None
+
+
 def _needs_equal_heads(config: Any) -> bool:
     """Are heads as wide as the hidden states divided by them?"""
-    return getattr(config, "head_dim", None) is None and not hasattr(config, "kv_lora_rank")
+    return _size(config, "head_dim") is None and _size(config, "kv_lora_rank") is None
 
 
 def experts_key(config: Any) -> str | None:
     """Find the config's key for how many experts a layer has; None: it has none."""
-    return next((key for key in EXPERTS if isinstance(getattr(config, key, None), int) and getattr(config, key)), None)
+    return next((key for key in EXPERTS if isinstance(_size(config, key), int) and _size(config, key)), None)

@@ -21,7 +21,7 @@ from ds_dynmo.models.moe.expert_parallel import Dispatch, Replicas, loads_of_rep
 from ds_dynmo.models.recomputation import is_recomputing
 from ds_dynmo.models.stream import Activations
 
-__all__ = ["Experts", "MoEDecoderLayer", "PartsWithExperts"]
+__all__ = ["Experts", "MoEDecoderLayer", "PartsWithExperts", "keep_share"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ class PartsWithExperts(Parts, Protocol):
 
     def read_experts(self, part: nn.Module, layer: int, share: slice) -> None:
         """Give the experts in ``part``, pipeline layer ``layer``, the weights of ``share`` of all."""
+
+
+def keep_share(module: nn.Module, share: slice, count: int) -> None:
+    """Leave ``share`` of ``count`` experts in the library's ``module`` of them, if it does not have just these."""
+    kept = share.stop - share.start
+    for weights in module.parameters():
+        if len(weights) == count > kept:
+            weights.data = weights.data[share].clone()
+    module.num_experts = kept  # type: ignore[assignment]
 
 
 class MoEDecoderLayer(DecoderLayer):
@@ -110,12 +119,10 @@ class MoEDecoderLayer(DecoderLayer):
         if self._unread is not None:
             (parts, layer), self._unread = self._unread, None
             parts.read_experts(self.part, layer, share)
-        for weights in module.parameters():
-            if len(weights) == count > count // size:
-                weights.data = weights.data[share].clone()
-            if size > 1:
+        keep_share(module, share, count)
+        if size > 1:
+            for weights in module.parameters():
                 weights.replica_own = True  # type: ignore[attr-defined]
-        module.num_experts = count // size  # type: ignore[assignment]
 
     def forward(self, activations: Activations) -> Activations:
         assert self._unread is None, "experts are read when an engine tells the layer its replicas"

@@ -40,16 +40,19 @@ class Parts(Protocol):
 
     Attributes:
         inputs: of the model beside the tokens, in the order in which they follow those.
-        exact: parts of the names of tensors that the library keeps in fp32.
+        positions: tokens that a sequence may have; None: any number.
     """
 
     inputs: tuple[str, ...]
 
     @property
-    def exact(self) -> tuple[str, ...]: ...
+    def positions(self) -> int | None: ...
 
     def build(self, layer: int) -> nn.Module:
         """Build the module of pipeline layer ``layer`` with its weights."""
+
+    def exact_buffers(self, layer: int) -> list[str]:
+        """List the buffers of that module that the library keeps in fp32 in a bf16 model."""
 
     def around_embedding(self) -> Surroundings | None:
         """Build what comes between the embedding and the first decoder layer; None: nothing."""
@@ -118,6 +121,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.router_loss = router_loss
         self.inputs = parts.inputs
+        self.positions = parts.positions
         self.part = parts.build(layer)
         self.entry = parts.around_embedding()
         self.around = parts.around_head() if tied else None
@@ -129,6 +133,8 @@ class TokenEmbedding(nn.Module):
             raise ConfigError(f"a micro-batch has {given} tensors: should be {expected} (inputs of huggingface.layers)")
         ids, inputs = _beside(tokens, self.inputs)
         assert isinstance(ids, torch.Tensor)
+        if self.positions is not None and ids.shape[1] > self.positions:
+            raise ConfigError(f"sequences of {ids.shape[1]} tokens: the model has {self.positions} positions")
         hidden = self.part(ids)
         if self.entry is not None:
             hidden = self.entry.enter(hidden, inputs)
@@ -170,7 +176,7 @@ class DecoderLayer(nn.Module):
         self.inputs = parts.inputs
         self.part = parts.build(layer)
         self.around = parts.around_block(block)
-        self.exact = [name for name, _ in self.part.named_buffers() if any(kept in name for kept in parts.exact)]
+        self.exact = parts.exact_buffers(layer)
 
     def forward(self, activations: Activations) -> Activations:
         stream, inputs = _unpack(activations, self.inputs)

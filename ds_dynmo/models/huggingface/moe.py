@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import TOP_K, experts_key
-from ds_dynmo.models.huggingface.experts import Experts
+from ds_dynmo.models.huggingface.experts import Experts, keep_share
 from ds_dynmo.models.huggingface.modules import RouterLoss
 
-__all__ = ["find_experts", "find_router_loss"]
+__all__ = ["can_share", "find_experts", "find_router_loss"]
 
-CALL = ["hidden_states", "top_k_index", "top_k_weights"]  # what the library's experts are called with
+# What the library's experts are called with: tokens, numbers of experts, their weights.
+CALLS = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])
+TOKENS = 11  # of a trial
 
 
 def find_experts(config: Any, blocks: Sequence[nn.Module], place: str, *, parallel: bool) -> list[Experts | None]:
@@ -26,7 +30,8 @@ def find_experts(config: Any, blocks: Sequence[nn.Module], place: str, *, parall
     """
     found = [_experts_in(config, block, parallel) for block in blocks]
     if parallel and not any(found):
-        raise ConfigError(f"expert_parallel: {place}, model_type {config.model_type}, has no experts to share out")
+        known = "none whose call is known here" if experts_key(config) else "no experts"
+        raise ConfigError(f"expert_parallel: {place}, model_type {config.model_type}, has {known} to share out")
     return found
 
 
@@ -38,13 +43,36 @@ def _experts_in(config: Any, block: nn.Module, parallel: bool) -> Experts | None
         count = getattr(module, "num_experts", None)
         parameters = list(module.parameters())
         if (
-            list(inspect.signature(module.forward).parameters) == CALL
+            list(inspect.signature(module.forward).parameters) in CALLS
             and parameters
             and all(len(parameter) == count for parameter in parameters)
             and count == getattr(config, key)
         ):
             return Experts(path, count, top_k, key, parallel)
     return None
+
+
+@torch.no_grad()
+def can_share(model: Any, blocks: Sequence[nn.Module]) -> bool:
+    """Find out whether experts give the same results where each has only the tokens that chose it, with weight 1."""
+    for block, experts in zip(blocks, find_experts(model.config, blocks, "the model", parallel=True)):
+        if experts is None:
+            continue
+        module, count = block.get_submodule(experts.path), experts.count
+        hidden = torch.randn(TOKENS, model.config.hidden_size)
+        chosen = torch.rand(TOKENS, count).topk(experts.top_k).indices
+        weights = torch.rand(TOKENS, experts.top_k)
+        expected, found = module(hidden, chosen, weights), torch.zeros_like(hidden)
+        for share in (slice(0, count // 2), slice(count // 2, count)):
+            part = copy.deepcopy(module)
+            keep_share(part, share, count)
+            tokens, places = ((chosen >= share.start) & (chosen < share.stop)).nonzero(as_tuple=True)
+            numbers = (chosen[tokens, places] - share.start).unsqueeze(1)
+            made = part(hidden[tokens], numbers, torch.ones(len(tokens), 1))
+            found.index_add_(0, tokens, made * weights[tokens, places].unsqueeze(1))
+        if not torch.allclose(expected, found, rtol=1e-4, atol=1e-5):
+            return False
+    return True
 
 
 def find_router_loss(model: Any, blocks: Sequence[nn.Module], place: str) -> tuple[RouterLoss | None, list[bool]]:

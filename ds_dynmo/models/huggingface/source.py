@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,6 +77,14 @@ def outline_of(model: Any, place: str) -> Outline:
     outside = [name for name in model.state_dict() if not name.startswith(inside)]
     if tied:  # a tied layer has the tied weight alone
         outside += [f"{path}.{name}" for path in found.paths[:: len(chain) - 1] for name in _beside_weight(model, path)]
+    owners: dict[int, set[str]] = {}
+    for one in found.paths[: found.num_layers]:
+        for parameter in model.get_submodule(one).parameters():
+            owners.setdefault(id(parameter), set()).add(one)
+    shared = next((sorted(paths) for paths in owners.values() if len(paths) > 1), None)
+    if shared is not None:
+        pair = " and ".join(shared[:2])
+        raise ConfigError(f"{place}: model_type {model.config.model_type} is no chain of layers: {pair} share weights")
     if outside or len(modules) != at + 2 or before[:1] != [model.get_input_embeddings()]:
         weights = f"weights of no layer: {', '.join(outside[:3])}" if outside else f"parts {', '.join(names)}"
         raise ConfigError(f"{place}: model_type {model.config.model_type} is no chain of layers: it has {weights}")
@@ -98,6 +107,7 @@ class Source:
         places: where a tensor of the model is among ``tensors``; None: under its own name.
         experts: per decoder layer, if it has any.
         trainable: ``requires_grad`` by the library's name; True where it says nothing.
+        exact: buffers that the library keeps in fp32 in a bf16 model.
         has_entry, has_exit: does the library's model compute something between its embedding and its first decoder
             layer, or around its output embedding?
         adapters: None: parts are the library's alone.
@@ -111,6 +121,7 @@ class Source:
     experts: tuple[Experts | None, ...]
     seed: int
     trainable: Mapping[str, bool]
+    exact: tuple[str, ...] = ()
     has_entry: bool = False
     has_exit: bool = False
     adapters: Adapters | None = None
@@ -120,14 +131,21 @@ class Source:
         return self.skeleton.config
 
     @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The decoder layers, without memory."""
+        found: Sequence[nn.Module] = getattr(self.skeleton.base_model, self.outline.blocks)
+        return found
+
+    @property
     def tied(self) -> bool:
         """Are embedding and head one weight?"""
         return self.outline.tied
 
     @property
-    def exact(self) -> tuple[str, ...]:
+    def positions(self) -> int | None:
         """See :class:`~ds_dynmo.models.huggingface.modules.Parts`."""
-        return tuple(self.skeleton._keep_in_fp32_modules_strict or ())
+        found = getattr(self.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
 
     @property
     def reads_later(self) -> bool:
@@ -164,10 +182,14 @@ class Source:
         part: nn.Module = copy.deepcopy(self.skeleton.get_submodule(path), {id(config): config})
         part.to_empty(device=_CPU).train()
         if self.tensors is None:
+            _unset((*part.parameters(), *part.buffers()))
             with self._generator(layer):
                 part.apply(self.skeleton._init_weights)
+            _check_set(path, {**dict(part.named_parameters()), **dict(part.named_buffers())})
         else:
+            _unset(part.buffers())
             self._read(part, layer, self.tensors)
+            _check_set(path, dict(part.named_buffers()))
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(self.trainable.get(f"{path}.{name}", True))
         return part
@@ -183,6 +205,11 @@ class Source:
                 value = value[share]
             own = torch.empty_like(parameter[share], memory_format=torch.contiguous_format)
             parameter.data = own.copy_(value)
+
+    def exact_buffers(self, layer: int) -> list[str]:
+        """See :class:`~ds_dynmo.models.huggingface.modules.Parts`."""
+        prefix = f"{self.outline.paths[layer]}."
+        return [name.removeprefix(prefix) for name in self.exact if name.startswith(prefix)]
 
     def around_embedding(self) -> Surroundings | None:
         """See :class:`~ds_dynmo.models.huggingface.modules.Parts`."""
@@ -203,7 +230,7 @@ class Source:
         config.use_cache = False
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
-        blocks = getattr(skeleton.base_model, outline.blocks)
+        blocks = self.blocks
         parts = {id(skeleton.get_submodule(path)): None for path in outline.paths}
         model = copy.deepcopy(skeleton, {id(self.config): config, id(blocks): None, **parts})
         for module, name in ((model.base_model, outline.blocks), (model, outline.head)):
@@ -213,8 +240,10 @@ class Source:
             owner, _, name = learned.rpartition(".")
             setattr(model.get_submodule(owner), name, _Nothing())
         model.to_empty(device=_CPU)
+        _unset(model.buffers())
         with self._generator(0), torch.no_grad():
             model.apply(skeleton._init_weights)
+        _check_set("the model", dict(model.named_buffers()))
         plain = {k: v for k, v in vars(blocks[block]).items() if v is None or type(v) in (bool, int, float, str)}
         attributes = {name: value for name, value in plain.items() if not name.startswith("_")}
         return Surroundings(model, blocks=outline.blocks, head=outline.head, attributes=attributes, trains=trains)
@@ -260,6 +289,19 @@ class Source:
             part.apply(self.skeleton._init_weights)
         for tensor in saved:
             delattr(tensor, _INITIALIZED)
+
+
+def _unset(tensors: Iterable[torch.Tensor]) -> None:
+    """Mark what nobody has given a value: memory may hold numbers that look right."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.detach().fill_(math.nan)
+
+
+def _check_set(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise ConfigError(f"{path}.{name}: transformers gives no value to it: only a file of weights could")
 
 
 class _Nothing(nn.Module):

@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from ds_dynmo.models.huggingface.configs import EXPERTS
 
-__all__ = ["tiny_config"]
+__all__ = ["count_kinds", "tiny_config"]
 
-VOCABULARY = 96
+VOCABULARY = 32  # fewer than a trial has tokens
 POSITIONS = 32  # at least: a trial has fewer tokens
 WINDOW = 7  # tokens, fewer than a trial has
-LAYERS = 12  # at most, to have every kind of layer
+LAYERS = 3  # at least, where the model has so many
 WIDTH = 32  # of feed-forward parts and experts
 HIDDEN = 64  # where heads have a width of their own
 NUM_EXPERTS = 8
 CHOSEN = 2
 
-_WINDOWS = ("sliding_window", "attention_chunk_size")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size", "index_topk")  # in tokens
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k", "moe_k")
-_KINDS = ("layer_types", "mlp_layer_types")  # a list of what each layer is
 
 
-def tiny_config(config: Any) -> dict[str, Any]:
-    """Shrink the sizes of ``config``, and keep what its model computes: kinds of layers, scales, positions.
+def tiny_config(config: Any, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+    """Shrink the sizes of ``config``, and keep what its model computes: kinds of layers, scales, positions, dropout.
 
     Widths of heads stay, because positions depend on them; there are fewer heads, layers, experts and tokens.
+
+    Args:
+        blocks: the decoder layers of its model; the first are kept, up to the first one of the last kind.
     """
     library_names = {own: name for name, own in config.attribute_map.items()}
     own_values = copy.deepcopy(config.to_dict())
     values: dict[str, Any] = {library_names.get(key, key): value for key, value in own_values.items()}
     values["dtype"] = "float32"
     values["vocab_size"] = VOCABULARY
-    _shrink_layers(values, config)
+    _shrink_layers(values, blocks)
     _shrink_heads(values, config)
     _shrink_experts(values)
     for key, value in values.items():
         if key.endswith("token_id"):
             values[key] = _token(value)
-        elif key.endswith(("dropout", "pdrop", "jitter_noise")) and isinstance(value, float):
-            values[key] = 0.0
         elif key in _WINDOWS and isinstance(value, int):
             values[key] = min(value, WINDOW)
+        elif key == "router_aux_loss_coef" and value:
+            values[key] = 1.0  # a small one would hide a wrong router loss
         elif key == "max_position_embeddings" and isinstance(value, int):
             values[key] = max(value, POSITIONS)
         elif "intermediate_size" in key or key in ("ffn_hidden_size", "ffn_dim"):
@@ -57,21 +62,41 @@ def _token(value: Any) -> Any:
     return value if not isinstance(value, int) or value < VOCABULARY else VOCABULARY - 1
 
 
-def _shrink_layers(values: dict[str, Any], config: Any) -> None:
-    counted = "num_hidden_layers" if "num_hidden_layers" in values else "num_layers"
-    layers = values[counted]
-    dense = values.get("first_k_dense_replace")
-    if isinstance(dense, int) and dense > 1:
-        values["first_k_dense_replace"] = 1
-    kinds = list(zip(*(one for key in _KINDS if isinstance(one := getattr(config, key, None), list) and one)))
-    kept = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)
-    kept = min(max(kept, 3), layers) if kept <= LAYERS else layers
+def _shrink_layers(values: dict[str, Any], blocks: Sequence[nn.Module]) -> None:
+    layers = len(blocks)
+    kept = min(max(_first_of_last_kind(blocks) + 1, LAYERS), layers)
     for key, value in values.items():
         if isinstance(value, list) and len(value) == layers:
             values[key] = value[:kept]
-    values[counted] = kept
-    if isinstance(values.get("max_window_layers"), int):
-        values["max_window_layers"] = min(values["max_window_layers"], kept - 1)
+    values["num_hidden_layers" if "num_hidden_layers" in values else "num_layers"] = kept
+
+
+def count_kinds(blocks: Sequence[nn.Module]) -> int:
+    """Count the decoder layers that differ in their modules, or in what is on, off, named or absent in these."""
+    return len({frozenset(_facts(block).items()) for block in blocks})
+
+
+def _first_of_last_kind(blocks: Sequence[nn.Module]) -> int:
+    """Find the first layer of the kind that begins last; here layers with other numbers differ too.
+
+    What has another value in every layer, such as the layer's number, makes no kind.
+    """
+    facts = [_facts(block, numbers=True) for block in blocks]
+    values: dict[Any, set[Any]] = {}
+    for one in facts:
+        for key, value in one.items():
+            values.setdefault(key, set()).add(value)
+    kinds = [frozenset((key, value) for key, value in one.items() if len(values[key]) < len(blocks)) for one in facts]
+    return max(kinds.index(kind) for kind in {*kinds})
+
+
+def _facts(block: nn.Module, *, numbers: bool = False) -> Mapping[tuple[str, str], Any]:
+    kept = (bool, str, type(None), *((int, float) if numbers else ()))
+    facts: dict[tuple[str, str], Any] = {}
+    for path, module in block.named_modules():
+        facts[path, ""] = type(module)
+        facts.update({(path, name): value for name, value in vars(module).items() if type(value) in kept})
+    return facts
 
 
 def _shrink_heads(values: dict[str, Any], config: Any) -> None:

@@ -1,0 +1,107 @@
+"""Compare layers with the library's model: logits, loss, gradients, in training and evaluation, with dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ds_dynmo.models.gpt import language_model_loss
+from ds_dynmo.models.huggingface.trial import DOCUMENT, BuiltLayers, trial_batches
+from ds_dynmo.models.stream import Activations
+
+__all__ = ["compare"]
+
+Beside = dict[str, torch.Tensor]
+
+TOLERANCE = 1e-5  # of the largest value: the same operations in the same order differ by nothing
+ROUNDING = 1e-6  # of the model's largest gradient: some gradients are zero but for rounding
+SEED = 0  # of dropout
+
+
+def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
+    """Say how ``layers`` differ from the library's ``model``, whose weights they have; empty: not at all.
+
+    Draws random numbers from torch's generator of the CPU.
+
+    Args:
+        inputs: what batches have beside tokens. Documents that ``position_ids`` tell apart may not see each other.
+    """
+    weights, parameters = layers.named_weights(model), dict(model.named_parameters())
+    apart = sorted({*weights} ^ {*parameters})
+    if apart:
+        return f"layers of a tiny model do not have each parameter once: {', '.join(apart[:3])}"
+    for tokens, beside in trial_batches(model.config.vocab_size, inputs):
+        said = _compare_training(model, layers, tokens, beside) or _compare_evaluation(model, layers, tokens, beside)
+        if said:
+            return said
+    return _compare_documents(layers, model.config.vocab_size) if inputs == ("position_ids",) else ""
+
+
+def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside) -> str:
+    mask = beside.get("attention_mask")
+    labels = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
+    torch.default_generator.manual_seed(SEED)
+    expected = model.train()(tokens, labels=labels, use_cache=False, **beside)
+    torch.default_generator.manual_seed(SEED)
+    found = layers.train()(_batch(tokens, beside))
+    said = _compare_logits(expected.logits, _logits(found), mask)
+    if said:
+        return said
+    loss = language_model_loss(found, F.pad(labels[:, 1:], (0, 1), value=-100))
+    if not abs(loss - expected.loss) <= TOLERANCE * abs(expected.loss):
+        return f"the loss of a tiny model is {loss:.7g}, the library's {expected.loss:.7g}"
+    return _compare_gradients(model, layers, expected.loss, loss)
+
+
+def _compare_evaluation(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside) -> str:
+    with torch.no_grad():
+        expected = model.eval()(tokens, use_cache=False, **beside)
+        found = layers.eval()(_batch(tokens, beside))
+    said = _compare_logits(expected.logits, _logits(found), beside.get("attention_mask"))
+    return said and f"in evaluation, {said}"
+
+
+def _compare_logits(expected: torch.Tensor, found: torch.Tensor, mask: torch.Tensor | None) -> str:
+    counts = slice(None) if mask is None else mask.bool()
+    scale, off = expected[counts].abs().max(), (expected - found)[counts].abs().max()
+    if not off <= TOLERANCE * scale:
+        return f"the logits of a tiny model differ by {off:.3g}, the largest is {scale:.3g}"
+    return ""
+
+
+def _compare_gradients(model: Any, layers: BuiltLayers, expected: torch.Tensor, found: torch.Tensor) -> str:
+    weights, parameters = layers.named_weights(model), dict(model.named_parameters())
+    wanted = torch.autograd.grad(expected, list(parameters.values()), materialize_grads=True)
+    made = torch.autograd.grad(found, [weights[name] for name in parameters], materialize_grads=True)
+    largest = max(gradient.abs().max() for gradient in wanted)
+    for name, own, gradient in zip(parameters, made, wanted):
+        scale, off = gradient.abs().max(), (own - gradient).abs().max()
+        if not off <= TOLERANCE * scale + ROUNDING * largest:
+            return f"the gradient of {name} of a tiny model differs by {off:.3g}, the largest is {scale:.3g}"
+    return ""
+
+
+def _compare_documents(layers: BuiltLayers, vocabulary: int) -> str:
+    """Say by how much another first document changes the logits of what is packed behind it."""
+    tokens, beside = next(trial_batches(vocabulary, ("position_ids",)))
+    others = tokens.clone()
+    others[:, :DOCUMENT] = (others[:, :DOCUMENT] + 1) % vocabulary
+    with torch.no_grad():
+        logits, changed = (_logits(layers.eval()(_batch(one, beside)))[:, DOCUMENT:] for one in (tokens, others))
+    scale, off = logits.abs().max(), (logits - changed).abs().max()
+    if not off <= TOLERANCE * scale:
+        return (
+            f"packed documents see each other, as in the library: logits of a tiny model differ by {off:.3g}, the "
+            f"largest is {scale:.3g}"
+        )
+    return ""
+
+
+def _batch(tokens: torch.Tensor, beside: Beside) -> Activations:
+    return (tokens, *beside.values()) if beside else tokens
+
+
+def _logits(found: Activations) -> torch.Tensor:
+    return found[0] if isinstance(found, tuple) else found
