@@ -30,7 +30,7 @@ from ds_dynmo.models.huggingface.configs import families, transformers
 from ds_dynmo.models.huggingface.tiny import tiny_config
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
 
-CHECKS = ("equal", "eager", "padding", "packing", "files")
+CHECKS = ("equal", "eager", "padding", "packing", "fresh", "files")
 OTHER_CHECKS = ("flex", "router loss", "load signals", "expert parallel")  # of some families
 
 # What the default config of a family lacks, so that the library cannot run it.
@@ -99,23 +99,25 @@ def try_family(kind: str, *, flex: bool = False) -> Outcome:
     found, began = Outcome(kind), time.perf_counter()
     try:
         values = tiny_values(kind)
-        specs = _layers_with_router_loss(values)
+        model = random_model(values, "eager")
+        specs = _layers_with_router_loss(model)
     except ConfigError as error:
         found.refusal = _reason(error)
         return found
     found.passed.append("equal")
-    checks: dict[str, Callable[[], None]] = {
-        "eager": lambda: _only_layers(values, attn_implementation="eager"),
-        "padding": lambda: _only_layers(values, inputs=("attention_mask", "position_ids")),
-        "packing": lambda: _only_layers(values, inputs=("position_ids",)),
-        "files": lambda: compare_files(random_model(values, "eager")),
+    checks: dict[str, Callable[[], Any]] = {
+        "eager": lambda: huggingface.layers(model, attn_implementation="eager"),
+        "padding": lambda: huggingface.layers(model, inputs=("attention_mask", "position_ids")),
+        "packing": lambda: huggingface.layers(model, inputs=("position_ids",)),
+        "fresh": lambda: huggingface.layers(model.config),
+        "files": lambda: compare_files(model),
     }
     if specs[0].module_args[2] is not None:
         found.passed.append("router loss")
     if any(hasattr(spec.typename, "load_signal") for spec in specs):
         found.passed.append("load signals")
-        checks["expert parallel"] = lambda: _only_layers(values, expert_parallel=True)
-    if flex and type(random_model(values, "eager"))._supports_flex_attn:
+        checks["expert parallel"] = lambda: huggingface.layers(model, expert_parallel=True)
+    if flex and model._supports_flex_attn:
         checks["flex"] = lambda: compare_forward(random_model(values, "flex_attention"))
     for check, run in checks.items():
         try:
@@ -132,18 +134,20 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, ConfigError):
         return f"{type(error).__name__}: {error}".splitlines()[0][:160]
     said = str(error).partition(": ")[2]
-    return said.partition("more than its declared parts: ")[2] or said
+    for known in ("more than its declared parts: ", "the layers of a tiny model fail: ", "ConfigError: "):
+        said = said.partition(known)[2] or said
+    return said
 
 
-def _layers_with_router_loss(values: dict[str, Any]) -> Any:
-    """Build the layers, without the router loss where it is not known; ``values`` say so then."""
+def _layers_with_router_loss(model: Any) -> Any:
+    """Build the layers, without the router loss where it is not known; the model's config says so then."""
     try:
-        return huggingface.layers(values)
+        return huggingface.layers(model)
     except ConfigError as error:
         if "output_router_logits" not in str(error):
             raise
-    values["output_router_logits"] = False
-    return huggingface.layers(values)
+    model.config.output_router_logits = False
+    return huggingface.layers(model)
 
 
 def tiny_values(kind: str, **changes: Any) -> dict[str, Any]:
@@ -152,11 +156,11 @@ def tiny_values(kind: str, **changes: Any) -> dict[str, Any]:
     if hasattr(config, "router_aux_loss_coef"):
         config.output_router_logits = True
     source = source_of(config, 0)
-    return {**tiny_config(source.config, source.blocks), **changes}
-
-
-def _only_layers(values: dict[str, Any], **settings: Any) -> None:
-    huggingface.layers(transformers().AutoConfig.for_model(values["model_type"]).from_dict(values), **settings)
+    try:
+        return {**tiny_config(source.config, source.blocks), **changes}
+    except ValueError:
+        huggingface.layers(config)
+        raise
 
 
 @torch.no_grad()

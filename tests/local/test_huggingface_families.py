@@ -141,6 +141,18 @@ def test_a_tensor_to_which_the_library_gives_no_value_is_named(monkeypatch: pyte
     monkeypatch.setattr(kind, "_init_weights", lambda self, module: None)
     with pytest.raises(ConfigError, match=r"inv_freq: transformers gives no value to it"):
         huggingface.layers(values)
+    values = tiny_values("apertus")
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.act_fn\.alpha_p: transformers gives no value to it"):
+        huggingface.layers(values)
+    huggingface.layers(random_model(values, "eager"))
+
+
+def test_what_the_library_does_not_train_is_not_trained() -> None:
+    values = tiny_values("afmoe")
+    verify(values)
+    built = BuiltLayers(huggingface.layers(values, verified=False))
+    frozen = {name.rpartition(".")[2] for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"expert_bias"}
 
 
 def test_all_kinds_of_layers_are_tried() -> None:
@@ -176,7 +188,7 @@ def test_a_config_of_which_no_tiny_model_can_be_made_is_refused_unless_it_is_tru
 
     values = tiny_values("qwen3")
     monkeypatch.setattr(verification, "tiny_config", fails)
-    with pytest.raises(ConfigError, match=r"qwen3 cannot be verified: .*'a size'; verified=False trusts"):
+    with pytest.raises(ConfigError, match=r"qwen3 cannot be verified .*'a size'; verified=False trusts"):
         huggingface.layers(values)
     assert len(huggingface.layers(values, verified=False)) == values["num_hidden_layers"] + 3
 
@@ -189,6 +201,7 @@ def test_families_that_are_no_chain_are_refused_by_name() -> None:
     refused({"model_type": "mamba"}, r'model_type "mamba": should be one of gpt2, .*base_model_pp_plan')
     code = {"model_type": "their_own", "auto_map": {"AutoModelForCausalLM": "modeling.Their"}}
     refused(code, r'model_type "their_own": .*auto_map names code of its own, which is never run')
+    refused({"model_type": "dots3_note_text"}, r"cannot be verified .*sizes differ from layer to layer; verified=False")
     refused({"model_type": "gemma3n_text", "num_kv_shared_layers": 2}, "num_kv_shared_layers 2: layers that share keys")
     refused(tiny_values("qwen3"), r"inputs \['labels'\]: should be different ones of", inputs=("labels",))
     refused(tiny_values("qwen3"), r"inputs \['position_ids', 'position_ids'\]", inputs=("position_ids",) * 2)

@@ -11,7 +11,7 @@ from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.huggingface.trial import DOCUMENT, BuiltLayers, trial_batches
 from ds_dynmo.models.stream import Activations
 
-__all__ = ["compare"]
+__all__ = ["compare", "compare_parameters"]
 
 Beside = dict[str, torch.Tensor]
 
@@ -28,15 +28,24 @@ def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
     Args:
         inputs: what batches have beside tokens. Documents that ``position_ids`` tell apart may not see each other.
     """
-    weights, parameters = layers.named_weights(model), dict(model.named_parameters())
-    apart = sorted({*weights} ^ {*parameters})
-    if apart:
-        return f"layers of a tiny model do not have each parameter once: {', '.join(apart[:3])}"
+    said = compare_parameters(model, layers)
+    if said:
+        return said
     for tokens, beside in trial_batches(model.config.vocab_size, inputs):
         said = _compare_training(model, layers, tokens, beside) or _compare_evaluation(model, layers, tokens, beside)
         if said:
             return said
     return _compare_documents(layers, model.config.vocab_size) if inputs == ("position_ids",) else ""
+
+
+def compare_parameters(model: Any, layers: BuiltLayers) -> str:
+    """Say which parameters layers and model do not both have, or do not both train; empty: all are alike."""
+    weights, parameters = layers.named_weights(model), dict(model.named_parameters())
+    apart = sorted({*weights} ^ {*parameters})
+    if apart:
+        return f"layers of a tiny model do not have each parameter once: {', '.join(apart[:3])}"
+    apart = [name for name, one in parameters.items() if one.requires_grad != weights[name].requires_grad]
+    return f"layers of a tiny model do not train what the library trains: {', '.join(apart[:3])}" if apart else ""
 
 
 def _compare_training(model: Any, layers: BuiltLayers, tokens: torch.Tensor, beside: Beside) -> str:
@@ -72,7 +81,8 @@ def _compare_logits(expected: torch.Tensor, found: torch.Tensor, mask: torch.Ten
 
 
 def _compare_gradients(model: Any, layers: BuiltLayers, expected: torch.Tensor, found: torch.Tensor) -> str:
-    weights, parameters = layers.named_weights(model), dict(model.named_parameters())
+    weights = layers.named_weights(model)
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     wanted = torch.autograd.grad(expected, list(parameters.values()), materialize_grads=True)
     made = torch.autograd.grad(found, [weights[name] for name in parameters], materialize_grads=True)
     largest = max(gradient.abs().max() for gradient in wanted)

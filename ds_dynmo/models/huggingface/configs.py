@@ -18,17 +18,8 @@ from ds_dynmo.config import load_json
 from ds_dynmo.errors import ConfigError
 
 __all__ = [
-    *(
-        "TOP_K",
-        "check_blocks_draw_nothing",
-        "config_of",
-        "default_attention",
-        "experts_key",
-        "families",
-        "library_module",
-        "name_of",
-    ),
-    *("plan_of", "tokenizer_files", "transformers"),
+    *("TOP_K", "check_blocks_draw_nothing", "config_of", "default_attention", "differs_by_layer", "experts_key"),
+    *("families", "library_module", "name_of", "plan_of", "tokenizer_files", "transformers"),
 ]
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "tekken*", "spiece.model", "sentencepiece*")
@@ -192,7 +183,9 @@ def _check_family(config: Any, place: str) -> None:
 
 def _check_sizes(config: Any, place: str) -> None:
     """Refuse sizes that the library would notice in the first pass only."""
-    heads, groups = _size(config, "num_attention_heads"), _size(config, "num_key_value_heads")
+    if differs_by_layer(config):
+        return
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int):
         if isinstance(groups, int) and (groups < 1 or heads % groups):
             raise ConfigError(f"{place}: num_key_value_heads {groups}: should divide num_attention_heads, {heads}")
@@ -203,7 +196,7 @@ def _check_sizes(config: Any, place: str) -> None:
     count = experts_key(config)
     if count is None:
         return
-    chosen, experts = _size(config, TOP_K), getattr(config, count)
+    chosen, experts = getattr(config, TOP_K, None), getattr(config, count)
     if isinstance(chosen, int) and not 1 <= chosen <= experts:
         raise ConfigError(f"{place}: {TOP_K} {chosen}: should be in 1 to {count}, {experts}")
     coefficient = getattr(config, "router_aux_loss_coef", None) or 0
@@ -211,19 +204,18 @@ def _check_sizes(config: Any, place: str) -> None:
         raise ConfigError(f"{place}: router_aux_loss_coef {coefficient}: should be 0 or more")
 
 
-def _size(config: Any, key: str) -> Any:
-    """Read a size of all layers; None: there is none, or it differs from layer to layer."""
-    try:
-        return getattr(config, key, None)
-    except Exception:  # the library's own, for each such size
-        return None
+def differs_by_layer(config: Any) -> bool:
+    """Do sizes differ from layer to layer? The library refuses to give such a one for all."""
+    return bool(getattr(config, "is_heterogeneous", False))
 
 
 def _needs_equal_heads(config: Any) -> bool:
     """Are heads as wide as the hidden states divided by them?"""
-    return _size(config, "head_dim") is None and _size(config, "kv_lora_rank") is None
+    return getattr(config, "head_dim", None) is None and not hasattr(config, "kv_lora_rank")
 
 
 def experts_key(config: Any) -> str | None:
-    """Find the config's key for how many experts a layer has; None: it has none."""
-    return next((key for key in EXPERTS if isinstance(_size(config, key), int) and _size(config, key)), None)
+    """Find the config's key for how many experts a layer has; None: it has none, or not for all layers."""
+    if differs_by_layer(config):
+        return None
+    return next((key for key in EXPERTS if isinstance(getattr(config, key, None), int) and getattr(config, key)), None)

@@ -36,8 +36,9 @@ def find_experts(config: Any, blocks: Sequence[nn.Module], place: str, *, parall
 
 
 def _experts_in(config: Any, block: nn.Module, parallel: bool) -> Experts | None:
-    top_k, key = getattr(config, TOP_K, None), experts_key(config)
-    if not isinstance(top_k, int) or key is None:
+    key = experts_key(config)
+    top_k = None if key is None else getattr(config, TOP_K, None)
+    if key is None or not isinstance(top_k, int):
         return None
     for path, module in block.named_modules():
         count = getattr(module, "num_experts", None)

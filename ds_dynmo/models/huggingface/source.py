@@ -106,7 +106,7 @@ class Source:
         tensors: None for fresh weights.
         places: where a tensor of the model is among ``tensors``; None: under its own name.
         experts: per decoder layer, if it has any.
-        trainable: ``requires_grad`` by the library's name; True where it says nothing.
+        trainable: ``requires_grad`` by the library's name; where it says nothing, as the library builds the parameter.
         exact: buffers that the library keeps in fp32 in a bf16 model.
         has_entry, has_exit: does the library's model compute something between its embedding and its first decoder
             layer, or around its output embedding?
@@ -191,7 +191,7 @@ class Source:
             self._read(part, layer, self.tensors)
             _check_set(path, dict(part.named_buffers()))
         for name, parameter in part.named_parameters():
-            parameter.requires_grad_(self.trainable.get(f"{path}.{name}", True))
+            parameter.requires_grad_(self.trainable.get(f"{path}.{name}", parameter.requires_grad))
         return part
 
     def read_experts(self, part: nn.Module, layer: int, share: slice) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_dynmo.models.huggingface.configs import EXPERTS
+from ds_dynmo.models.huggingface.configs import EXPERTS, differs_by_layer
 
 __all__ = ["count_kinds", "tiny_config"]
 
@@ -32,7 +32,12 @@ def tiny_config(config: Any, blocks: Sequence[nn.Module]) -> dict[str, Any]:
 
     Args:
         blocks: the decoder layers of its model; the first are kept, up to the first one of the last kind.
+
+    Raises:
+        ValueError: there is no such config.
     """
+    if differs_by_layer(config):
+        raise ValueError("sizes differ from layer to layer")
     library_names = {own: name for name, own in config.attribute_map.items()}
     own_values = copy.deepcopy(config.to_dict())
     values: dict[str, Any] = {library_names.get(key, key): value for key, value in own_values.items()}

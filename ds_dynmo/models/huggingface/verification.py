@@ -17,7 +17,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.huggingface.comparison import compare
+from ds_dynmo.models.huggingface.comparison import compare, compare_parameters
 from ds_dynmo.models.huggingface.configs import default_attention
 from ds_dynmo.models.huggingface.moe import can_share
 from ds_dynmo.models.huggingface.source import Source, outline_of
@@ -101,7 +101,7 @@ def verify(source: Source, place: str, make_specs: MakeSpecs) -> None:
         said = _compare(tiny, count_kinds(source.blocks), trial, make_specs)
     except Exception as error:  # the library raises many kinds for sizes that do not fit
         raise ConfigError(
-            f"{place}: model_type {kind} cannot be verified: a tiny model of its config fails: {_said(error)}; "
+            f"{place}: model_type {kind} cannot be verified by a tiny model of its config: {_said(error)}; "
             "verified=False trusts the parts that transformers declares"
         ) from error
     if said:
@@ -124,9 +124,8 @@ def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> str:
             with torch.no_grad():
                 model(tokens, use_cache=False, **beside)
         try:
-            if trial.fresh:
-                BuiltLayers(make_specs(model.config, trial))
-            said = compare(model, BuiltLayers(make_specs(model, trial)), trial.inputs)
+            said = compare_parameters(model, BuiltLayers(make_specs(model.config, trial))) if trial.fresh else ""
+            said = said or compare(model, BuiltLayers(make_specs(model, trial)), trial.inputs)
             if said:
                 return f"is more than its declared parts: {said}"
             if trial.parallel and not can_share(model, blocks):
