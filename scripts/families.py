@@ -50,14 +50,12 @@ class Outcome:
         refusal: the message of the refusal; empty: it works.
         passed: the checks that it passed.
         failed: why it did not pass the others.
-        seconds: that it took.
     """
 
     kind: str
     refusal: str = ""
     passed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 def main(given: Sequence[str]) -> int:
@@ -77,8 +75,14 @@ def main(given: Sequence[str]) -> int:
         print(f"{kind}: {one.refusal or ', '.join(one.passed)} {one.failed or ''}", file=sys.stderr, flush=True)
     working = [one for one in outcomes if not one.refusal]
     checks = [*CHECKS, *(check for check in OTHER_CHECKS if check != "flex" or arguments.flex)]
-    rows = [(one.kind, *("yes" if c in one.passed else one.failed.get(c, "") for c in checks)) for one in working]
+    rows = [
+        (one.kind, *("yes" if check in one.passed else "no" if check in one.failed else "" for check in checks))
+        for one in working
+    ]
     _print(("family", *checks), rows, arguments.markdown)
+    print()
+    lacking = [(one.kind, check, why) for one in working for check, why in one.failed.items()]
+    _print(("family", "no", "why"), lacking, arguments.markdown)
     print()
     _print(("refused", "why"), [(one.kind, one.refusal) for one in outcomes if one.refusal], arguments.markdown)
     seconds = time.perf_counter() - began
@@ -86,7 +90,7 @@ def main(given: Sequence[str]) -> int:
     return 0
 
 
-def _print(header: tuple[str, ...], rows: list[tuple[str, ...]], markdown: bool) -> None:
+def _print(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], markdown: bool) -> None:
     if not markdown:
         print_table(header, rows)
         return
@@ -96,11 +100,18 @@ def _print(header: tuple[str, ...], rows: list[tuple[str, ...]], markdown: bool)
 
 def try_family(kind: str, *, flex: bool = False) -> Outcome:
     """Try all that a family supports, on a tiny model of its default config."""
-    found, began = Outcome(kind), time.perf_counter()
+    found = Outcome(kind)
     try:
         values = tiny_values(kind)
         model = random_model(values, "eager")
-        specs = _layers_with_router_loss(model)
+        try:
+            specs = huggingface.layers(model)
+        except ConfigError as error:
+            if "output_router_logits" not in str(error):
+                raise
+            found.failed["router loss"] = _reason(error)
+            model.config.output_router_logits = False
+            specs = huggingface.layers(model)
     except ConfigError as error:
         found.refusal = _reason(error)
         return found
@@ -125,7 +136,6 @@ def try_family(kind: str, *, flex: bool = False) -> Outcome:
             found.passed.append(check)
         except Exception as error:
             found.failed[check] = _reason(error)
-    found.seconds = time.perf_counter() - began
     return found
 
 
@@ -136,18 +146,7 @@ def _reason(error: Exception) -> str:
     said = str(error).partition(": ")[2]
     for known in ("more than its declared parts: ", "the layers of a tiny model fail: ", "ConfigError: "):
         said = said.partition(known)[2] or said
-    return said
-
-
-def _layers_with_router_loss(model: Any) -> Any:
-    """Build the layers, without the router loss where it is not known; the model's config says so then."""
-    try:
-        return huggingface.layers(model)
-    except ConfigError as error:
-        if "output_router_logits" not in str(error):
-            raise
-    model.config.output_router_logits = False
-    return huggingface.layers(model)
+    return said.partition(": logits of a tiny model")[0]
 
 
 def tiny_values(kind: str, **changes: Any) -> dict[str, Any]:
