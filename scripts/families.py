@@ -33,11 +33,12 @@ from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_b
 CHECKS = ("equal", "eager", "padding", "packing", "fresh", "files")
 OTHER_CHECKS = ("flex", "router loss", "load signals", "expert parallel")  # of some families
 
-# What the default config of a family lacks, so that the library cannot run it.
+# What the default config of a family lacks, or every config of a trained model overrides.
 COMPLETED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "glm4_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
 }
 

@@ -16,7 +16,7 @@ from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
 from ds_dynmo.models.exporting import weights_file
 from ds_dynmo.models.huggingface.lora import plain_name
-from ds_dynmo.models.huggingface.verification import BuiltLayers
+from ds_dynmo.models.huggingface.trial import BuiltLayers
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

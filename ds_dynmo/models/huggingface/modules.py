@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models.huggingface.lora import plain_name
 from ds_dynmo.models.huggingface.surroundings import Surroundings, keeping_dtypes
 from ds_dynmo.models.stream import Activations, Stream
 
@@ -52,7 +53,7 @@ class Parts(Protocol):
         """Build the module of pipeline layer ``layer`` with its weights."""
 
     def exact_buffers(self, layer: int) -> list[str]:
-        """List the buffers of that module that the library keeps in fp32 in a bf16 model."""
+        """List the buffers of that module, by the library's names, that are fp32 in the library's bf16 model."""
 
     def around_embedding(self) -> Surroundings | None:
         """Build what comes between the embedding and the first decoder layer; None: nothing."""
@@ -176,7 +177,8 @@ class DecoderLayer(nn.Module):
         self.inputs = parts.inputs
         self.part = parts.build(layer)
         self.around = parts.around_block(block)
-        self.exact = parts.exact_buffers(layer)
+        exact = parts.exact_buffers(layer)
+        self.exact = [name for name, _ in self.part.named_buffers() if plain_name(name) in exact]
 
     def forward(self, activations: Activations) -> Activations:
         stream, inputs = _unpack(activations, self.inputs)
