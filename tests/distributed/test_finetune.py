@@ -8,11 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_model
+from ds_dynmo.cli import export
 from ds_dynmo.cli.train import main
 from ds_dynmo.data import DataConfig, open_data
 from tests.distributed.harness import run
@@ -69,19 +71,40 @@ def validation_loss(model: Any, made: Path, out: Path, documents: Any) -> float:
     return sum(losses) / len(losses)
 
 
+def reported_loss(out: Path) -> float:
+    """Read the last validation loss of a run."""
+    records = [json.loads(line) for line in (out / "report.jsonl").read_text().splitlines()]
+    return float([record["validation_loss"] for record in records if record["kind"] == "validation"][-1])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("documents", ["packed", pytest.param("padded", marks=pytest.mark.fuzz)])
 def test_what_was_finetuned_is_exported_and_generates(documents: str, made: Path, tmp_path: Path) -> None:
     assert run(2, command, finetune(made, tmp_path, documents)) == [0, 0]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (made / "model", tmp_path / "exported"))
-    records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
-    reported = [record["validation_loss"] for record in records if record["kind"] == "validation"]
     loss = validation_loss(after, made, tmp_path, documents)
-    assert loss == pytest.approx(reported[-1], rel=1e-5)
+    assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5)
     assert loss < validation_loss(before, made, tmp_path, documents) - 0.05
     prompt = tokenizer("def main(", return_tensors="pt")
     generated = after.generate(**prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert (
         tokenizer.decode(generated[0]).startswith("def main(") and generated.shape[1] == prompt.input_ids.shape[1] + 8
     )
+
+
+@torch.no_grad()
+def test_adapters_are_exported_alone_or_merged(made: Path, tmp_path: Path) -> None:
+    assert run(2, command, [*finetune(made, tmp_path, "packed"), "--peft", "lora"]) == [0, 0]
+    base = AutoModelForCausalLM.from_pretrained(made / "model")
+    untrained = validation_loss(base, made, tmp_path, "packed")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "exported")
+    loss = validation_loss(adapted, made, tmp_path, "packed")
+    assert loss == pytest.approx(reported_loss(tmp_path), rel=1e-5) and loss < untrained - 0.001
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    prompt = tokenizer("def main(", return_tensors="pt")
+    generated = adapted.generate(**prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.generate(**prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False).equal(generated)
+    assert validation_loss(merged, made, tmp_path, "packed") == pytest.approx(loss, rel=1e-5)

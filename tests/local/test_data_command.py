@@ -148,6 +148,10 @@ def test_a_model_can_be_named_by_a_flag_and_exported(tmp_path: Path, folder: Pat
     block, given = {"sequence_length": 4}, ("--data", str(text), "--model", str(folder))
     run = prepared(tmp_path, {**block, "huggingface": "nowhere"}, *given)
     assert run.model.huggingface == str(folder) and run.export is None
+    run = prepared(tmp_path, block, *given, "--peft", "lora")
+    assert run.model.peft == {}
+    run = prepared(tmp_path, {**block, "peft": {"r": 2}}, *given, "--peft", "lora")
+    assert run.model.peft == {"r": 2}
     save, out = ("--save", str(tmp_path / "run")), tmp_path / "out"
     assert prepared(tmp_path, block, *given, *save, "--export", str(out)).export == out
     out.mkdir()

@@ -102,6 +102,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--data", metavar="FILE_OR_FOLDER", help="text or token ids (default: Python's standard library)"
     )
     parser.add_argument("--model", metavar="FOLDER", help='of a Hugging Face model: "huggingface" in the "model" block')
+    parser.add_argument("--peft", choices=["lora"], help='train adapters alone: "peft" in the "model" block')
     parser.add_argument("--steps", type=int, help=f"batches in total (default: {STEPS}, or the resumed run's)")
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many batches, to resume later")
     parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
@@ -135,9 +136,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     world_size = num_processes("2 scripts/train.py")
     if settings is None:
         settings = load_json(args.deepspeed_config)
-    block = settings.get("model", {})
-    if args.model is not None and isinstance(block, dict):
-        settings = {**settings, "model": {**block, "huggingface": args.model}}
+    settings = with_model(args, settings)
     dynmo = read_dynmo_config(settings)
     model = read_model_config(settings)
     if dynmo is None:
@@ -214,6 +213,15 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         record=args.record,
         interval=0 if dynmo is None else dynmo.interval,
     )
+
+
+def with_model(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Put ``--model`` and ``--peft`` into the "model" block. Keys of adapters that are there stay."""
+    block = settings.get("model", {})
+    given = {} if args.model is None else {"huggingface": args.model}
+    if args.peft is not None and isinstance(block, dict):
+        given["peft"] = block.get("peft") or {}
+    return {**settings, "model": {**block, **given}} if given and isinstance(block, dict) else settings
 
 
 def check_export(args: argparse.Namespace, model: ModelConfig) -> None:
