@@ -20,6 +20,7 @@ from ds_dynmo.errors import (
 from ds_dynmo.launchers import end_with_launcher
 from ds_dynmo.old_names import lookup, register_modules
 from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
+from ds_dynmo.rank_variables import set_rank_variables
 
 if TYPE_CHECKING:
     __version__: str
@@ -44,6 +45,7 @@ __all__ = [
     "defer_weight_gradient",
     "end_with_launcher",
     "initialize",
+    "set_rank_variables",
     "skip_shm_operator",
 ]
 

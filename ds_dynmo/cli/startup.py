@@ -1,4 +1,4 @@
-"""Start the ranks of scripts."""
+"""Start the ranks of commands."""
 
 from __future__ import annotations
 
@@ -6,15 +6,43 @@ import os
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
+from ds_dynmo.errors import ConfigError
+
+
+def take_device(local_rank: int) -> None:
+    """Use the accelerator that has the rank's number on its host.
+
+    Raises:
+        ConfigError: this process sees no such accelerator.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu" and local_rank >= accelerator.device_count():
+        raise ConfigError(
+            f"LOCAL_RANK = {local_rank}: this process sees {accelerator.device_count()} accelerators. Each rank takes "
+            "that with its number, so give all of a host's to each of its ranks (srun: --gpus-per-node)"
+        )
+    accelerator.set_device(local_rank)
 
 
 def init_distributed() -> None:
-    """Call ``deepspeed.init_distributed``, in a process that leaves nothing behind when it ends or is killed."""
+    """Call ``deepspeed.init_distributed``, in a process that leaves nothing behind when it ends or is killed.
+
+    Raises:
+        ConfigError: the ranks cannot meet; on rank 0, another program has the port.
+    """
     ds_dynmo.end_with_launcher()
     ds_dynmo.skip_shm_operator()
-    deepspeed.init_distributed()
+    try:
+        deepspeed.init_distributed()
+    except torch.distributed.DistNetworkError as error:
+        address, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"MASTER_ADDR = {address}, MASTER_PORT = {port}: ranks cannot meet there: {reason}"
+        ) from error
 
 
 def begin_rank() -> None:

@@ -23,8 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
 from ds_dynmo.cli.export import export
-from ds_dynmo.cli.rank_variables import set_rank_variables
-from ds_dynmo.cli.startup import init_distributed
+from ds_dynmo.cli.startup import init_distributed, take_device
 from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
 from ds_dynmo.cli.training.recording import Recording
@@ -59,6 +58,7 @@ from ds_dynmo.models import (
 VALIDATIONS = 5
 SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
 FIRST_RANK_SECONDS = 10.0
+ALONE = "One process, so one stage: no layer can move. Start several by deepspeed, torchrun, srun or mpirun."
 
 
 def refuse(error: Exception) -> int:
@@ -221,7 +221,7 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        set_rank_variables()
+        launched = ds_dynmo.set_rank_variables()
         run = prepare(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, PartitionError) as error:
         return refuse(error)
@@ -229,7 +229,8 @@ def main(arguments: list[str] | None = None) -> int:
     first_rank = int(os.environ["RANK"]) == 0 and run.join is None
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # all stages share this machine's cores
-    get_accelerator().set_device(run.local_rank)
+    if not launched and run.join is None:
+        print(ALONE, flush=True)
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)
     random.seed(run.model.seed)
@@ -249,6 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         check_launch()
+        take_device(run.local_rank)
         init_distributed()
         engine = build_engine(run)
         cases = build_cases(run, engine)

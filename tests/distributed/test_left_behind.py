@@ -75,7 +75,7 @@ def test_a_killed_benchmark_that_launches_jobs_leaves_nothing(killed: str, tmp_p
             os.killpg(command.launcher.pid, signal.SIGKILL)
         else:
             command.launcher.kill()
-        assert not command.left(besides=TORCHS_CACHE), command.output()
+        assert not command.left(TORCHS_CACHE), command.output()
 
 
 @pytest.mark.fuzz
@@ -87,7 +87,7 @@ def test_a_run_killed_while_a_rank_is_parked_leaves_nothing(tmp_path: Path) -> N
     with WatchedCommand(tmp_path, [*launcher, str(Path(__file__).with_name("parked_script.py"))]) as command:
         command.until(lambda: "parks\n" in command.output() and "trains on\n" in command.output())
         command.launcher.kill()
-        assert not command.left(besides=TORCHS_CACHE), command.output()
+        assert not command.left(TORCHS_CACHE), command.output()
 
 
 @pytest.mark.fuzz
@@ -97,4 +97,4 @@ def test_killed_tests_leave_nothing(tmp_path: Path) -> None:
     with WatchedCommand(tmp_path, tests) as command:
         command.until(lambda: len(command.processes("multiprocessing.forkserver")) > 2)
         command.launcher.kill()
-        assert not command.left(besides="/pytest-of-"), command.output()
+        assert not command.left("/pytest-of-"), command.output()

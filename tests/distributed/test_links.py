@@ -184,7 +184,10 @@ def test_the_environment_of_a_launch_is_enough_to_refuse(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with pytest.raises(ConfigError, match="whose name has no address of this host"):
         check_launch(two_hosts)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR = nowhere.invalid: no-such-host.invalid finds no host of this"):
+        check_launch({"MASTER_ADDR": "nowhere.invalid"})
     for fine in (
+        {"MASTER_ADDR": "127.0.0.1"},
         {**two_hosts, "GLOO_SOCKET_IFNAME": "eth0"},
         {"WORLD_SIZE": "2", "LOCAL_SIZE": "2"},
         {"WORLD_SIZE": "2"},

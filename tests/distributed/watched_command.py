@@ -41,9 +41,10 @@ class WatchedCommand:
         lock = extensions / "deepspeed_shm_comm" / "lock"
         lock.parent.mkdir(parents=True)
         lock.touch()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._held = socket.socket()  # until the end, so that no program but the command gets the port
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self._port = self._held.getsockname()[1]
         self._before = self._lasting()
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         environment = {
@@ -69,6 +70,7 @@ class WatchedCommand:
 
     def __exit__(self, *_: object) -> None:
         self._guard.__exit__(None, None, None)
+        self._held.close()
 
     def processes(self, part: str = "") -> list[psutil.Process]:
         """Return the running processes with ``part`` in their command line."""
@@ -82,15 +84,15 @@ class WatchedCommand:
             time.sleep(0.05)
         return found
 
-    def left(self, besides: str = "nothing") -> list[str]:
+    def left(self, *besides: str) -> list[str]:
         """Return what is left after the launcher has ended, as soon as nothing is, or at the deadline.
 
         Args:
-            besides: a part of paths that may stay.
+            besides: parts of paths that may stay.
         """
         self.launcher.wait(PATIENCE_SECONDS)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while left := [path for path in self._left() if besides not in path]:
+        while left := [path for path in self._left() if not any(part in path for part in besides)]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)

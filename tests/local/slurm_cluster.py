@@ -141,7 +141,8 @@ class Cluster:
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
-            daemon.wait(timeout=30)
+            with suppress(subprocess.TimeoutExpired):  # it is killed next
+                daemon.wait(timeout=30)
         self._guards.close()
         self._spool.cleanup()
 

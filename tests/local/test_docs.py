@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ds_dynmo import DynMoPipelineEngine
-from ds_dynmo.cli.rank_variables import OF_MEETING, OF_RANK
 from ds_dynmo.data import DataConfig, TokenFile
 from ds_dynmo.models.config import ModelConfig
+from ds_dynmo.rank_variables import OF_MEETING, OF_RANK
 from tests.pure.test_docs import PAGES, ROOT, as_json, keys
 
 
@@ -71,7 +71,7 @@ def test_every_flag_of_a_command_is_one_of_its_script(
     script: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (*OF_RANK, *OF_MEETING):  # as a launcher does: otherwise a command sets them itself, for all tests
-        monkeypatch.setenv(name, "0")
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     path, *subcommand = script
     if path.startswith("ds-dynmo-"):
         module = importlib.import_module(f"ds_dynmo.cli.{path.removeprefix('ds-dynmo-')}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.cli.command_line import check_at_least_1, num_processes
+from ds_dynmo.cli.command_line import check_at_least_1
 from ds_dynmo.cli.training.data import check_same_data, identity_of, load_data
 from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
@@ -22,6 +22,10 @@ RESUME_FILE = "dynmo_train.json"
 LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
 RUN = "run"  # name under which RunFacts is shared
 STEPS = 150
+START = (
+    "Start one process per accelerator, by deepspeed, torchrun, srun or mpirun. Without them it is one process, so one "
+    "stage: it trains, and no layer can move."
+)
 RECORDING = {  # in the "dynmo" block: every batch is profiled, and no layer moves
     "enabled": True,
     "interval": 1,
@@ -96,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = _Parser(description="Train a GPT in a pipeline that re-balances itself.", allow_abbrev=False)
+    parser = _Parser(description="Train a GPT in a pipeline that re-balances itself.", epilog=START, allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help='with "model" and "dynmo" blocks')
     parser.add_argument(
         "--data", metavar="FILE_OR_FOLDER", help="text or token ids (default: Python's standard library)"
@@ -133,7 +137,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         ConfigError: naming the option, key or path, its value and what is allowed.
     """
     args = parse_arguments(arguments)
-    world_size = num_processes("2 scripts/train.py")
+    world_size = int(os.environ["WORLD_SIZE"])
     if settings is None:
         settings = load_json(args.deepspeed_config)
     settings = with_model(args, settings)

@@ -22,12 +22,31 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse what the launcher's environment shows already, before any process group is made.
 
     Raises:
-        ConfigError: ranks are on other hosts, and this one would give out an address that only it can reach.
+        ConfigError: this host cannot find rank 0's by its name; or ranks are on other hosts, and this one would give
+            out an address that only it can reach.
     """
+    _check_master(environment.get("MASTER_ADDR"))
     here = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
     loopback = _loopback(environment)
     if loopback is not None and here is not None and int(here) < int(environment.get("WORLD_SIZE", 1)):
         raise ConfigError(_refusal([loopback]))
+
+
+def _check_master(address: str | None) -> None:
+    """Find the host of rank 0 by its name.
+
+    Raises:
+        ConfigError: this host does not know it.
+    """
+    if address is None:
+        return
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR = {address}: {socket.gethostname()} finds no host of this name: {error}. Set it to rank 0's "
+            "host by a name or an address that every host knows"
+        ) from error
 
 
 def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds: float) -> None:

@@ -1,0 +1,137 @@
+"""Set the variables by which ranks meet, for launchers that have other names for them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
+
+from ds_dynmo.errors import ConfigError
+
+LOCALHOST = "127.0.0.1"
+PORT = "29500"  # DeepSpeed's and torchrun's default
+ANY_FREE_PORT = "0"  # a rank alone need not be found
+OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+OF_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+ALL = (*OF_RANK, *OF_MEETING)
+RANKS_HERE = "LOCAL_WORLD_SIZE"  # torchrun's name
+
+
+class Launcher(NamedTuple):
+    """A launcher's names for :data:`OF_RANK`, and for the number of ranks on this host or on each."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    ranks_here: str
+
+    def has_started(self, environment: Mapping[str, str]) -> bool:
+        return all(name in environment for name in self)
+
+
+OPEN_MPI = Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+MPICH = Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SRUN = Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+LAUNCHERS = (OPEN_MPI, MPICH, SRUN)  # in a job of Slurm, mpirun is itself started by srun, so that comes last
+OF_OTHER_LAUNCHERS = ("PMIX_RANK", "PMI_RANK")
+
+
+def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Set torch's variables where the launcher has not: ``srun``, ``mpirun``, or none, so that this rank is alone.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` stay as they are, if they are set.
+
+    Returns:
+        Whether a launcher has started this rank.
+
+    Raises:
+        ConfigError: some variables are set and others are missing, one has no valid value, or nothing says where
+            rank 0 is. No variable was set.
+    """
+    launcher = next((one for one in LAUNCHERS if one.has_started(environment)), None)
+    launched = True
+    if any(name in environment for name in OF_RANK):
+        found = _of_torch(environment)
+    elif launcher is not None:
+        found = {name: environment[theirs] for name, theirs in zip((*OF_RANK, RANKS_HERE), launcher)}
+        if launcher is SRUN:
+            found[RANKS_HERE] = _of_this_node(found[RANKS_HERE], environment.get("SLURM_NODEID", "0"))
+        found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _first_host(launcher, found, environment)
+        found["MASTER_PORT"] = environment.get("MASTER_PORT") or PORT
+    else:
+        _refuse_other_launchers(environment)
+        launched = False
+        found = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or LOCALHOST
+        found["MASTER_PORT"] = environment.get("MASTER_PORT") or ANY_FREE_PORT
+    _check(found)
+    environment.update(found)
+    return launched
+
+
+def _of_torch(environment: Mapping[str, str]) -> dict[str, str]:
+    """Take the variables of a launcher that sets them itself.
+
+    Raises:
+        ConfigError: it has not set all of them.
+    """
+    missing = [name for name in ALL if not environment.get(name)]
+    if missing:
+        there = next(name for name in OF_RANK if name in environment)
+        raise ConfigError(f"{there} is set, but not {', '.join(missing)}: set all of {', '.join(ALL)}, or none")
+    return {name: environment[name] for name in ALL}
+
+
+def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
+    """Refuse to be alone where a launcher that is not known has started this rank, and perhaps others.
+
+    Raises:
+        ConfigError: naming its variable.
+    """
+    for name in OF_OTHER_LAUNCHERS:
+        if name in environment:
+            raise ConfigError(f"{name} is set, by a launcher that is not known: set {', '.join(ALL)} too")
+
+
+def _check(found: Mapping[str, str]) -> None:
+    """Check the values.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    for name in (*OF_RANK, "MASTER_PORT"):
+        if not found[name].isdecimal():
+            raise ConfigError(f"{name} = {found[name]}: should be a whole number")
+    rank, world_size, port = (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= world_size:
+        raise ConfigError(f"RANK = {rank}: should be less than WORLD_SIZE, {world_size}")
+    if not (1 <= port < 2**16 or (port == 0 and world_size == 1)):
+        raise ConfigError(f"MASTER_PORT = {port}: should be in 1 to 65535")
+
+
+def _of_this_node(ranks_of_nodes: str, node: str) -> str:
+    """Read the number of ranks on this node from Slurm's short form: 2 on each of the first three for ``2(x3),1``."""
+    every: list[str] = []
+    for part in ranks_of_nodes.split(","):
+        ranks, _, times = part.partition("(x")
+        every += [ranks] * int(times.rstrip(")") or 1)
+    return every[int(node)]
+
+
+def _first_host(launcher: Launcher, found: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """Name the host of rank 0.
+
+    Raises:
+        ConfigError: ranks are on several hosts, and the launcher does not name them.
+    """
+    if found[RANKS_HERE] == found["WORLD_SIZE"]:
+        return LOCALHOST
+    nodes = environment.get("SLURM_STEP_NODELIST") if launcher is SRUN else None
+    if not nodes:
+        ranks = ", ".join(f"{name} = {environment[name]}" for name in (launcher.world_size, launcher.ranks_here))
+        raise ConfigError(
+            f"{ranks}: ranks are on several hosts, so MASTER_ADDR should be set, to the host of rank 0 "
+            "(Open MPI: mpirun -x MASTER_ADDR=...)"
+        )
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]  # gpu007-ib for gpu[007-012,15]-ib,login1

@@ -1,0 +1,105 @@
+"""Training under torchrun, srun and the mpirun of two MPIs: it ends as a whole, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed.watched_command import ROOT, WatchedCommand
+from tests.local.mpi import FOR_OPEN_MPI
+from tests.local.slurm_cluster import Cluster, skip_without_slurm
+
+TRAIN = ["-m", "ds_dynmo.cli.train", "--data", __file__]
+LAUNCHERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+    "srun": ["srun", "--ntasks=2", "--overcommit", sys.executable],
+    "mpirun": ["mpirun", "-n", "2", sys.executable],
+    "mpiexec.hydra": ["mpiexec.hydra", "-n", "2", sys.executable],
+}
+PACKAGES = {"mpirun": "openmpi-bin", "mpiexec.hydra": "mpich"}
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+OF_LAUNCHERS = ("/torchinductor_", "/torchelastic_", "/ompi.")  # what torch's cache, torchrun and Open MPI leave
+SIZES = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 16, "tied_embedding": False}
+
+pytestmark = pytest.mark.fuzz
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A command that starts two ranks of the Python program that follows."""
+    name = request.param
+    if name in PACKAGES and shutil.which(name) is None:
+        pytest.skip(f"needs MPI (Debian: {PACKAGES[name]}): no {name}")
+    for variable, value in {**FOR_OPEN_MPI, "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(variable, value)
+    if name != "srun":
+        yield LAUNCHERS[name]
+        return
+    skip_without_slurm()
+    (tmp_path / "cluster").mkdir()
+    cluster = Cluster(tmp_path / "cluster", ["node1"])
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    yield LAUNCHERS[name]
+    cluster.close()
+
+
+def configuration(folder: Path, **blocks: Any) -> list[str]:
+    """Write a configuration, and return the flag that names it."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "dynmo": {"interval": 0},
+        "model": SIZES,
+        **blocks,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    return ["--deepspeed_config", str(folder / "config.json")]
+
+
+def is_second_rank(process: psutil.Process) -> bool:
+    environment = process.environ()
+    return any(environment.get(name) == "1" for name in RANKS)
+
+
+@pytest.mark.parametrize("killed", ["rank", "launcher"])
+def test_a_killed_launch_leaves_nothing(killed: str, launcher: list[str], tmp_path: Path) -> None:
+    """It is killed in the middle of training."""
+    report = tmp_path / "report.jsonl"
+    flags = [*configuration(tmp_path), "--steps", "100000", "--report", str(report)]
+    with WatchedCommand(tmp_path, [*launcher, *TRAIN, *flags]) as command:
+        command.until(lambda: report.exists() and '"kind": "step"' in report.read_text())
+        if killed == "launcher":
+            command.launcher.kill()
+        else:
+            (victim,) = filter(is_second_rank, command.processes(TRAIN[1]))
+            victim.kill()
+        assert not command.left(*OF_LAUNCHERS), command.output()
+        assert command.launcher.returncode != 0
+
+
+def test_a_refused_launch_leaves_nothing(launcher: list[str], tmp_path: Path) -> None:
+    flags = [*configuration(tmp_path, model={**SIZES, "layers": "four"}), "--steps", "2"]
+    with WatchedCommand(tmp_path, [*launcher, *TRAIN, *flags]) as command:
+        assert not command.left(*OF_LAUNCHERS), command.output()
+        assert command.launcher.returncode > 0 and 'model.layers = "four"' in command.output(), command.output()
+
+
+@pytest.mark.parametrize("release", ["exit", "park"])
+def test_a_released_rank_ends_with_the_job_at_the_latest(release: str, launcher: list[str], tmp_path: Path) -> None:
+    """The launcher succeeds. A parked rank is not called back: the end of the job ends it."""
+    repack = {"enabled": True, "max_slowdown": 0.99, "release": release}
+    frozen = {**SIZES, "freezing": {"schedule": [[0.3, 3]]}}
+    flags = [*configuration(tmp_path, model=frozen, dynmo={"interval": 0, "repack": repack}), "--steps", "10"]
+    with WatchedCommand(tmp_path, [*launcher, *TRAIN, *flags]) as command:
+        assert not command.left(*OF_LAUNCHERS), command.output()
+        assert command.launcher.returncode == 0, command.output()
+        assert "2 -> 1 stages" in command.output() and "step 10/10" in command.output(), command.output()
