@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ds_dynmo.engine.deepspeed_adapter.checkpointing import any_input
 from ds_dynmo.engine.pipeline.gradient_flags import GradientFlags
 from ds_dynmo.errors import ConfigError
 
@@ -187,3 +191,14 @@ def test_with_an_instruction_of_the_users_all_floating_tensors_get_one(kind: typ
     assert first.send(outputs) == outputs
     assert second.receive((plain(), plain(), torch.arange(3))) == [True, True, False]
     assert schedule.SendGrad not in second.around
+
+
+@pytest.mark.parametrize("checkpoint", [ds_checkpointing.checkpoint, partial(torch_checkpoint, use_reentrant=True)])
+def test_a_mask_that_a_checkpointed_segment_passes_on_stays_what_it_is(checkpoint: Any) -> None:
+    """Of a segment's outputs, a reentrant function other than DeepSpeed's lets all floating ones require a gradient."""
+    hidden, mask, bools = with_graph(), plain(), torch.ones(3).bool()
+    outputs = any_input(checkpoint)(lambda *inputs: (inputs[0] * inputs[1], *inputs[1:]), hidden, mask, bools)
+    assert outputs[0].requires_grad and outputs[1] is mask and not mask.requires_grad and outputs[2] is bools
+    hidden.retain_grad()
+    outputs[0].sum().backward()
+    assert hidden.grad is not None and hidden.grad.tolist() == [1.0] * 3

@@ -31,8 +31,8 @@ def checkpoint_any_input(module: Any) -> None:
     """Let reentrant checkpointing of a PipelineModule work where not all inputs need a gradient.
 
     It loses the gradients of a segment none of whose inputs requires one (token ids, the output of a frozen prefix):
-    such a segment is checkpointed the non-reentrant way. And it makes every floating output require one, a mask that
-    layers pass on too: such an output stays the input that it is.
+    such a segment is checkpointed the non-reentrant way. And it makes every floating output require one: by torch's
+    function, not by DeepSpeed's, a mask that layers pass on too. Such an output stays the input that it is.
     """
     if is_reentrant(module):
         module.activation_checkpoint_func = any_input(module.activation_checkpoint_func)
