@@ -95,12 +95,13 @@ def test_a_repacking_changes_the_number_of_stages() -> None:
         **{"layers_moved": 2, "bytes_moved": 2**20, "decide_seconds": 0.0, "migrate_seconds": 0.1},
         **{"world_seconds": 0.2, "verdict": "one stage is as fast"},
     ).as_record()
-    report = report_of(*A_MOVE, repack)
-    assert report.run.placement == one and report.run.loads == pytest.approx([0.018])
+    scheduled = {**decision(4, MOVED, MOVED), "schedule": "1f1b, predicted 60.0 ms"}
+    report = report_of(*A_MOVE, scheduled, repack)
+    assert report.run.schedule == "" and report.run.placement == one and report.run.loads == pytest.approx([0.018])
     expected = "step 5: [0, 2, 4] -> [0, 4], interval: re-packed, ranks [1] released, 2 layers, 1.0 MiB in 300 ms"
     assert report.history[-1] == expected
-    kept = report_of({**repack, "new_partition": [0, 2, 4], "verdict": "no"})
-    assert kept.history == [] and kept.run.decision == "step 5, interval: kept: no"
+    kept = report_of(scheduled, {**repack, "new_partition": [0, 2, 4], "verdict": "no"})
+    assert kept.history == [] and kept.run.decision == "step 5, interval: kept: no" and kept.run.schedule
 
 
 def test_another_run_in_the_same_file_begins_anew() -> None:

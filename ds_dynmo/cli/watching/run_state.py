@@ -131,7 +131,10 @@ class RunState:
         self.schedule = printable(str(record.get("schedule", "")))
 
     def take_repack(self, record: Record) -> None:
-        self._place(_placement(record, "new_partition"), record)
+        old, new = _placement(record, "old_partition"), _placement(record, "new_partition")
+        self._place(new, record)
+        if old != new:
+            self.schedule = ""  # the record of the next decision says it
 
     def _place(self, placement: Placement, record: Record) -> None:
         self.decision = printable(decision_line(record))
