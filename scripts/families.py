@@ -62,7 +62,7 @@ class Outcome:
 def main(given: Sequence[str]) -> int:
     parser = CommandParser(__doc__, has_figures=False)
     parser.add_argument("families", nargs="*", help='model types, such as "mistral" (default: all)')
-    parser.add_argument("--flex", action="store_true", help="try FlexAttention too, which torch compiles first")
+    parser.add_argument("--flex", action="store_true", help="try FlexAttention too: the first time takes longest")
     parser.add_argument("--markdown", action="store_true", help="print tables for the documentation")
     arguments = parser.parse_args(given)
     warnings.filterwarnings("ignore")
@@ -111,7 +111,7 @@ def try_family(kind: str, *, flex: bool = False) -> Outcome:
             if "output_router_logits" not in str(error):
                 raise
             found.failed["router loss"] = _reason(error)
-            model.config.output_router_logits = False
+            model.config.output_router_logits = values["output_router_logits"] = False
             specs = huggingface.layers(model)
     except ConfigError as error:
         found.refusal = _reason(error)
@@ -147,7 +147,7 @@ def _reason(error: Exception) -> str:
     said = str(error).partition(": ")[2]
     for known in ("more than its declared parts: ", "the layers of a tiny model fail: ", "ConfigError: "):
         said = said.partition(known)[2] or said
-    return said.partition(": logits of a tiny model")[0]
+    return said.partition(": logits of a tiny model")[0].partition("; verified=False")[0]
 
 
 def tiny_values(kind: str, **changes: Any) -> dict[str, Any]:
@@ -173,8 +173,9 @@ def compare_forward(model: Any) -> None:
     implementation = model.config._attn_implementation
     specs = huggingface.layers(model.eval(), attn_implementation=implementation, verified=False)
     tokens, _ = next(trial_batches(model.config.vocab_size, ()))
-    found = BuiltLayers(specs).eval()(tokens)
-    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, model(tokens, use_cache=False).logits)
+    with torch.compiler.set_stance("force_eager"):  # compiling takes long, and has crashed
+        found, expected = BuiltLayers(specs).eval()(tokens), model(tokens, use_cache=False).logits
+    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
 
 
 def compare_files(model: Any) -> None:

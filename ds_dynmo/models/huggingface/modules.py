@@ -269,7 +269,7 @@ def _unpack(activations: Activations, names: tuple[str, ...]) -> tuple[Stream, I
 
 def _hidden(output: Any) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
-        raise TypeError(f"a decoder layer gives a {type(output).__name__}, not hidden states alone")
+        raise TypeError(f"a decoder layer gives a {type(output).__name__}: more than hidden states goes on to the next")
     return output
 
 
