@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_dynmo.cli.training.options import check_without_block
 from ds_dynmo.config import parse_block
+from ds_dynmo.engine.pipeline.split_modules import forwards
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
 from ds_dynmo.models.exporting import weights_file
+from ds_dynmo.models.huggingface.configs import experts_key, families
 from ds_dynmo.models.huggingface.lora import plain_name
-from ds_dynmo.models.huggingface.trial import BuiltLayers
+from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
+from families import tiny_values
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -101,6 +106,54 @@ def test_logits_loss_and_gradients_are_pefts(name: str) -> None:
         assert (own[key].grad is None) == (parameter.grad is None), key
         if parameter.grad is not None:
             torch.testing.assert_close(own[key].grad, parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+# Names of linear layers by which peft takes weights of experts too, and heads.
+EXPERTS_TOO = ("lm_head", "gate", "gate_proj", "up_proj", "down_proj")
+
+
+def tiny_model(kind: str) -> Any:
+    model = random_model(tiny_values(kind), "eager")
+    model.config.output_router_logits = False
+    return model
+
+
+def compare_family(kind: str) -> None:
+    """Compare a tiny model of a family, with adapters on all linear layers outside of experts, with peft's."""
+    model = tiny_model(kind)
+    linear = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, transformers.pytorch_utils.Conv1D))]
+    left_out = EXPERTS_TOO if experts_key(model.config) else ("lm_head", "embed_out")
+    names = {name.rpartition(".")[2] for name in linear}.difference(left_out)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=sorted(names), r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    tokens, _ = next(iter(trial_batches(model.config.vocab_size, ())))
+    layers = BuiltLayers(huggingface.layers(model, attn_implementation="eager", verified=False)).train()
+    torch.manual_seed(1)
+    expected = model(input_ids=tokens, use_cache=False).logits
+    torch.manual_seed(1)
+    found = layers(tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    expected.square().mean().backward(), found.square().mean().backward()
+    own = layers.named_weights(model.get_base_model())
+    for name, parameter in model.get_base_model().named_parameters():
+        assert (own[name].grad is None) == (parameter.grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.fuzz
+def test_at_least_60_families_take_adapters() -> None:
+    working = []
+    for kind in families():
+        try:
+            huggingface.layers(tiny_model(kind), attn_implementation="eager")
+        except Exception:  # a family that does not work; the library raises many kinds
+            continue
+        compare_family(kind)
+        working.append(kind)
+    assert len(working) >= 60
 
 
 def weights(specs: list[Any]) -> dict[str, nn.Parameter]:
@@ -202,9 +255,15 @@ def quantized(model: Any) -> Any:
     return model
 
 
+def quantized_by_config(model: Any) -> Any:
+    model.get_base_model().config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (quantized_by_config, "quantization_config: quantized weights cannot be trained"),
         (merged_in, "q_proj: its adapter is merged into its base"),
         (disabled, "q_proj: its adapter is disabled"),
         (lambda model: model.requires_grad_(False), "nothing of its adapter trains"),
@@ -242,6 +301,20 @@ def test_adapters_are_given_once() -> None:
 def test_blocks_that_do_not_fit_are_refused(block: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_block(ModelConfig, block, "model")
+
+
+def test_stock_deepspeed_trains_no_adapters() -> None:
+    model = parse_block(ModelConfig, {"huggingface": LLAMA, "peft": ALL}, "model")
+    with pytest.raises(ConfigError, match=r'model\.peft: needs a "dynmo" block'):
+        check_without_block(Namespace(join=None, trace=None, record=None), model)
+
+
+def test_the_base_of_split_backward_passes_has_no_weight_gradients() -> None:
+    """In a backward pass in two parts, adapters alone have a second one."""
+    layer = BuiltLayers(huggingface.layers(LLAMA, peft=ALL)).layers[1]
+    names = {id(module): name for name, module in layer.named_modules()}
+    found = {names[id(module)].rpartition(".")[0].rpartition(".")[2] for module, _ in forwards([*layer.modules()])}
+    assert found == {"lora_A", "lora_B"}
 
 
 # -- export -----------------------------------------------------------------------------------------------

@@ -253,6 +253,7 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
     moe = model.moe
     for asked, name, why in (
         (model.freezing, "model.freezing", "stock DeepSpeed cannot train a frozen front"),
+        (model.peft, "model.peft", "stock DeepSpeed cannot train a frozen front"),
         (moe and moe.routing == "bias", 'model.moe.routing = "bias"', "its counts are summed over replicas"),
         (moe and moe.expert_parallel, "model.moe.expert_parallel", "stock DeepSpeed would average the experts"),
         (model.pruning, "model.pruning", "stock DeepSpeed cannot sum over its stages"),
