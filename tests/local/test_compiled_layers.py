@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_dynmo
 from ds_dynmo.engine.compilation import compiler
 from ds_dynmo.engine.compilation.layers import CompiledLayers
+from ds_dynmo.engine.pipeline import split_modules
 from ds_dynmo.engine.profiling.profiler import Part, Profiler
 
 WIDTH = 4
@@ -99,6 +100,34 @@ def test_a_layer_is_as_ever_between_batches(backend: Backend) -> None:
     assert torch.equal(layer(torch.ones(5, WIDTH)), expected[:1].expand(5, WIDTH)) and backend.calls == 1
 
 
+def test_a_module_may_be_several_layers(backend: Backend) -> None:
+    layer, layers = nn.Tanh(), compiled(backend)
+    with layers.batch({0: layer, 2: layer}):
+        layer(torch.ones(2, WIDTH))
+    assert backend.calls == 1 and layer._compiled_call_impl is None
+
+
+class Around(nn.Module):
+    """Does what torch cannot trace, around a part."""
+
+    compiled_parts = ("part",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Layer()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.part(hidden) if hidden.sum() > 0 else hidden  # type: ignore[no-any-return]
+
+
+def test_a_class_may_name_the_parts_that_are_compiled(backend: Backend) -> None:
+    layer, layers = Around(), compiled(backend)
+    with layers.batch({0: layer}):
+        layer(torch.ones(2, WIDTH))
+        assert layer._compiled_call_impl is None
+    assert backend.calls == 1 and layer.part._compiled_call_impl is None
+
+
 def test_layers_that_look_alike_share_code_and_others_are_compiled_however_many_there_are(backend: Backend) -> None:
     layers = compiled(backend)
     alike = {index: Layer() for index in range(4)}
@@ -111,6 +140,27 @@ def test_layers_that_look_alike_share_code_and_others_are_compiled_however_many_
         for layer in different.values():
             layer(torch.ones(2, WIDTH))
     assert backend.calls == 13
+
+
+def test_a_class_that_is_compiled_over_and_over_is_named(
+    backend: Backend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_dynmo.engine.compilation.layers._MANY", 3)
+    layer, layers = Layer(), compiled(backend)
+    with caplog.at_level(logging.WARNING, "DynMo"), layers.batch({6: layer}):
+        for layer.factor in range(5):
+            layer(torch.ones(2, WIDTH))
+    (message,) = caplog.messages
+    assert message.startswith("compile: layers of class Layer were compiled 3 times on this rank, last layer 6: ")
+
+
+def test_the_backward_pass_of_a_layer_is_split_only_where_it_runs_as_it_is(backend: Backend) -> None:
+    layer, fussy, layers = Layer(), Branching(), compiled(backend)
+    for _ in range(2):
+        with layers.batch({0: layer, 1: fussy}):
+            split = [module for module, _ in split_modules.forwards([*layer.modules(), *fussy.modules()])]
+            layer(fussy(torch.ones(2, WIDTH)))
+    assert split == [fussy.linear]  # in the second batch it is known
 
 
 def test_each_size_is_compiled_for_itself(backend: Backend) -> None:
@@ -201,7 +251,7 @@ def test_what_is_known_of_layers_is_forgotten_when_they_leave_or_change(backend:
     def try_both() -> None:
         with layers.batch({0: Branching(), 1: Branching()}):
             for index in (0, 1):
-                layers.call(index, Branching(), (torch.ones(2, WIDTH),), {})
+                layers.call(index, "", Branching(), (torch.ones(2, WIDTH),), {})
 
     try_both()
     assert layers.runs_as_is(0) and layers.runs_as_is(1)
@@ -284,6 +334,7 @@ def test_a_missing_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ({"compile_kwargs": {"mode": "max-autotune"}}, "compile_kwargs['mode'] = 'max-autotune'"),
         ({"compile_kwargs": {"dynamic": True}}, "compile_kwargs['dynamic'] = True"),
+        ({"backend": "inducter"}, "backend = 'inducter' is not one of torch's, which are "),
         ({"schedule": [(0, [])]}, "schedule = "),
         ({"compiled_autograd_enabled": True}, "compiled_autograd_enabled = True"),
     ],

@@ -77,6 +77,9 @@ def backend_of_call(
             "which depends on where layers are; allowed is False"
         )
     chosen = default_backend() if backend is None else backend
+    known = torch.compiler.list_backends(exclude_tags=())
+    if not callable(chosen) and chosen not in known:
+        raise ConfigError(f"{call}: backend = {chosen!r} is not one of torch's, which are {', '.join(known)}")
     prepare(chosen, call)
     return chosen
 

@@ -79,41 +79,43 @@ class CompiledLayers:
 
     @contextmanager
     def batch(self, layers: Mapping[int, nn.Module]) -> Iterator[None]:
-        """Compile ``layers``, by their numbers, while a batch runs; not those that the user or TorchScript compiled."""
+        """Compile ``layers``, by their numbers, while a batch runs; not what the user or TorchScript compiled.
+
+        Of a layer whose class has ``compiled_parts``, names of submodules, these are compiled.
+        """
         if not self:
             yield
             return
-        ours = [
-            (index, module)
-            for index, module in layers.items()
-            if module._compiled_call_impl is None and not isinstance(module, torch.jit.ScriptModule)
-        ]
-        for index, module in ours:
-            module._compiled_call_impl = _Call(self, index, module)
+        ours = []
+        for index, path, module in _parts(layers):  # a module without weights may be there twice
+            if module._compiled_call_impl is None and not isinstance(module, torch.jit.ScriptModule):
+                module._compiled_call_impl = _Call(self, index, path, module)
+                ours.append(module)
         before, self._in_this_batch = self.seconds, {}
         try:
             with compiler.compiling_through(self._begin, self._end):
                 yield
         finally:
-            for _, module in ours:
+            for module in ours:
                 del module._compiled_call_impl
         if self._log and self._in_this_batch:
             what = ", ".join(f"{index} ({kind.__name__})" for index, kind in sorted(self._in_this_batch.items()))
             _logger.info(f"compile: layer {what} in {self.seconds - before:.1f} s")
 
-    def call(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer, compiled if it can be."""
+    def call(self, index: int, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer, or the part of it at ``path``, compiled if it can be."""
         kind = type(module)
-        if not self._as_is or _variant(index, module, args, kwargs) not in self._as_is:
+        if not self._as_is or _variant(index, path, module, args, kwargs) not in self._as_is:
             if kind not in self._runners:
                 self._runners[kind] = compiler.runner(kind, self._backend)
             before = self.seconds
             try:
-                result = self._runners[kind](module, *map(_laid_out, args), **kwargs)
+                laid_out = {name: _laid_out(value) for name, value in kwargs.items()}
+                result = self._runners[kind](module, *map(_laid_out, args), **laid_out)
             except Exception as error:
                 if (reason := compiler.why_not(error)) is None:
                     raise
-                self._as_is.add(_variant(index, module, args, kwargs))
+                self._as_is.add(_variant(index, path, module, args, kwargs))
                 self._warn_as_is(index, kind, reason)
             else:
                 if self.seconds > before:
@@ -121,9 +123,9 @@ class CompiledLayers:
                 return result
         return module._call_impl(*args, **kwargs)
 
-    def runs_as_is(self, index: int) -> bool:
-        """Say whether a layer could not be compiled where it trains."""
-        return any(variant[:2] == (index, True) for variant in self._as_is)
+    def runs_as_is(self, index: int, path: str = "") -> bool:
+        """Say whether a layer, or a part of it, could not be compiled where it trains."""
+        return any(variant[:3] == (index, path, True) for variant in self._as_is)
 
     def _warn_as_is(self, index: int, kind: type, reason: str) -> None:
         if kind not in self._named:
@@ -163,20 +165,28 @@ class _Call:
         runs_as_is: the layer could not be compiled where it trains.
     """
 
-    def __init__(self, layers: CompiledLayers, index: int, module: nn.Module) -> None:
-        self._layers, self._index, self._module = layers, index, module
+    def __init__(self, layers: CompiledLayers, index: int, path: str, module: nn.Module) -> None:
+        self._layers, self._index, self._path, self._module = layers, index, path, module
 
     @property
     def runs_as_is(self) -> bool:
-        return self._layers.runs_as_is(self._index)
+        return self._layers.runs_as_is(self._index, self._path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._layers.call(self._index, self._module, args, kwargs)
+        return self._layers.call(self._index, self._path, self._module, args, kwargs)
 
 
-def _variant(index: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _parts(layers: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
+    """Give what is compiled of each layer: a module, with its path in the layer; "" is the layer itself."""
+    for index, layer in layers.items():
+        for path in getattr(type(layer), "compiled_parts", ("",)):
+            yield index, path, layer.get_submodule(path)
+
+
+def _variant(index: int, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Tell apart what may compile from what may not: the layer, what it runs for, and what its inputs look like."""
-    return index, torch.is_grad_enabled(), module.training, _look(args), tuple((k, _look(v)) for k, v in kwargs.items())
+    named = tuple((name, _look(value)) for name, value in kwargs.items())
+    return index, path, torch.is_grad_enabled(), module.training, _look(args), named
 
 
 def _look(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -78,6 +78,8 @@ class MoEDecoderLayer(DecoderLayer):
         busiest: tokens of the busiest replica of each micro-batch, summed over the last training batch.
         mean: tokens of a replica there, the mean over those that share the experts.
     """
+
+    compiled_parts: ClassVar[tuple[str, ...]] = ()  # hooks note which experts are chosen, by the data
 
     def __init__(
         self, parts: PartsWithExperts, layer: int, block: int, router_loss: RouterLoss | None, experts: Experts

@@ -169,6 +169,7 @@ class DecoderLayer(nn.Module):
     """
 
     is_block: ClassVar[bool] = True
+    compiled_parts: ClassVar[tuple[str, ...]] = ("part",)  # what is around it, torch cannot trace
 
     def __init__(self, parts: Parts, layer: int, block: int, router_loss: RouterLoss | None) -> None:
         super().__init__()
