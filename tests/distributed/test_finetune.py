@@ -48,7 +48,7 @@ def finetune(made: Path, out: Path, documents: str) -> list[str]:
 
 def command(arguments: list[str]) -> int:
     """Run the command on a rank, which has met the others already."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # which nobody opens
     return main(arguments)
 
 
