@@ -73,6 +73,7 @@ def test_every_launcher_starts_training(installed: Path, launcher: str) -> None:
     variables = {**FOR_OPEN_MPI, "MASTER_PORT": port} if launcher == "mpirun" else {}
     printed = output_of(installed, *words, *TRAIN, **variables)
     assert printed.count("step 2/2: loss") == 1  # one job, of one rank or of two
+    assert ("One process" in printed) == (launcher == "none")
 
 
 @pytest.mark.fuzz

@@ -242,6 +242,7 @@ def test_a_run_with_a_thread_beside_it_ends_and_its_useless_cache_is_named(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(settings))
     printed = train_alone(tmp_path / "config.json", "--steps", "3")
     assert "step 3/3" in printed and "in 3 steps no text comes again" in printed
+    assert printed.startswith("One process, so one stage: no layer can move.")
 
 
 def test_a_short_run(tmp_path: Path) -> None:
