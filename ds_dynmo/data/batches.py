@@ -8,6 +8,7 @@ without communication, and a resumed run goes on with what would have come next.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ds_dynmo.data.config import Documents
 from ds_dynmo.data.order import Numbers, Shuffle, draw
@@ -31,6 +33,7 @@ Batch = tuple[Inputs, torch.Tensor]
 
 VALIDATION_SHARE = 20  # one token, or one document, in 20
 STRETCH = 2**20  # tokens
+SAMPLED = 2**16  # tokens
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,13 @@ class TokenData:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a resumed run has to have too."""
-        return {"tokens": len(self.tokens.ids), "documents": self.documents, "validation": self.validation is not None}
+        """What a resumed run has to have too: as many tokens, and the same among up to 65,536 that are compared."""
+        return {
+            "tokens": len(self.tokens.ids),
+            "sample": _digest_of_sample(self.tokens.ids),
+            "documents": self.documents,
+            "validation": self.validation is not None,
+        }
 
     def batches(
         self,
@@ -212,3 +220,9 @@ def _windows(text: Tokens, split: Split, length: int, sampling: Sampling, share:
 @lru_cache(maxsize=8)
 def _shuffle(count: int, *key: int | str) -> Shuffle:
     return Shuffle(count, *key)
+
+
+def _digest_of_sample(ids: NDArray[Any]) -> str:
+    """Describe tokens at equal distances, so that other data of the same length is seen without reading all of it."""
+    sample = ids[:: -(-len(ids) // SAMPLED)].astype("<i8")
+    return hashlib.sha256(sample.tobytes()).hexdigest()[:16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,10 @@ def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text:
     for kept in ({}, {"data": run.text.identity}):  # saved before there was such a key, and since
         (tmp_path / RESUME_FILE).write_text(json.dumps({**said, **kept}))
         prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
-    for data, was in (({**run.text.identity, "tokens": 300}, ".*'tokens': 300.*"), (None, "raw bytes")):
+    (other := run.text.tokens.ids.copy())[150] ^= 1
+    others = {**run.text.identity, "tokens": 300}, TokenData(replace(run.text.tokens, ids=other)).identity
+    assert others[1]["sample"] != run.text.identity["sample"]
+    for data, was in ((others[0], ".*'tokens': 300.*"), (others[1], ".*'sample'.*"), (None, "raw bytes")):
         (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": data}))
         with pytest.raises(ConfigError, match=f"--resume .*: was trained on {was}, this run has .*'tokens': 301"):
             prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
