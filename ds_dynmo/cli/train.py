@@ -59,6 +59,7 @@ VALIDATIONS = 5
 SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
 FIRST_RANK_SECONDS = 10.0
 ALONE = "One process, so one stage: no layer can move. Start several by deepspeed, torchrun, srun or mpirun."
+UNSAVED = "Nothing of the model is kept: --save DIR keeps checkpoints, --export DIR beside it what transformers reads."
 
 
 def refuse(error: Exception) -> int:
@@ -231,6 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)  # all stages share this machine's cores
     if not launched and run.join is None:
         print(ALONE, flush=True)
+    if first_rank and run.model.huggingface is not None and run.save is None and run.record is None:
+        print(UNSAVED, flush=True)
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)
     random.seed(run.model.seed)

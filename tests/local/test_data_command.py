@@ -53,6 +53,7 @@ def text(tmp_path: Path) -> Path:
 def prepared(folder: Path, model: dict[str, Any], *flags: str, **data: Any) -> Run:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
+        "dynmo": {},
         "model": model,
         **({"data": {"cache": str(folder / "cache"), **data}} if data else {}),
     }
