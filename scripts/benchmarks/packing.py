@@ -60,8 +60,10 @@ class MemoryRows:
         self._engine, self._limit, self._most = engine, limit, engine.num_stages
         self.rows: list[dict[str, Any]] = [{"steps": 0}]
 
-    def batch(self, _: dict[str, Any]) -> None:
+    def record(self, record: dict[str, Any]) -> None:
         """Count a batch, and begin a row if the model or the number of ranks is another from now on."""
+        if record["kind"] != "step":
+            return
         self.rows[-1]["steps"] += 1
         if self._engine.profile is None:
             return
@@ -111,7 +113,7 @@ def train_within_limit(flags: list[str], unlimited: Run, settings: dict[str, Any
     run = prepare(flags, with_block(settings, memory_limit=limit))
     engine = build_engine(run)
     rows = MemoryRows(engine, limit)
-    history = train(run, engine, build_cases(run, engine), rows.batch)
+    history = train(run, engine, build_cases(run, engine), rows.record)
     if engine.released or engine.global_rank != 0:
         return None
     engine.dismiss_parked()

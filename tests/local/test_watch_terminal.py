@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,18 +24,29 @@ HANGS_SECONDS = 60.0
 
 
 @contextmanager
+def sigint_not_ignored() -> Iterator[None]:
+    """Let processes that start inside be stopped by SIGINT, also where tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def watching(report: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start the command in a pseudo-terminal of 24 lines of 80 columns, and yield it and our end of the terminal."""
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(
-        [*COMMAND, str(report), "--interval", "0.05"],
-        cwd=ROOT,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**environment, "TERM": "xterm-256color", "PYTHONUTF8": "1"},
-    )
+    with sigint_not_ignored():
+        process = subprocess.Popen(
+            [*COMMAND, str(report), "--interval", "0.05"],
+            cwd=ROOT,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**environment, "TERM": "xterm-256color", "PYTHONUTF8": "1"},
+        )
     os.close(theirs)
     try:
         yield process, ours
@@ -46,10 +58,10 @@ def watching(report: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 def read_until(terminal: int, text: str | None) -> str:
     """Read until ``text`` appears; None: until the command has ended."""
-    found = b""
+    found, deadline = b"", time.monotonic() + HANGS_SECONDS
     while text is None or text not in found.decode(errors="replace"):
-        ready, _, _ = select.select([terminal], [], [], HANGS_SECONDS)
-        assert ready, f"{text!r} did not appear: {found!r}"
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready and time.monotonic() < deadline, f"{text!r} did not appear: {found!r}"
         try:
             found += os.read(terminal, 1 << 16)
         except OSError:  # the other end is closed
