@@ -15,6 +15,7 @@ from torch import nn
 from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.migration.references import References
 from ds_dynmo.engine.optimizer.state import PerParameterState
+from ds_dynmo.engine.serialization.object_graph import walk
 
 
 class Pipeline(nn.Module):
@@ -120,6 +121,27 @@ def test_a_module_in_the_programs_globals_is_named_with_its_buffers() -> None:
         layer.angles = ANGLES
     found = names_of(layers).outside(layers[0], {}).references
     assert [(id_, str(reference.name)) for id_, reference in found.items()] == [(id(ANGLES), f"{__name__}.ANGLES")]
+
+
+def test_globals_are_searched_once_for_all_layers_that_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+
+    def counting(roots: Any, enter: Any, depth: Any = None, **more: Any) -> Any:
+        searched.append(depth)
+        return walk(roots, enter, depth, **more)
+
+    layers = [Layer(angles=ANGLES), Layer(angles=ANGLES)]
+    names = names_of(layers)
+    monkeypatch.setattr("ds_dynmo.engine.migration.names.walk", counting)
+    with names.globals_kept():
+        first = names.outside(layers[0], {}).references
+        once = len(searched)
+        assert once and names.outside(layers[1], {}).references.keys() == first.keys() == {id(ANGLES)}
+        assert len(searched) == once
+    monkeypatch.setitem(globals(), "ANGLES", None)  # afterwards they may be others
+    monkeypatch.setitem(globals(), "MOVED", vars(layers[0])["angles"])
+    again = names.outside(layers[0], {}).references.values()
+    assert [str(reference.name) for reference in again] == [f"{__name__}.MOVED"]
 
 
 LAYERS: list[Layer] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ class Names:
         self._pipeline = pipeline
         self._modules = modules
         users = self._users(gather)
+        self._held_deep: dict[str, dict[int, tuple[Any, Path]]] | None = None  # by Python module, then by id
         # Both keep the objects alive, so that their ids are not reused.
         self._in_several = {key: part for key, (part, layers) in users.items() if len(layers) > 1}
         self._names = self._find_names({key: min(layers) for key, (_, layers) in users.items() if len(layers) == 1})
@@ -142,6 +144,15 @@ class Names:
             k: entry for k, entry in names.items() if k not in owner and not isinstance(entry[0], tuple | frozenset)
         }
 
+    @contextmanager
+    def globals_kept(self) -> Iterator[None]:
+        """Search the globals of each Python module once, for all layers that are packed meanwhile."""
+        self._held_deep = {}
+        try:
+            yield
+        finally:
+            self._held_deep = None
+
     def in_globals(self, wanted: Mapping[int, Any], layer: nn.Module) -> dict[int, Name]:
         """Name those of the objects ``wanted`` that are in the globals of a Python module.
 
@@ -154,17 +165,32 @@ class Names:
             package = module_name.partition(".")[0]
             if package in _NO_GLOBALS_OF_A_MODEL or module is None:
                 continue
-            globals_of_module = dict(vars(module))
-            if package not in packages and wanted.keys().isdisjoint(map(id, globals_of_module.values())):
-                continue  # a usual program has 50,000 globals, too many to walk for each layer that leaves
-            held = [((("attribute", name),), value) for name, value in globals_of_module.items()]
-            reached: Iterator[tuple[Path, Any]] = iter(held)
             if package in packages:
-                reached = walk([(path, v) for path, v in held if _is_of(v, module_name)], _is_holder, _GLOBALS_DEPTH)
-            for path, value in reached:
+                held = self._deep(module_name, module)
+                for key in wanted.keys() & held.keys():
+                    found.setdefault(key, Name((_GLOBALS, module_name), held[key][1]))
+                continue
+            globals_of_module = dict(vars(module))
+            if wanted.keys().isdisjoint(map(id, globals_of_module.values())):
+                continue  # a usual program has 50,000 globals, too many to walk for each layer that leaves
+            for name, value in globals_of_module.items():
                 if id(value) in wanted:
-                    found.setdefault(id(value), Name((_GLOBALS, module_name), path))
+                    found.setdefault(id(value), Name((_GLOBALS, module_name), _step_to(name)))
         return found
+
+    def _deep(self, module_name: str, module: Any) -> dict[int, tuple[Any, Path]]:
+        """Find what the globals of a Python module hold, with paths, by ``id``."""
+        if self._held_deep is not None and module_name in self._held_deep:
+            return self._held_deep[module_name]
+        held = [(_step_to(name), value) for name, value in dict(vars(module)).items() if _is_of(value, module_name)]
+        found = {id(value): (value, path) for path, value in walk(held, _is_holder, _GLOBALS_DEPTH)}
+        if self._held_deep is not None:
+            self._held_deep[module_name] = found
+        return found
+
+
+def _step_to(name: str) -> Path:
+    return (("attribute", name),)
 
 
 def _is_of_pipeline(name: str) -> bool:

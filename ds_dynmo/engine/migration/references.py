@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,10 @@ class References:
                 part._apply(lambda tensor: torch.empty_like(tensor, device="meta"), recurse=False)
 
     # -- a layer that leaves --------------------------------------------------------------------------
+
+    def globals_kept(self) -> AbstractContextManager[None]:
+        """Search the globals of each Python module once, for all layers that are packed meanwhile."""
+        return self._names.globals_kept()
 
     def outside(self, layer: nn.Module, marks: Mapping[str, Any]) -> Outside:
         """Find what ``layer`` refers to that does not move with it.
