@@ -17,7 +17,7 @@ from ds_dynmo.data.tokenizing import Tokenizer
 from ds_dynmo.data.tokens import Say, Tokens, check_ids, say_nothing
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["holds_ids", "open_data"]
+__all__ = ["holds_ids", "lacks_dtype", "open_data"]
 
 SPLITS = {"train": "train.bin", "validation": "val.bin"}  # nanoGPT's names in a folder
 
@@ -28,6 +28,11 @@ def holds_ids(path: str | os.PathLike[str], config: DataConfig) -> bool:
     if file is None:
         return is_dataset(Path(path))
     return file.suffix == ".idx" or config.dtype is not None or file.with_suffix(".json").is_file()
+
+
+def lacks_dtype(path: str | os.PathLike[str], config: DataConfig) -> Path | None:
+    """Find a ``.bin`` file of which nothing says that it holds token ids, or of what type. None: there is none."""
+    return None if holds_ids(path, config) else _token_file(Path(path))
 
 
 def open_data(

@@ -103,7 +103,10 @@ def train_patched(
 
 @pytest.mark.parametrize(
     ("how", "early"),
-    [("entries", False), ("entries", True), ("map", False), ("map", True), ("engine", False), ("subclass", True)],
+    [
+        *(("entries", True), ("map", False), ("engine", False), ("subclass", True)),
+        *(pytest.param(*one, marks=pytest.mark.fuzz) for one in (("entries", False), ("map", True))),
+    ],
 )
 def test_patched_instructions_are_called_as_often_as_by_deepspeed(how: str, early: bool) -> None:
     stock = run(2, train_patched, "deepspeed", UNCLIPPED, how, early)
@@ -204,7 +207,15 @@ def train_with_own_backward(
     return {"losses": losses, "counts": counts, "state": state(engine), "replica": 0}
 
 
-@pytest.mark.parametrize("what", OWN_BACKWARD)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.fuzz)
+        if what in ("several outputs", "tied layers", "a frozen prefix")
+        else what
+        for what in OWN_BACKWARD
+    ],
+)
 def test_moves_change_nothing_with_an_own_backward_pass(what: str) -> None:
     """It is called also on a stage that trains nothing, with an empty tensor."""
     case, twofold, prefix = OWN_BACKWARD[what]

@@ -15,11 +15,12 @@ from deepspeed.pipe import PipelineModule
 import ds_dynmo
 from ds_dynmo.models import huggingface, language_model_loss
 from tests.distributed.harness import RankError, run
-from tests.distributed.support import case_runs
+from tests.distributed.support import case_runs, elastic
 from tests.distributed.support.case_runs import CaseRun, check_moves_change_nothing, moved
 from tests.distributed.support.configs import Case, config
 from tests.distributed.support.training import state, whole
 from tests.distributed.test_huggingface import SIZES, Length, _Engine
+from tests.distributed.test_repack import train_case
 from tests.distributed.test_schedule_features import check_as_under_1f1b
 
 peft = pytest.importorskip("peft")
@@ -81,6 +82,29 @@ def test_moves_change_nothing(name: str, precision: str, stages: int, replicas: 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.fuzz) for name in MODELS)])
 def test_split_backward_passes_change_nothing(name: str) -> None:
     check_as_under_1f1b(2, case_runs.train, moved(case(name)))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+@pytest.mark.parametrize("name", ["llama", "llama dora", "gpt2 biases", "mixtral"])
+def test_moves_change_nothing_of_compiled_layers(name: str, precision: str) -> None:
+    check_moves_change_nothing(case(name, precision=precision, dynmo={"interval": 0, "compile": True}))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("mistral", "bf16 zero1"),
+        *(pytest.param(name, "fp32", marks=pytest.mark.fuzz) for name in MODELS),
+        pytest.param("llama tied, two layers", "bf16 zero1", marks=pytest.mark.fuzz),
+    ],
+)
+def test_repacking_changes_nothing(name: str, precision: str) -> None:
+    parked = case(name, stages=3, precision=precision, dynmo=elastic.PARK)
+    came_back = run(3, train_case, parked, {1: 2, 2: 1, 4: 3})
+    stayed = run(3, train_case, parked, {})
+    assert elastic.losses(came_back) == elastic.losses(stayed)
+    assert elastic.merged(came_back) == elastic.merged(stayed)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------

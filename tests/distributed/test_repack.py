@@ -38,9 +38,8 @@ from tests.distributed.support.training import (
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
-        ("fp32", 1),
         ("bf16 zero1", 2),
-        pytest.param("fp32", 2, marks=pytest.mark.fuzz),
+        *(pytest.param("fp32", replicas, marks=pytest.mark.fuzz) for replicas in (1, 2)),
         pytest.param("bf16 zero1", 1, marks=pytest.mark.fuzz),
     ],
 )

@@ -238,14 +238,16 @@ FEATURES = {
         fuzz=True,
     ),
     "experts on replicas": Feature(
-        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),)
+        4, case_runs.train, (moved(CaseRun(test_expert_parallel.MODELS["auxiliary loss"], replicas=2)),), fuzz=True
     ),
     "a layer used twice": Feature(
         3, train_layers, (Case(stages=3, micro_batches=5, precision="bf16"), used_twice, [[0, 4, 5, 7]])
     ),
     "unusual modules": Feature(3, train_layers, (Case(stages=3, micro_batches=5, clip=0.0), unusual_layers, [])),
     "gpt2": Feature(2, case_runs.train, (moved(test_huggingface.case("gpt2", precision="bf16")),), fuzz=True),
-    "mixtral": Feature(2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),)),
+    "mixtral": Feature(
+        2, case_runs.train, (moved(test_huggingface.case("mixtral", precision="bf16 zero1")),), fuzz=True
+    ),
     "mixtral recomputed": Feature(
         2, case_runs.train, (moved(test_huggingface.case("mixtral", interval=1)),), fuzz=True
     ),
@@ -270,6 +272,7 @@ FEATURES = {
         4,
         test_replicas.train,
         (Case(stages=4, micro_batches=4, dynmo=test_replicas.BY_HAND), {1: 2, 3: 4}, 4, False, True, None, True),
+        fuzz=True,
     ),
     "timers": Feature(
         2, test_topologies.train_feature, features(wall_clock_breakdown=True, steps_per_print=1), fuzz=True

@@ -128,6 +128,21 @@ def test_a_class_may_name_the_parts_that_are_compiled(backend: Backend) -> None:
     assert backend.calls == 1 and layer.part._compiled_call_impl is None
 
 
+class Misnamed(nn.Module):
+    compiled_parts = ("part", "parts")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Layer()
+
+
+def test_a_part_that_there_is_not_is_named_before_anything_changes(backend: Backend) -> None:
+    layer, layers = Misnamed(), compiled(backend)
+    with pytest.raises(AttributeError, match=r"layer 5 \(Misnamed\): compiled_parts: .*`parts`"):
+        layers.batch({5: layer}).__enter__()
+    assert layer.part._compiled_call_impl is None
+
+
 def test_layers_that_look_alike_share_code_and_others_are_compiled_however_many_there_are(backend: Backend) -> None:
     layers = compiled(backend)
     alike = {index: Layer() for index in range(4)}

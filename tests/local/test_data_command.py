@@ -69,9 +69,18 @@ def test_our_own_gpt_reads_bytes_by_default(tmp_path: Path, text: Path) -> None:
     for given in (text, tmp_path):  # a folder too, whatever is in it
         run = prepared(tmp_path, OURS, "--data", str(given))
         assert isinstance(run.text, ByteText) and run.text.tokens[-14:].tolist() == list(b"one two three ")
-    np.zeros(500, dtype=np.uint16).tofile(tmp_path / "train.bin")  # nothing says that these are ids
-    assert isinstance(prepared(tmp_path, OURS, "--data", str(tmp_path / "train.bin")).text, ByteText)
     assert isinstance(prepared(tmp_path, OURS).text, ByteText)
+
+
+def test_a_bin_file_is_bytes_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    ids = tmp_path / "nanogpt" / "train.bin"
+    ids.parent.mkdir()
+    np.zeros(500, dtype=np.uint16).tofile(ids)
+    for given in (ids, ids.parent):
+        with pytest.raises(ConfigError, match=r'train\.bin: token ids need "dtype" in the "data" block.*train\.json'):
+            prepared(tmp_path, OURS, "--data", str(given))
+        run = prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(given))
+        assert isinstance(run.text, ByteText) and len(run.text.tokens) == 1000
 
 
 def test_a_folders_own_tokenizer_reads_text(tmp_path: Path, folder: Path, text: Path, capsys: Any) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.data import DataConfig, TokenData, holds_ids, open_data, read_data_config
+from ds_dynmo.data import DataConfig, TokenData, holds_ids, lacks_dtype, open_data, read_data_config
 from ds_dynmo.data.tokenizing import TOKENIZER
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
@@ -36,6 +36,11 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig) ->
             raise ConfigError(
                 f"data.{', data.'.join(given)}: cannot be given for raw bytes, which this run trains on; token ids are "
                 'of a file of them as --data, or of "tokenizer" in the "data" block, without "tokens": "bytes"'
+            )
+        if model.tokens is None and path is not None and (file := lacks_dtype(path, config)) is not None:
+            raise ConfigError(
+                f'{file}: token ids need "dtype" in the "data" block, "uint16" for nanoGPT\'s files, or a '
+                f"{file.with_suffix('.json').name} beside them; {TO_BYTES}"
             )
         return load_text(path)
     if config.tokenizer is None and not _has_tokenizer(folder):

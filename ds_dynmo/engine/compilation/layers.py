@@ -87,7 +87,7 @@ class CompiledLayers:
             yield
             return
         ours = []
-        for index, path, module in _parts(layers):  # a module without weights may be there twice
+        for index, path, module in list(_parts(layers)):  # a module without weights may be there twice
             if module._compiled_call_impl is None and not isinstance(module, torch.jit.ScriptModule):
                 module._compiled_call_impl = _Call(self, index, path, module)
                 ours.append(module)
@@ -180,7 +180,10 @@ def _parts(layers: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Modul
     """Give what is compiled of each layer: a module, with its path in the layer; "" is the layer itself."""
     for index, layer in layers.items():
         for path in getattr(type(layer), "compiled_parts", ("",)):
-            yield index, path, layer.get_submodule(path)
+            try:
+                yield index, path, layer.get_submodule(path)
+            except AttributeError as error:
+                raise AttributeError(f"layer {index} ({type(layer).__name__}): compiled_parts: {error}") from error
 
 
 def _variant(index: int, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
