@@ -11,8 +11,10 @@ from typing import Any
 
 import deepspeed
 import deepspeed.runtime.bf16_optimizer
+import torch
 
 from ds_dynmo import skip_shm_operator
+from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
 
 MODULES = [
     "torch._dynamo",
@@ -50,6 +52,8 @@ for name in MODULES:
 for name in OPTIONAL:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+check_deepspeed()  # what it reads is cached
+torch.manual_seed(torch.initial_seed())  # imports a part of torch's compiler
 skip_shm_operator()  # compiling it takes 40 s
 deepspeed.runtime.bf16_optimizer.see_memory_usage = _nothing  # it collects garbage, which takes seconds per optimizer
 gc.collect()

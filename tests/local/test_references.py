@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from ds_dynmo.engine.migration.names import Names
 from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.migration.references import References
 from ds_dynmo.engine.optimizer.state import PerParameterState
@@ -111,6 +113,7 @@ def test_a_data_set_of_the_loss_function_is_not_searched() -> None:
     assert names.is_shared(few[0]) and names.is_shared(many) and not names.is_shared(many[0])
 
 
+HOOK = functools.partial(torch.mul, 1)
 ANGLES = nn.Module()
 ANGLES.register_buffer("angles", torch.arange(3.0))
 
@@ -121,6 +124,19 @@ def test_a_module_in_the_programs_globals_is_named_with_its_buffers() -> None:
         layer.angles = ANGLES
     found = names_of(layers).outside(layers[0], {}).references
     assert [(id_, str(reference.name)) for id_, reference in found.items()] == [(id(ANGLES), f"{__name__}.ANGLES")]
+
+
+def test_globals_are_searched_only_for_what_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Any] = []
+    monkeypatch.setattr(Names, "in_globals", lambda _, objects, layer: wanted.extend(objects.values()) or {})
+    layers, mark = [Layer(), Layer()], Thing()
+    vars(layers[0].weight)["number"] = 3
+    packed(layers[0], names_of(layers))
+    assert wanted == []
+    vars(layers[1].weight)["mark"] = mark
+    layers[1].weight.register_hook(HOOK)
+    packed(layers[1], names_of(layers))
+    assert mark in wanted and HOOK in wanted
 
 
 def test_globals_are_searched_once_for_all_layers_that_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.references import Outside, References
 from ds_dynmo.engine.migration.tensors import TensorMeta, describe, find_bases, meta_of
+from ds_dynmo.engine.serialization.object_graph import is_constant
 from ds_dynmo.engine.serialization.pickling import NOT_PICKLABLE, dismantle, dump, missing_in, random_state_kept
 
 
@@ -143,9 +144,11 @@ def _constant_tensors(content: LayerContent) -> set[int]:
 
 
 def _marks(content: LayerContent) -> dict[str, Any]:
-    """Collect what users set on the layer's parameters, by the parameters' names."""
+    """Collect what users set on the layer's parameters and may refer to anything, by the parameters' names."""
     names = {id(parameter): name for name, parameter in content.module.named_parameters()}
-    found = zip(content.parameters, content.attributes, content.hooks)
-    return {
-        f"{names[id(p)]}.{kind}": held for p, *both in found for kind, held in zip(("marks", "hooks"), both) if held
-    }
+    found: dict[str, Any] = {}
+    for parameter, attributes, hooks in zip(content.parameters, content.attributes, content.hooks):
+        marks = {name: value for name, value in attributes.items() if not is_constant(value)}
+        held = {method: each for method, each in hooks.items() if each}
+        found |= {f"{names[id(parameter)]}.{kind}": of for kind, of in (("marks", marks), ("hooks", held)) if of}
+    return found
