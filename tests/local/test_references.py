@@ -126,6 +126,16 @@ def test_a_module_in_the_programs_globals_is_named_with_its_buffers() -> None:
     assert [(id_, str(reference.name)) for id_, reference in found.items()] == [(id(ANGLES), f"{__name__}.ANGLES")]
 
 
+class Singleton:
+    instance = Thing()
+
+
+def test_what_a_class_holds_for_all_its_instances_is_named() -> None:
+    layer = Layer(context=Singleton.instance)  # the only one of its stage, so no other layer shows that it is shared
+    [reference] = names_of([layer]).outside(layer, {}).references.values()
+    assert str(reference.name) == f"{__name__}.Singleton.instance"
+
+
 def test_globals_are_searched_only_for_what_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[Any] = []
     monkeypatch.setattr(Names, "in_globals", lambda _, objects, layer: wanted.extend(objects.values()) or {})

@@ -157,7 +157,8 @@ class Names:
         """Name those of the objects ``wanted`` that are in the globals of a Python module.
 
         The globals of every module count, except for Python's own, torch's, numpy's and DeepSpeed's. In the program and
-        in the packages of the layer's classes, what the globals hold counts too, ``_GLOBALS_DEPTH`` steps deep.
+        in the packages of the layer's classes, what the globals hold counts too, ``_GLOBALS_DEPTH`` steps deep, and so
+        does what their classes hold, such as the one instance of a singleton.
         """
         packages = {type(part).__module__.partition(".")[0] for part in layer.modules()} | {"__main__"}
         found: dict[int, Name] = {}
@@ -183,6 +184,8 @@ class Names:
         if self._held_deep is not None and module_name in self._held_deep:
             return self._held_deep[module_name]
         held = [(_step_to(name), value) for name, value in dict(vars(module)).items() if _is_of(value, module_name)]
+        classes = [(path, value) for path, value in held if isinstance(value, type)]
+        held += [((*path, *_step_to(name)), value) for path, kind in classes for name, value in _class_attributes(kind)]
         found = {id(value): (value, path) for path, value in walk(held, _is_holder, _GLOBALS_DEPTH)}
         if self._held_deep is not None:
             self._held_deep[module_name] = found
@@ -191,6 +194,11 @@ class Names:
 
 def _step_to(name: str) -> Path:
     return (("attribute", name),)
+
+
+def _class_attributes(kind: type) -> list[tuple[str, Any]]:
+    """List what a class holds for all its instances, without its methods and other descriptors."""
+    return [(name, value) for name, value in vars(kind).items() if not hasattr(type(value), "__get__")]
 
 
 def _is_of_pipeline(name: str) -> bool:
