@@ -373,3 +373,7 @@ def test_exports_that_would_lose_something_are_refused(tmp_path: Path) -> None:
         huggingface.export(LLAMA, tmp_path / "checkpoint", tmp_path / "other", peft={**ALL, "r": 2})
     with pytest.raises(ConfigError, match="merge: the model has no adapters"):
         huggingface.export(LLAMA, tmp_path / "checkpoint", tmp_path / "none", merge=True)
+    biased = {**ALL, "lora_bias": True}
+    checkpoint_of(huggingface.layers(LLAMA, peft=biased), tmp_path / "biased")
+    with pytest.raises(ConfigError, match=r"model\.layers\.0: peft cannot merge its adapters: .*lora_bias"):
+        huggingface.export(LLAMA, tmp_path / "biased", tmp_path / "merged biases", peft=biased, merge=True)

@@ -68,6 +68,7 @@ def merged(source: Source, layer: int, path: Path, tensors: Tensors, dtype: torc
 
     Raises:
         CheckpointError: tensors are not those of the layer, or there is no base.
+        ConfigError: peft cannot merge such adapters.
     """
     assert source.adapters is not None
     part = source.outline.paths[layer]
@@ -84,7 +85,10 @@ def merged(source: Source, layer: int, path: Path, tensors: Tensors, dtype: torc
             _check(tensors.get(name), like, f"{path}: {part}.{name}")
             values[name] = tensors[name]
     values = {name: value.to(torch.float32, copy=True) for name, value in values.items()}
-    state = source.adapters.merge(part, values)
+    try:
+        state = source.adapters.merge(part, values)
+    except RuntimeError as error:  # such as a bias of an adapter for a layer without one
+        raise ConfigError(f"{part}: peft cannot merge its adapters: {error}") from error
     return to_files(source.skeleton, {f"{part}.{name}": value.to(dtype) for name, value in state.items()})
 
 
