@@ -272,6 +272,37 @@ def test_a_frozen_parameter_of_a_model_stays_frozen() -> None:
     assert frozen == ["layers.0.part.weight"]
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "setting", "value"),
+    [
+        ("llama", "model.embed_tokens", "padding_idx", 7),
+        ("llama tied", "model.embed_tokens", "padding_idx", None),
+        ("llama", "model.layers.1.self_attn", "attention_dropout", 0.5),
+        ("gpt2", "transformer.drop", "p", 0.5),
+        ("gpt2", "transformer.h.1.mlp.dropout", "p", 0.5),
+    ],
+)
+def test_a_model_in_memory_keeps_settings_that_its_config_does_not_say(
+    name: str, path: str, setting: str, value: Any
+) -> None:
+    reference = library_model(name)
+    setattr(reference.get_submodule(path), setting, value)
+    reference.gradient_checkpointing_enable()  # not a setting of layers: DeepSpeed recomputes
+    ours = built(reference)
+    reference.gradient_checkpointing_disable()
+    tokens, labels = batch()
+    tokens = tokens.index_fill(1, torch.tensor([4]), 7)
+    torch.manual_seed(1)
+    logits, loss = library_loss(reference, tokens, labels)
+    torch.manual_seed(1)
+    found = ours(tokens)
+    assert torch.equal(found, logits)
+    loss.backward(), language_model_loss(found, labels).backward()
+    gradients = ours.gradients(reference)
+    for parameter_name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
 def test_the_models_config_is_not_changed() -> None:
     settings = dict(MODELS["llama"])
     config = transformers.AutoConfig.for_model(**settings)
@@ -430,6 +461,50 @@ def test_a_model_whose_weights_are_not_its_configs_is_refused() -> None:
         huggingface.layers(model)
 
 
+def test_a_model_that_is_not_built_as_its_config_says_is_refused() -> None:
+    def refused(model: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            huggingface.layers(model)
+
+    both = r"lm_head\.weight and model\.embed_tokens\.weight are"
+    model = library_model("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    refused(model, rf"{both} one weight, by its config \(tie_word_embeddings false\) they are not")
+    model = library_model("llama tied")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    refused(model, rf"{both} not one weight, by its config \(tie_word_embeddings true\) they are")
+    model = library_model("llama")
+    model.model.layers[2].mlp.act_fn = nn.ReLU()
+    refused(model, r"model\.layers\.2\.mlp\.act_fn is a ReLU, by its config a SiLUActivation")
+    refused(library_model("llama").model, "it is a LlamaModel, by its config a LlamaForCausalLM")
+
+
+def test_a_tied_head_with_values_of_its_own_in_the_files_is_refused(tmp_path: Path) -> None:
+    """The library does not tie it then."""
+    reference = library_model("llama tied")
+    reference.save_pretrained(tmp_path)
+    embedding = reference.model.embed_tokens.weight.detach()
+    tensors = {**safetensors_torch.load_file(tmp_path / "model.safetensors"), "lm_head.weight": embedding.clone()}
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens, _ = batch()
+    assert torch.equal(built(tmp_path)(tokens), reference(tokens).logits)
+    tensors["lm_head.weight"][-1, 0] += 1
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight and lm_head\.weight differ, and its config ties them"):
+        huggingface.layers(tmp_path)
+
+
+def test_one_file_is_read_rather_than_an_index_as_by_the_library(tmp_path: Path) -> None:
+    library_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    other = library_model("llama", seed=4)
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    tokens, _ = batch()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(tokens).logits, other(tokens).logits)
+    assert torch.equal(built(tmp_path)(tokens), other(tokens).logits)
+
+
 def test_wrong_files_are_named(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(ConfigError, match=message):
@@ -449,6 +524,11 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     library_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     next(iter(tmp_path.glob("model-00002-*"))).unlink()
     refused(r"has no file model-00002-of-\d+\.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "pytorch_model.bin").touch()
+    refused(r"has no file model\.safetensors; files of pickle are not read")
+    (tmp_path / "adapter_config.json").touch()
+    refused(r"has adapter_config\.json: the library would load the adapter too")
 
 
 # -- the "model" block --------------------------------------------------------------------------------------

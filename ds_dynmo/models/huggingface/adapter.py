@@ -23,6 +23,7 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.configs import config_of, default_attention, name_of, transformers
 from ds_dynmo.models.huggingface.conversions import locate, made_shapes
 from ds_dynmo.models.huggingface.experts import MoEDecoderLayer
+from ds_dynmo.models.huggingface.in_memory import take_settings
 from ds_dynmo.models.huggingface.lora import Adapters, adapters_in, base_tensors
 from ds_dynmo.models.huggingface.lora_config import Lora, split_off
 from ds_dynmo.models.huggingface.modules import (
@@ -105,7 +106,7 @@ def layers(
 
 def specs_of(source: Source, place: str) -> list[LayerSpec]:
     """Specify the layers of ``source``."""
-    outline, config = source.outline, source.config
+    outline = source.outline
     loss, has_router = find_router_loss(source.skeleton, source.blocks, place)
     last = len(outline.paths) - 1
     if source.tied:
@@ -118,7 +119,7 @@ def specs_of(source: Source, place: str) -> list[LayerSpec]:
         head = LayerSpec(OutputHead, source.of(last), last, loss)
     specs = [embedding]
     if outline.first_block == 2:
-        specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, config.embd_pdrop))
+        specs.append(LayerSpec(PositionEmbedding, source.of(1), 1, source.skeleton.base_model.drop.p))
     for block, experts in enumerate(source.experts):
         layer = len(specs)
         about = (source.of(layer), layer, block, loss if has_router[block] else None)
@@ -147,6 +148,8 @@ def source_of(
     model, lora = split_off(model, peft)
     config, place = config_of(model), name_of(model)
     skeleton = _skeleton(config, place, attn_implementation)
+    if isinstance(model, nn.Module):
+        take_settings(skeleton, model, place)
     outline = outline_of(skeleton, place)
     trainable: Mapping[str, bool] = {}
     tensors: Tensors | None = None
@@ -218,14 +221,28 @@ def _exact_buffers(skeleton: Any, outline: Outline) -> tuple[str, ...]:
     )
 
 
-def _places(source: Source, tensors: Tensors) -> dict[str, Stored]:
+def _places(source: Source, tensors: Folder) -> dict[str, Stored]:
     """Find what the tensors of files make, and refuse those that are not the model's."""
     skeleton, expected = source.skeleton, _expected(source)
     stored, unknown = locate(skeleton, tensors.shapes)
+    if source.tied:
+        _check_tied(source, tensors, stored)
     made = made_shapes(skeleton, stored, tensors.shapes, tensors.place)
     ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
     check_tensors(tensors, {name: shape for name, (_, shape) in made.items()}, expected, unknown, ignored)
     return {name: place for name, (place, _) in made.items() if name in expected}
+
+
+def _check_tied(source: Source, tensors: Folder, stored: Mapping[str, Stored]) -> None:
+    """Refuse files that have embedding and head both, with other values: the library does not tie them then."""
+    ends = [f"{source.outline.paths[end]}.weight" for end in (0, -1)]
+    if all(name in stored for name in ends):
+        first, last = (stored[name].names[0] for name in ends)
+        if not tensors.are_equal(first, last):
+            raise ConfigError(
+                f"{tensors.place}: {first} and {last} differ, and its config ties them: tie_word_embeddings should be "
+                "false"
+            )
 
 
 def _expected(source: Source) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ __all__ = [
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "tekken*", "spiece.model", "sentencepiece*")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+ADAPTER = "adapter_config.json"
 TOP_K = "num_experts_per_tok"
 _SHOULD_BE = (
     "should be one of gpt2, llama, qwen2, qwen3, mixtral, or another causal language model whose base_model_pp_plan "
@@ -102,6 +103,11 @@ def config_of(model: Any) -> Any:
         path = Path(model)
         if not path.exists():
             raise ConfigError(f"{path}: there is no such folder or file (models are not fetched)")
+        if (path / ADAPTER).is_file():
+            raise ConfigError(
+                f"{path}: has {ADAPTER}: the library would load the adapter too. Give the PeftModel that peft's "
+                "from_pretrained(..., is_trainable=True) makes, or the folder of a model without adapters"
+            )
         path = path / "config.json" if path.is_dir() else path
         config = _read(library, load_json(path), str(path))
     else:

@@ -22,6 +22,7 @@ __all__ = ["INDEX", "Folder", "InMemory", "Stored", "Tensors", "check_tensors"]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHOWN = 4  # names in a message
+ROWS = 1024  # of a tensor that are read at once to compare it
 
 # Buffers that older versions of the library saved.
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
@@ -148,9 +149,22 @@ class Folder:
                 raise ConfigError(f"{path}: cannot be read: {error}") from error
         return tensors
 
+    def are_equal(self, one: str, other: str) -> bool:
+        """Compare the values of two tensors, some rows at a time."""
+        from safetensors import safe_open
+
+        if self.shapes[one] != self.shapes[other]:
+            return False
+        with safe_open(self._found[one], "pt") as first, safe_open(self._found[other], "pt") as second:
+            left, right = first.get_slice(one), second.get_slice(other)
+            for start in range(0, self.shapes[one][0], ROWS):
+                if not torch.equal(left[start : start + ROWS].float(), right[start : start + ROWS].float()):
+                    return False
+        return True
+
 
 def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
+    if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():  # the library prefers the single one, too
         weight_map = load_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f'{folder / INDEX}: should have a "weight_map" of tensors to file names')
@@ -159,8 +173,10 @@ def _files(folder: Path) -> list[Path]:
         files = [folder / SINGLE]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        fresh = f"; {folder / 'config.json'} instead of the folder is a model with fresh weights"
-        raise ConfigError(f"{folder}: has no file {_some(missing)}{fresh if missing == [SINGLE] else ''}")
+        hint = f"; {folder / 'config.json'} instead of the folder is a model with fresh weights"
+        if any(folder.glob("pytorch_model*.bin*")):
+            hint = "; files of pickle are not read: load them with transformers, and save_pretrained() the model"
+        raise ConfigError(f"{folder}: has no file {_some(missing)}{hint if missing == [SINGLE] else ''}")
     return files
 
 
