@@ -26,7 +26,9 @@ class DataConfig(Block):
         'side by side in a sequence, each with positions and attention of its own; "padded": one in each sequence',
     )
     tokenizer: str | None = Field(
-        default=None, description="folder with a tokenizer.json, for text; null: that of the model's folder"
+        default=None,
+        min_length=1,
+        description="folder with a tokenizer.json, for text; null: that of the model's folder",
     )
     field: str = Field(default="text", min_length=1, description="where a JSON line or a row of a dataset has its text")
     dtype: TokenType | None = Field(
@@ -36,10 +38,14 @@ class DataConfig(Block):
         default=None, ge=0, description="token id that ends each document in a .bin file; null: its JSON file says"
     )
     validation: str | None = Field(
-        default=None, description="file or folder for validation; null: a twentieth of the data, which is not trained"
+        default=None,
+        min_length=1,
+        description="file or folder for validation; null: a twentieth of the data, which is not trained",
     )
     cache: str | None = Field(
-        default=None, description="folder for text that was tokenized; null: ds_dynmo in the user's cache folder"
+        default=None,
+        min_length=1,
+        description="folder for text that was tokenized; null: ds_dynmo in the user's cache folder",
     )
 
 

@@ -17,20 +17,11 @@ from ds_dynmo.data.files import little_endian, map_ids
 from ds_dynmo.data.tokens import Tokens
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["is_index", "read_megatron"]
+__all__ = ["read_megatron"]
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6, 7: floats
-
-
-def is_index(path: Path) -> bool:
-    """Tell whether a file is an index of this format."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def read_megatron(index: Path) -> Tokens:
@@ -46,7 +37,9 @@ def read_megatron(index: Path) -> Tokens:
         raise ConfigError(f"{index}: cannot be read: {error}") from error
     if len(content) < HEADER.size:
         raise ConfigError(f"{index}: {len(content)} bytes are too few for an index, whose header has {HEADER.size}")
-    _, version, number, sequences, entries = HEADER.unpack_from(content)
+    magic, version, number, sequences, entries = HEADER.unpack_from(content)
+    if magic != MAGIC:
+        raise ConfigError(f"{index}: is no index of Megatron's: begins with {magic!r}: should be {MAGIC!r}")
     if version != 1:
         raise ConfigError(f"{index}: version {version} of Megatron's index: should be 1")
     if number not in TYPES:

@@ -10,29 +10,51 @@ from ds_dynmo.data.batches import Split, TokenData
 from ds_dynmo.data.cache import cached, default_folder, identity_of
 from ds_dynmo.data.config import BLOCK, DataConfig
 from ds_dynmo.data.files import read_tokens, smallest_type
-from ds_dynmo.data.megatron import is_index, read_megatron
+from ds_dynmo.data.megatron import read_megatron
 from ds_dynmo.data.saved_datasets import IDS, ids_of, is_dataset, open_dataset, texts_of
-from ds_dynmo.data.texts import read_documents, text_files
+from ds_dynmo.data.texts import read_documents
 from ds_dynmo.data.tokenizing import Tokenizer
 from ds_dynmo.data.tokens import Say, Tokens, check_ids, say_nothing
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.text_files import readable, text_files
 
-__all__ = ["holds_ids", "lacks_dtype", "open_data"]
+__all__ = ["check_text", "holds_ids", "lacks_dtype", "open_data"]
 
-SPLITS = {"train": "train.bin", "validation": "val.bin"}  # nanoGPT's names in a folder
+SPLITS: dict[Split, str] = {"train": "train.bin", "validation": "val.bin"}  # nanoGPT's names in a folder
+OF_IDS = (".bin", ".idx")
 
 
 def holds_ids(path: str | os.PathLike[str], config: DataConfig) -> bool:
     """Tell whether data is in one of the formats of token ids. A folder of datasets counts as one."""
-    file = _token_file(Path(path))
-    if file is None:
-        return is_dataset(Path(path))
-    return file.suffix == ".idx" or config.dtype is not None or file.with_suffix(".json").is_file()
+    with readable(Path(path)):
+        file = _token_file(Path(path), "train")
+        if file is None:
+            return is_dataset(Path(path))
+        return _is_index(file) or config.dtype is not None or file.with_suffix(".json").is_file()
 
 
 def lacks_dtype(path: str | os.PathLike[str], config: DataConfig) -> Path | None:
     """Find a ``.bin`` file of which nothing says that it holds token ids, or of what type. None: there is none."""
-    return None if holds_ids(path, config) else _token_file(Path(path))
+    return None if holds_ids(path, config) else _token_file(Path(path), "train")
+
+
+def check_text(path: str | os.PathLike[str], hint: str = "") -> list[Path]:
+    """List the files of a text.
+
+    Args:
+        hint: what else can be done about token ids, for the message.
+
+    Raises:
+        ConfigError: something cannot be read, or a file of token ids is among them, which is no text.
+    """
+    files = text_files(Path(path))
+    found = next((file for file in files if file.suffix.lower() in OF_IDS), None)
+    if found is not None:
+        raise ConfigError(
+            f"{found}: files of token ids are not read as text: give the file itself, or a folder without it (of "
+            f"nanoGPT's files one with {SPLITS['train']}){hint}"
+        )
+    return files
 
 
 def open_data(
@@ -60,12 +82,15 @@ def open_data(
     config, path = config or DataConfig(), Path(path)
     tokenizer = tokenizer if config.tokenizer is None else config.tokenizer
     opened: dict[Split, Tokens] = {}
-    for split, source in _splits(path, config).items():
-        tokens = _open(source, split, config, tokenizer, say)
-        if tokens is not None:
-            opened[split] = check_ids(tokens, vocabulary, say)
-        elif split == "train" or config.validation is not None:
-            raise ConfigError(f'{source}: holds several datasets, and none is called "{split}"')
+    with readable(path):
+        sources = _splits(path, config)
+        _check_used(config, sources)
+        for split, source in sources.items():
+            tokens = _open(source, split, config, tokenizer, say)
+            if tokens is not None:
+                opened[split] = check_ids(tokens, vocabulary, say)
+            elif split == "train" or config.validation is not None:
+                raise ConfigError(f'{source}: holds several datasets, and none is called "{split}"')
     return TokenData(opened["train"], documents=config.documents, validation=opened.get("validation"))
 
 
@@ -74,30 +99,44 @@ def _splits(path: Path, config: DataConfig) -> dict[Split, Path]:
     found: dict[Split, Path] = {"train": path}
     if config.validation is not None:
         found["validation"] = Path(config.validation)
-    elif (path / SPLITS["train"]).is_file() and (path / SPLITS["validation"]).is_file():
-        found = {"train": path / SPLITS["train"], "validation": path / SPLITS["validation"]}
-    elif (path / "dataset_dict.json").is_file():
+    elif all((path / name).is_file() for name in SPLITS.values()) or (path / "dataset_dict.json").is_file():
         found["validation"] = path
     return found
 
 
-def _token_file(path: Path) -> Path | None:
+def _token_file(path: Path, split: Split) -> Path | None:
     """Find the file with which reading ids begins: a ``.bin`` file, or Megatron's index. None: this is no such data."""
-    index = path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else Path(f"{path}.idx")
-    if is_index(index):
-        return index
-    path = path / SPLITS["train"] if (path / SPLITS["train"]).is_file() else path
-    return path if path.suffix == ".bin" and path.is_file() else None
+    path = path / SPLITS[split] if (path / SPLITS[split]).is_file() else path
+    if path.suffix.lower() in OF_IDS:
+        index = path.with_suffix(".idx")
+        return index if index.is_file() else path if path.is_file() else None
+    index = Path(f"{path}.idx")
+    return index if index.is_file() and not path.exists() else None
+
+
+def _is_index(file: Path) -> bool:
+    return file.suffix.lower() == OF_IDS[1]
+
+
+def _check_used(config: DataConfig, sources: dict[Split, Path]) -> None:
+    """Refuse what says how a ``.bin`` file is read if none is."""
+    given = [key for key in ("dtype", "end_of_document") if getattr(config, key) is not None]
+    files = [_token_file(source, split) for split, source in sources.items()]
+    if given and all(file is None or _is_index(file) for file in files):
+        raise ConfigError(
+            f"{BLOCK}.{f', {BLOCK}.'.join(given)}: says how a .bin file without an index is read, and "
+            f"{sources['train']} is none"
+        )
 
 
 def _open(
     path: Path, split: Split, config: DataConfig, folder: str | os.PathLike[str] | None, say: Say
 ) -> Tokens | None:
-    file = _token_file(path)
+    file = _token_file(path, split)
     if file is not None:
-        return read_megatron(file) if file.suffix == ".idx" else read_tokens(file, config)
+        return read_megatron(file) if _is_index(file) else read_tokens(file, config)
     cache = default_folder() if config.cache is None else Path(config.cache)
-    files = text_files(path)
+    files = text_files(path) if is_dataset(path) else check_text(path)
     if is_dataset(path):
         dataset = open_dataset(path, split)
         if dataset is None:

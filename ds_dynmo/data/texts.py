@@ -9,25 +9,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.text_files import readable
 
-__all__ = ["JSON_LINES", "is_text", "read_documents", "text_files"]
+__all__ = ["JSON_LINES", "is_text", "read_documents"]
 
 JSON_LINES = (".jsonl", ".ndjson")
 SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def text_files(path: Path) -> list[Path]:
-    """List a file, or the regular files at any depth of a folder in the order of their names.
-
-    Raises:
-        ConfigError: there is no such path, or no file in it.
-    """
-    if not path.exists():
-        raise ConfigError(f"{path}: no such file or folder")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
-    if not files:
-        raise ConfigError(f"{path}: there is no file in it")
-    return files
 
 
 def read_documents(files: list[Path], field: str) -> Iterator[str]:
@@ -41,12 +28,11 @@ def read_documents(files: list[Path], field: str) -> Iterator[str]:
     """
     for file in files:
         try:
-            if file.suffix.lower() in JSON_LINES:
-                yield from _lines(file, field)
-            else:
-                yield file.read_bytes().decode("utf-8-sig")
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error}") from error
+            with readable(file):
+                if file.suffix.lower() in JSON_LINES:
+                    yield from _lines(file, field)
+                else:
+                    yield file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: is no UTF-8 text: {error}") from error
 

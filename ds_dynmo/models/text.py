@@ -19,6 +19,7 @@ import torch
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.seeding import generator_for
+from ds_dynmo.text_files import readable, text_files
 
 __all__ = ["Batches", "ByteText", "EpochBatches", "RandomBatches", "Sampling", "load_text"]
 
@@ -177,17 +178,13 @@ def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
             their names. None: the sources of Python's standard library, without its tests, up to 16 MiB.
 
     Raises:
-        ConfigError: no such path, a file that cannot be read, or not one byte in it.
+        ConfigError: no such path, a file or folder that cannot be read, or not one byte in it.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in sorted(root.rglob("*.py")) if not STDLIB_EXCLUDED & set(file.relative_to(root).parts)]
         return _read(files, str(root), STDLIB_BYTES)
-    root = Path(path)
-    if not root.exists():
-        raise ConfigError(f"{root}: no such file or folder")
-    files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root.is_dir() else [root]
-    return _read(files, str(root), None)
+    return _read(text_files(Path(path)), str(Path(path)), None)
 
 
 @lru_cache(maxsize=2)
@@ -199,10 +196,8 @@ def _shuffled(count: int, *key: int | str) -> torch.Tensor:
 def _read(files: Iterable[Path], name: str, most_bytes: int | None) -> ByteText:
     content = bytearray()
     for file in files:
-        try:
+        with readable(file):
             content += file.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error}") from error
         if most_bytes is not None and len(content) >= most_bytes:
             del content[most_bytes:]
             break

@@ -83,6 +83,15 @@ def test_a_bin_file_is_bytes_only_where_they_are_asked_for(tmp_path: Path) -> No
         assert isinstance(run.text, ByteText) and len(run.text.tokens) == 1000
 
 
+def test_token_files_in_a_folder_are_bytes_only_where_they_are_asked_for(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "val.bin").write_bytes(b"12")
+    with pytest.raises(ConfigError, match=r'val\.bin: files of token ids are not read as text.*"tokens": "bytes"'):
+        prepared(tmp_path, OURS, "--data", str(tmp_path))
+    prepared(tmp_path, {**OURS, "tokens": "bytes"}, "--data", str(tmp_path))
+    with pytest.raises(ConfigError, match='--data "": should name a file or a folder'):
+        prepared(tmp_path, OURS, "--data", "")
+
+
 def test_a_folders_own_tokenizer_reads_text(tmp_path: Path, folder: Path, text: Path, capsys: Any) -> None:
     run = prepared(tmp_path, huggingface(folder), "--data", str(text), field="text")
     assert isinstance(run.text, TokenData) and run.text.tokens.ids.tolist() == [*[3, 4, 5] * 100, 1]

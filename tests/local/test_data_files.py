@@ -78,6 +78,42 @@ def test_nanogpts_folder_has_both_splits(tmp_path: Path) -> None:
     assert (data.tokens.ids.tolist(), data.validation.ids.tolist()) == (IDS, [3, 3, 3])
 
 
+def test_validation_on_nanogpts_folder_is_on_its_val_bin(tmp_path: Path) -> None:
+    for name, train, validation in (("a", [1, 1, 1], [2, 2]), ("b", [3, 3], [4, 4])):
+        (tmp_path / name).mkdir()
+        nanogpt(tmp_path / name, ids=train)
+        nanogpt(tmp_path / name, "val.bin", validation)
+    config = DataConfig(dtype="uint16", validation=str(tmp_path / "b"))
+    data = open_data(tmp_path / "a", config, vocabulary=10)
+    assert data.validation is not None
+    assert (data.tokens.ids.tolist(), data.validation.ids.tolist()) == ([1, 1, 1], [4, 4])
+    (tmp_path / "b" / "val.bin").unlink()
+    with pytest.raises(ConfigError, match=r"b/train\.bin: files of token ids are not read as text"):
+        open_data(tmp_path / "a", config, vocabulary=10)
+
+
+@pytest.mark.parametrize("name", ["val.bin", "deep/corpus.idx", "part.BIN"])
+def test_token_files_among_text_are_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"12")
+    for given in (DataConfig(dtype="uint16"), DataConfig()):
+        assert not holds_ids(tmp_path, given)
+    with pytest.raises(ConfigError, match=f"{name}: files of token ids are not read as text: give the file itself"):
+        open_data(tmp_path, vocabulary=10, tokenizer="nowhere")
+
+
+def test_what_is_said_of_bin_files_is_refused_for_other_data(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one")
+    for given, named in (
+        ({"dtype": "uint16"}, r"data\.dtype"),
+        ({"dtype": "uint16", "end_of_document": 0}, r"data\.dtype, data\.end_of_document"),
+    ):
+        for path in (tmp_path / "text.txt", megatron(tmp_path)):
+            with pytest.raises(ConfigError, match=f"{named}: says how a .bin file without an index is read"):
+                open_data(path, DataConfig.model_validate(given), vocabulary=10, tokenizer="nowhere")
+
+
 @pytest.mark.parametrize(
     ("header", "config", "message"),
     [
@@ -121,6 +157,7 @@ def test_documents_that_are_not_in_the_text_are_refused(tmp_path: Path, starts: 
 def megatron(
     folder: Path,
     *,
+    magic: bytes = b"MMIDIDX\x00\x00",
     version: int = 1,
     code: int = 8,
     places: Sequence[int] = (0, 8, 12),
@@ -128,7 +165,7 @@ def megatron(
 ) -> Path:
     """Write three sequences, of which the first two are one document."""
     np.asarray(IDS, dtype="<u2").tofile(folder / "corpus.v1_text.bin")
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", version, code, 3, len(documents))
+    index = struct.pack("<9sQBQQ", magic, version, code, 3, len(documents))
     index += struct.pack("<3i", 4, 2, 6) + struct.pack("<3q", *places) + struct.pack(f"<{len(documents)}q", *documents)
     (folder / "corpus.v1_text.idx").write_bytes(index)
     return folder / "corpus.v1_text.idx"
@@ -140,10 +177,14 @@ def test_megatrons_format_is_read_by_either_name_and_by_its_prefix(tmp_path: Pat
     path = f"{tmp_path}/corpus.v1_text{suffix}"
     assert holds_ids(path, DataConfig())
     assert read(open_data(path, vocabulary=10).tokens) == (IDS, [0, 6, 12])
+    (tmp_path / "corpus.v1_text.idx").write_text("something else")
+    with pytest.raises(ConfigError, match=r"corpus\.v1_text\.idx: 14 bytes are too few for an index"):
+        open_data(path, vocabulary=10)
 
 
 def test_wrong_indices_are_refused(tmp_path: Path) -> None:
     for changes, message in (
+        ({"magic": b"TNTIDX\x00\x00\x00"}, r"corpus\.v1_text\.idx: is no index of Megatron's: begins with b'TNTIDX"),
         ({"version": 2}, r"corpus\.v1_text\.idx: version 2 of Megatron's index: should be 1"),
         ({"code": 7}, "type 7 of the ids: should be one of 1, 2, 3, 4, 5, 8"),
         ({"code": 4}, r"do not follow each other in corpus\.v1_text\.bin"),

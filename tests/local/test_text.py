@@ -1,3 +1,5 @@
+import errno
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -106,9 +108,36 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "folder" / "deeper").mkdir(parents=True)
     with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
         load_text(tmp_path / "nowhere")
-    for name in ("empty", "folder"):
-        with pytest.raises(ConfigError, match=f"{name}: there is not one byte"):
-            load_text(tmp_path / name)
+    with pytest.raises(ConfigError, match="empty: there is not one byte"):
+        load_text(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="folder: there is no file in it"):
+        load_text(tmp_path / "folder")
+    with pytest.raises(ConfigError, match="null: is neither a regular file nor a folder"):
+        load_text("/dev/null")
+
+
+def test_what_a_folder_would_leave_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "a.txt").write_bytes(b"one")
+    (tmp_path / "b.txt").write_bytes(b"two")
+    (folder / "linked.txt").symlink_to(tmp_path / "b.txt")
+    assert bytes(load_text(folder).tokens.tolist()) == b"onetwo"
+    for target in (tmp_path / "nowhere", tmp_path, folder / "link"):
+        (folder / "link").symlink_to(target)
+        with pytest.raises(ConfigError, match="texts/link: is a link to a folder or to nothing"):
+            load_text(folder)
+        (folder / "link").unlink()
+    listing = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("inner"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match="texts/inner: cannot be read: Permission denied"):
+        load_text(folder)
 
 
 def test_too_short_a_text_is_refused_with_both_numbers(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.data import DataConfig, TokenData, holds_ids, lacks_dtype, open_data, read_data_config
+from ds_dynmo.data import DataConfig, TokenData, check_text, holds_ids, lacks_dtype, open_data, read_data_config
 from ds_dynmo.data.tokenizing import TOKENIZER
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
@@ -27,6 +27,8 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig) ->
         ConfigError: naming the path or key, and what is wrong.
     """
     config = read_data_config(settings)
+    if path == "":
+        raise ConfigError('--data "": should name a file or a folder')
     folder = _folder(model)
     if model.tokens is None and path is not None and holds_ids(path, config):
         return _open(path, config, model)
@@ -37,11 +39,8 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig) ->
                 f"data.{', data.'.join(given)}: cannot be given for raw bytes, which this run trains on; token ids are "
                 'of a file of them as --data, or of "tokenizer" in the "data" block, without "tokens": "bytes"'
             )
-        if model.tokens is None and path is not None and (file := lacks_dtype(path, config)) is not None:
-            raise ConfigError(
-                f'{file}: token ids need "dtype" in the "data" block, "uint16" for nanoGPT\'s files, or a '
-                f"{file.with_suffix('.json').name} beside them; {TO_BYTES}"
-            )
+        if model.tokens is None and path is not None:
+            _check_bytes(path, config)
         return load_text(path)
     if config.tokenizer is None and not _has_tokenizer(folder):
         files = huggingface.tokenizer_files(folder)
@@ -86,6 +85,16 @@ def _open(path: str, config: DataConfig, model: ModelConfig) -> TokenData:
     data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, say=say)
     say(data.describe(model.sequence_length))
     return data
+
+
+def _check_bytes(path: str, config: DataConfig) -> None:
+    """Refuse token ids as raw bytes, which nobody has asked for."""
+    if (file := lacks_dtype(path, config)) is not None:
+        raise ConfigError(
+            f'{file}: token ids need "dtype" in the "data" block, "uint16" for nanoGPT\'s files, or a '
+            f"{file.with_suffix('.json').name} beside them; {TO_BYTES}"
+        )
+    check_text(path, f"; {TO_BYTES}")
 
 
 def _folder(model: ModelConfig) -> Path | None:
