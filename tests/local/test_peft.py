@@ -260,9 +260,24 @@ def quantized_by_config(model: Any) -> Any:
     return model
 
 
+def scaled(model: Any) -> Any:
+    model.get_base_model().model.layers[1].mlp.up_proj.set_scale("default", 2.0)
+    return model
+
+
+def without_dropout(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (scaled, r"layers\.1\.mlp\.up_proj: its adapter's scaling is 8\.0, by the adapter's config 4\.0"),
+        (without_dropout, r"layers\.0\..*: its adapter's dropout is 0\.0, by the adapter's config 0\.1"),
+        (lambda model: model.merge_and_unload(), "none of its parameters has requires_grad: nothing would train"),
         (quantized_by_config, "quantization_config: quantized weights cannot be trained"),
         (merged_in, "q_proj: its adapter is merged into its base"),
         (disabled, "q_proj: its adapter is disabled"),
@@ -273,7 +288,8 @@ def quantized_by_config(model: Any) -> Any:
 )
 def test_models_with_adapters_that_cannot_train_are_refused(change: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        huggingface.layers(change(peft.get_peft_model(library_model(LLAMA), peft.LoraConfig(**ALL))))
+        lora = peft.LoraConfig(**ALL, lora_dropout=0.1)
+        huggingface.layers(change(peft.get_peft_model(library_model(LLAMA), lora)))
 
 
 def test_other_tuners_are_refused_by_name() -> None:

@@ -156,6 +156,8 @@ def source_of(
     if isinstance(model, nn.Module) and weights:
         tensors = InMemory(model.state_dict() if lora is None else base_tensors(model))
         trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        if lora is None and not any(trainable.values()):
+            raise ConfigError(f"{place}: none of its parameters has requires_grad: nothing would train")
     elif isinstance(model, (str, os.PathLike)) and Path(model).is_dir() and weights:
         tensors = Folder(Path(model))
     experts = find_experts(config, getattr(skeleton.base_model, outline.blocks), place, parallel=parallel)

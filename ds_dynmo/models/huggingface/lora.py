@@ -139,6 +139,7 @@ def adapters_in(skeleton: Any, lora: Lora, place: str, *, weights: bool = True) 
     else:
         found = _found_like(lora.model, base)
         _check_like(found, base, place)
+        _check_factors(lora, base, place)
         trainable = {name: found[name].requires_grad for name, _ in base.named_parameters()}
         tensors = {name: found[name] for name in filter(is_adapters, found)} if weights else None
     if not any(trainable.values()):
@@ -222,3 +223,19 @@ def _check_like(found: Mapping[str, torch.Tensor], like: nn.Module, place: str) 
                 f"{place}: {name} should be a floating-point tensor {list(expected.shape)} by the adapter's config, "
                 f"has {has}; adapters that were added in other ways, and quantized bases, do not work in a pipeline"
             )
+
+
+def _check_factors(lora: Lora, like: nn.Module, place: str) -> None:
+    """Refuse adapters that compute with other factors than their config says, as by ``set_scale``."""
+    for path, module in like.named_modules():
+        if isinstance(module, library().tuners.lora.LoraLayer):
+            has, says = (_factors(one, lora.name) for one in (lora.model.get_submodule(path), module))
+            for key in says:
+                if has[key] != says[key]:
+                    raise ConfigError(
+                        f"{place}: {path}: its adapter's {key} is {has[key]}, by the adapter's config {says[key]}"
+                    )
+
+
+def _factors(layer: Any, name: str) -> dict[str, float]:
+    return {"scaling": layer.scaling[name], "dropout": getattr(layer.lora_dropout[name], "p", 0.0)}
