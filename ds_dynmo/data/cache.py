@@ -20,7 +20,7 @@ from ds_dynmo.errors import ConfigError
 
 __all__ = ["cached", "default_folder", "identity_of"]
 
-VERSION = 1  # another one makes all anew
+VERSION = 2  # another one makes all anew
 
 
 def default_folder() -> Path:
@@ -48,7 +48,8 @@ def cached(
 ) -> Tokens:
     """Give the tokens of ``documents`` from the folder; write them there first if they are not in it.
 
-    One process on a machine writes, others wait for it. One that is killed leaves nothing that is read.
+    One process on a machine writes, others wait for it. One that is killed leaves nothing that is read. What is there
+    is read from a folder that nobody may write to, too.
 
     Args:
         key: JSON of all that the tokens depend on.
@@ -60,20 +61,26 @@ def cached(
     digest = hashlib.sha256(json.dumps([VERSION, key, dtype], sort_keys=True).encode()).hexdigest()[:32]
     kept = folder / digest
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / f"{digest}.lock"):
-            if not kept.is_dir():
-                new = folder / f"{digest}.new"
-                shutil.rmtree(new, ignore_errors=True)
-                new.mkdir()
-                try:
-                    write_tokens(new / "text.bin", _counted(documents(), name, sometimes(say)), dtype=dtype)
-                    new.rename(kept)
-                finally:
-                    shutil.rmtree(new, ignore_errors=True)
+        if not kept.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone(folder / f"{digest}.lock"):
+                if not kept.is_dir():
+                    _write(kept, _counted(documents(), name, sometimes(say)), dtype)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep what was tokenized: {error}") from error
     return replace(read_tokens(kept / "text.bin"), name=name)
+
+
+def _write(kept: Path, documents: Iterable[Ids], dtype: TokenType) -> None:
+    """Write the folder ``kept``, which gets its name when it is complete."""
+    new = kept.with_name(f"{kept.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    try:
+        write_tokens(new / "text.bin", documents, dtype=dtype)
+        new.rename(kept)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _counted(documents: Iterable[Ids], name: str, say: Say) -> Iterator[Ids]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_dynmo.data.order import Numbers
 from ds_dynmo.data.texts import is_text
@@ -18,6 +19,8 @@ from ds_dynmo.errors import ConfigError
 __all__ = ["IDS", "ids_of", "is_dataset", "open_dataset", "texts_of"]
 
 IDS = "input_ids"  # column of a dataset that was tokenized
+LABELS = "labels"
+MASKS = ("attention_mask", "completion_mask", "assistant_masks", "loss_mask")  # 0: a token that is not trained
 TOGETHER = 1000  # rows
 
 
@@ -49,12 +52,21 @@ def ids_of(dataset: Any, name: str) -> Iterator[Numbers]:
     """Iterate over the token ids of each row.
 
     Raises:
-        ConfigError: naming a row with something else.
+        ConfigError: naming a row with something else, or with tokens that its labels or masks leave out: all are
+            trained.
     """
-    for row, value in _rows(dataset.with_format("numpy"), IDS):
-        ids = np.asarray(value)
-        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+    beside = [column for column in (LABELS, *MASKS) if column in dataset.column_names]
+    for row, values in _rows(dataset, "numpy", [IDS, *beside]):
+        ids, *others = map(np.asarray, values)
+        if not _are_ids(ids):
             raise ConfigError(f'{name}, row {row}: should have token ids as "{IDS}"')
+        for column, other in zip(beside, others):
+            if not np.array_equal(other, ids if column == LABELS else np.ones_like(ids)):
+                should = f'equal its "{IDS}"' if column == LABELS else f'be 1 for each of its {len(ids)} "{IDS}"'
+                raise ConfigError(
+                    f'{name}, row {row}: "{column}" should {should}: every token is trained; cut the rows to what is '
+                    "to be trained, or remove the column"
+                )
         yield ids
 
 
@@ -66,13 +78,19 @@ def texts_of(dataset: Any, column: str, name: str) -> Iterator[str]:
     """
     if column not in dataset.column_names:
         raise ConfigError(f'{name}: has no column "{column}": should be one of {", ".join(dataset.column_names)}')
-    for row, value in _rows(dataset.with_format(None), column):
+    for row, (value,) in _rows(dataset, None, [column]):
         if not is_text(value):
             raise ConfigError(f'{name}, row {row}: should have a text as "{column}"')
         yield value
 
 
-def _rows(dataset: Any, column: str) -> Iterator[tuple[int, Any]]:
-    """Number the values of a column from 0."""
+def _are_ids(array: NDArray[Any]) -> bool:
+    return array.ndim == 1 and (not len(array) or array.dtype.kind in "iu")
+
+
+def _rows(dataset: Any, form: str | None, columns: list[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Number the rows from 0, and give their values of some columns."""
+    dataset = dataset.with_format(form, columns=columns)
     for first in range(0, len(dataset), TOGETHER):
-        yield from enumerate(dataset[first : first + TOGETHER][column], first)
+        found = dataset[first : first + TOGETHER]
+        yield from enumerate(zip(*(found[column] for column in columns)), first)

@@ -18,6 +18,8 @@ from ds_dynmo.errors import ConfigError
 __all__ = ["TOKENIZER", "Tokenizer"]
 
 TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+SAVED_AGAIN = "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
 ENCODED_TOGETHER = 256  # documents
 
 
@@ -35,7 +37,8 @@ class Tokenizer:
         fingerprint: of all that its ids depend on.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or the package is missing.
+        ConfigError: there is no such file, it cannot be read, ``tokenizer_config.json`` asks for what it lacks, or the
+            package is missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -43,8 +46,7 @@ class Tokenizer:
         path = self.folder / TOKENIZER
         if not path.is_file():
             raise ConfigError(
-                f"{self.folder}: has no {TOKENIZER}; of another kind of tokenizer "
-                "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) makes one, if it can"
+                f"{self.folder}: has no {TOKENIZER}; of another kind of tokenizer {SAVED_AGAIN} makes one, if it can"
             )
         try:
             from tokenizers import Tokenizer as LibraryTokenizer
@@ -58,7 +60,9 @@ class Tokenizer:
             raise ConfigError(f"{path}: tokenizers cannot read it: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.end = self._end()
+        settings = self._json(SETTINGS)
+        self._check(settings)
+        self.end = self._end(settings)
         self.fingerprint = hashlib.sha256(path.read_bytes() + repr(self.end).encode()).hexdigest()
 
     @property
@@ -74,16 +78,38 @@ class Tokenizer:
                 ids = encoding.ids
                 yield ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
 
-    def _end(self) -> int | None:
-        settings, model = (
-            load_json(self.folder / name) if (self.folder / name).is_file() else {}
-            for name in ("tokenizer_config.json", "config.json")
-        )
-        token = settings.get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
+    def _json(self, name: str) -> dict[str, Any]:
+        return load_json(self.folder / name) if (self.folder / name).is_file() else {}
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        """Refuse what the library would change in the tokenizer when it opens the folder."""
+        missing = [token for token in _named(settings) if self._tokenizer.token_to_id(token) is None]
+        if missing:
+            raise ConfigError(
+                f"{self.folder}: {SETTINGS} names tokens that {TOKENIZER} lacks: {', '.join(map(repr, missing))}; "
+                f"{SAVED_AGAIN} writes them into it"
+            )
+
+    def _end(self, settings: dict[str, Any]) -> int | None:
+        token = _content(settings.get("eos_token"))
+        if token is not None:
             found: int | None = self._tokenizer.token_to_id(token)
             return found
-        number = model.get("eos_token_id")
+        number = self._json("config.json").get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         return number if isinstance(number, int) else None
+
+
+def _named(settings: dict[str, Any]) -> list[str]:
+    """List the tokens that ``tokenizer_config.json`` names."""
+    found = [value for key, value in settings.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        several = settings.get(key) or []
+        found.extend(several.values() if isinstance(several, dict) else several if isinstance(several, list) else [])
+    return list(dict.fromkeys(token for token in map(_content, found) if token is not None))
+
+
+def _content(token: Any) -> str | None:
+    """Give the text of a token, which stands alone or in an object."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None

@@ -1,17 +1,16 @@
-"""Text as data: tokenizers of a model's folder, JSON lines, datasets, and what was tokenized once."""
+"""Text as data: tokenizers of a model's folder, JSON lines, and what was tokenized once."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers.models import WordLevel
@@ -119,6 +118,23 @@ def test_the_folder_names_the_end_of_a_text(
     ]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token": "<end>"},
+        {"pad_token": {"content": "<end>", "special": True}, "eos_token": "</s>", "add_bos_token": True},
+        {"added_tokens_decoder": {"0": {"content": "<s>"}, "6": {"content": "<end>"}}},
+        {"additional_special_tokens": ["one", "<end>"]},
+        {"extra_special_tokens": {"image_token": "<end>"}},
+    ],
+)
+def test_tokens_that_the_library_would_add_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"config\.json names tokens that tokenizer\.json lacks: '<end>'; .*save_pr"):
+        Tokenizer(tmp_path)
+
+
 def test_special_tokens_are_those_of_the_library(tmp_path: Path) -> None:
     assert list(tokenizer(tmp_path, special=True).encode(["one one one one one"])) == [[0, 3, 3, 3, 3, 3, 1]]
     from transformers import PreTrainedTokenizerFast
@@ -216,80 +232,23 @@ def test_what_a_killed_process_left_is_made_anew(tmp_path: Path) -> None:
     assert get() == [7] and [path.name for path in tmp_path.iterdir() if path.is_dir()] == [kept.name]
 
 
+def test_a_cache_that_has_the_text_is_only_read(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(lines, tmp_path)
+
+    def refuse(path: Path, *given: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache, "_alone", refuse)
+    monkeypatch.setattr(Path, "mkdir", lambda path, *given, **options: path.is_dir() or refuse(path))
+    config = DataConfig(cache=str(tmp_path / "cache"))
+    found = open_data(lines, config, vocabulary=6, tokenizer=tmp_path / "model")
+    assert documents(found) == [[3, 4, 1], [1], [5, 2, 5, 5, 1]]
+    lines.write_text('{"text": "two"}')
+    with pytest.raises(ConfigError, match=r"cache: cannot keep what was tokenized: .*Permission denied"):
+        open_data(lines, config, vocabulary=6, tokenizer=tmp_path / "model")
+
+
 def test_a_cache_that_cannot_be_written_is_named(lines: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/cache: cannot keep what was tokenized"):
         opened(lines, tmp_path, cache=str(tmp_path / "file" / "cache"))
-
-
-# -- Hugging Face's datasets --------------------------------------------------------------------------------
-
-
-class Dataset:
-    """What of the library's class is used."""
-
-    def __init__(self, **columns: list[Any]) -> None:
-        self._columns = columns
-        self.column_names = list(columns)
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
-
-    def with_format(self, kind: str | None) -> Dataset:
-        self._array = list if kind is None else np.array
-        return self
-
-    def __getitem__(self, rows: slice) -> dict[str, list[Any]]:
-        return {name: [self._given(value) for value in values[rows]] for name, values in self._columns.items()}
-
-    def _given(self, value: Any) -> Any:
-        return self._array(value) if isinstance(value, list) else value
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, path: Path, found: Any) -> Path:
-    """Let the library find ``found`` in a folder. The package itself is not among those of the tests."""
-    module = ModuleType("datasets")
-    module.load_from_disk = lambda given: {str(path): found}[given]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    path.mkdir(exist_ok=True)
-    (path / ("dataset_dict.json" if isinstance(found, dict) else "dataset_info.json")).write_text("{}")
-    return path
-
-
-def test_datasets_of_ids_and_of_texts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = stand_in(monkeypatch, tmp_path / "ids", Dataset(input_ids=[[3, 1], [4, 4, 1]], text=["one", "two"]))
-    assert holds_ids(path, DataConfig()) and opened(path, tmp_path) == [[3, 1], [4, 4, 1]]
-    path = stand_in(monkeypatch, tmp_path / "texts", Dataset(story=["one", "two two"] * 1001))
-    assert opened(path, tmp_path, field="story") == [[3, 1], [4, 4, 1]] * 1001
-    with pytest.raises(ConfigError, match='texts: has no column "text": should be one of story'):
-        opened(path, tmp_path)
-    path = stand_in(monkeypatch, tmp_path / "null", Dataset(text=["one", None]))
-    with pytest.raises(ConfigError, match='null, row 1: should have a text as "text"'):
-        opened(path, tmp_path)
-    for wrong in (None, [0.5], [[1]], "one"):
-        path = stand_in(monkeypatch, tmp_path / "wrong", Dataset(input_ids=[[1], [], wrong]))
-        with pytest.raises(ConfigError, match='wrong, row 2: should have token ids as "input_ids"'):
-            opened(path, tmp_path)
-
-
-def test_datasets_of_several_splits_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = {"train": Dataset(input_ids=[[3]]), "validation": Dataset(input_ids=[[4]])}
-    config = DataConfig(cache=str(tmp_path / "cache"))
-    data = open_data(stand_in(monkeypatch, tmp_path / "d", splits), config, vocabulary=6)
-    assert data.validation is not None and (data.tokens.ids.tolist(), data.validation.ids.tolist()) == ([3], [4])
-    del splits["validation"]
-    assert open_data(stand_in(monkeypatch, tmp_path / "d", splits), config, vocabulary=6).validation is None
-    with pytest.raises(ConfigError, match='d: holds several datasets, and none is called "validation"'):
-        open_data(tmp_path / "d", DataConfig(cache=config.cache, validation=str(tmp_path / "d")), vocabulary=6)
-    splits["test"] = splits.pop("train")
-    with pytest.raises(ConfigError, match='d: holds several datasets, and none is called "train"'):
-        open_data(tmp_path / "d", config, vocabulary=6)
-
-
-def test_datasets_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = stand_in(monkeypatch, tmp_path / "d", Dataset(text=[]))
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError, match=r"d: needs datasets, the extra \"datasets\": pip install ds_dynmo\[datasets\]"
-    ):
-        open_data(path, vocabulary=6)
