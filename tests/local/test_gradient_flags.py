@@ -202,3 +202,12 @@ def test_a_mask_that_a_checkpointed_segment_passes_on_stays_what_it_is(checkpoin
     hidden.retain_grad()
     outputs[0].sum().backward()
     assert hidden.grad is not None and hidden.grad.tolist() == [1.0] * 3
+
+
+def test_a_checkpointed_segment_returns_no_weight() -> None:
+    weight, checkpointed = torch.nn.Parameter(torch.ones(3)), any_input(partial(torch_checkpoint, use_reentrant=True))
+    with pytest.raises(ConfigError, match=r"output 1 of checkpointed layers is a weight of shape \[3\]"):
+        checkpointed(lambda hidden: (hidden * weight, weight), with_graph())
+    hidden, passed = checkpointed(lambda x: (x * weight, weight.view_as(weight)), with_graph())
+    (hidden + passed).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() != [1.0] * 3

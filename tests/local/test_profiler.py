@@ -133,6 +133,19 @@ def test_layers_between_tuples_are_measured() -> None:
     assert seconds(measure(clock, layers, both, plain), 2) == [(1.0, 3.0), (2.0, 5.0)]
 
 
+def test_nothing_stays_hooked_to_a_weight_that_layers_pass_on() -> None:
+    clock = Clock()
+    layer = Layer(clock, 1.0, 3.0)
+    measure(
+        clock,
+        [layer, Pair(Layer(clock, 2.0, 5.0))],
+        torch.ones(2, 3),
+        lambda funcs, x: funcs[1]((funcs[0](x), layer.weight)),
+    )
+    measure(clock, [lambda x: (layer(x), layer.weight)], torch.ones(2, 3), plain)
+    assert not layer.weight._backward_hooks
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("segment", [1, 2, 3])
 def test_recomputation_belongs_to_backward(reentrant: bool, segment: int) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch import nn
+
+from ds_dynmo.errors import ConfigError
 
 TRACKER = "_CUDA_RNG_STATE_TRACKER"  # the global of Megatron's modules and of DeepSpeed's that holds their tracker
 
@@ -53,6 +56,7 @@ def any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*given: Any) -> Any:
             outputs = function(*given)
             for number, output in enumerate(_in_tuple(outputs)):
+                _check_is_no_weight(number, output)
                 passed_on.update((number, place) for place in without if output is given[place])
             return outputs
 
@@ -66,6 +70,20 @@ def any_input(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         return own if isinstance(outputs, tuple) else own[0]
 
     return of_any_input
+
+
+def _check_is_no_weight(number: int, output: Any) -> None:
+    """Refuse layers that return a weight: torch would make it an output of itself, and never finish going back.
+
+    Raises:
+        ConfigError: the output is a weight.
+    """
+    if isinstance(output, nn.Parameter):
+        raise ConfigError(
+            f"output {number} of checkpointed layers is a weight of shape {list(output.shape)}, which reentrant "
+            "activation checkpointing cannot differentiate: return weight.view_as(weight), or set "
+            '"use_reentrant": false in the "pipeline" block'
+        )
 
 
 def _in_tuple(outputs: Any) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from ds_dynmo.engine.profiling.saved_bytes import loss_through, saved_for_backward, state_of
 
@@ -293,7 +294,7 @@ class Profiler:
                 self._mark(index if is_loss_next else before)
             if torch.is_grad_enabled():
                 self._watch_entering(inputs)
-                for tensor in _tensors(outputs):
+                for tensor in _passing(outputs):
                     # A tensor that passes through untouched is watched already, for the layer that made it.
                     if tensor.requires_grad and versions.get(id(tensor)) != tensor._version:
                         tensor.register_hook(partial(self._gradient_complete, index))
@@ -307,7 +308,7 @@ class Profiler:
 
     def _watch_entering(self, inputs: Any) -> None:
         """End the first layer's backward work once the gradients of all inputs of the stage or segment are complete."""
-        fresh = [t for t in _tensors(inputs) if t.requires_grad and t.is_leaf and id(t) not in self._entered]
+        fresh = [t for t in _passing(inputs) if t.requires_grad and t.is_leaf and id(t) not in self._entered]
         self._entered.update({id(tensor): tensor for tensor in fresh})
         incomplete = len(fresh)
 
@@ -365,6 +366,11 @@ class Profiler:
         for index, seconds in spent.items():  # of the user's instructions after the last pass
             last[index][-1:] = [sum(last[index][-1:], seconds)]
         self._passes = []
+
+
+def _passing(value: Any) -> list[torch.Tensor]:
+    """List tensors that live for one micro-batch: a weight that layers pass on would keep what is hooked to it."""
+    return [tensor for tensor in _tensors(value) if not isinstance(tensor, nn.Parameter)]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
