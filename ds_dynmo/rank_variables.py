@@ -34,7 +34,10 @@ OPEN_MPI = Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LO
 MPICH = Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 SRUN = Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 LAUNCHERS = (OPEN_MPI, MPICH, SRUN)  # in a job of Slurm, mpirun is itself started by srun, so that comes last
-OF_OTHER_LAUNCHERS = ("PMIX_RANK", "PMI_RANK")
+OF_OTHER_LAUNCHERS = (
+    *("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),  # of MPI
+    *("PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK"),  # of HPE, IBM, Flux
+)
 
 
 def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bool:
@@ -54,9 +57,10 @@ def set_rank_variables(environment: MutableMapping[str, str] = os.environ) -> bo
     if any(name in environment for name in OF_RANK):
         found = _of_torch(environment)
     elif launcher is not None:
+        _refuse_left_over(launcher, environment)
         found = {name: environment[theirs] for name, theirs in zip((*OF_RANK, RANKS_HERE), launcher)}
         if launcher is SRUN:
-            found[RANKS_HERE] = _of_this_node(found[RANKS_HERE], environment.get("SLURM_NODEID", "0"))
+            found[RANKS_HERE] = _of_this_node(environment[SRUN.ranks_here], environment.get("SLURM_NODEID", "0"))
         found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _first_host(launcher, found, environment)
         found["MASTER_PORT"] = environment.get("MASTER_PORT") or PORT
     else:
@@ -78,7 +82,9 @@ def _of_torch(environment: Mapping[str, str]) -> dict[str, str]:
     """
     missing = [name for name in ALL if not environment.get(name)]
     if missing:
-        there = next(name for name in OF_RANK if name in environment)
+        there = next((name for name in ALL if name not in missing), None)
+        if there is None:
+            raise ConfigError(f"{', '.join(name for name in OF_RANK if name in environment)}: should not be empty")
         raise ConfigError(f"{there} is set, but not {', '.join(missing)}: set all of {', '.join(ALL)}, or none")
     return {name: environment[name] for name in ALL}
 
@@ -92,6 +98,28 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
     for name in OF_OTHER_LAUNCHERS:
         if name in environment:
             raise ConfigError(f"{name} is set, by a launcher that is not known: set {', '.join(ALL)} too")
+    rank = environment.get(SRUN.rank, "0")
+    if rank != "0":  # a batch script is rank 0
+        missing = [name for name in SRUN if name not in environment]
+        raise ConfigError(
+            f"{SRUN.rank} = {rank}, and {', '.join(missing)} not set: srun has started several ranks; pass its other "
+            f"variables on, or set {', '.join(ALL)} too"
+        )
+
+
+def _refuse_left_over(launcher: Launcher, environment: Mapping[str, str]) -> None:
+    """Refuse to be alone by variables that an earlier launcher has left, where another has started several ranks.
+
+    Raises:
+        ConfigError: naming the variables of both.
+    """
+    for other in LAUNCHERS:
+        if other.has_started(environment) and environment[launcher.world_size] == "1" != environment[other.world_size]:
+            raise ConfigError(
+                f"{launcher.world_size} = 1, and {other.world_size} = {environment[other.world_size]}: two launchers "
+                f"have set their variables; unset those of the one that did not start these ranks, or set "
+                f"{', '.join(ALL)}"
+            )
 
 
 def _check(found: Mapping[str, str]) -> None:
@@ -111,12 +139,21 @@ def _check(found: Mapping[str, str]) -> None:
 
 
 def _of_this_node(ranks_of_nodes: str, node: str) -> str:
-    """Read the number of ranks on this node from Slurm's short form: 2 on each of the first three for ``2(x3),1``."""
+    """Read the number of ranks on this node from Slurm's short form: 2 on each of the first three for ``2(x3),1``.
+
+    Raises:
+        ConfigError: it says nothing of this node.
+    """
     every: list[str] = []
-    for part in ranks_of_nodes.split(","):
-        ranks, _, times = part.partition("(x")
-        every += [ranks] * int(times.rstrip(")") or 1)
-    return every[int(node)]
+    try:
+        for part in ranks_of_nodes.split(","):
+            ranks, _, times = part.partition("(x")
+            every += [ranks] * int(times.rstrip(")") or 1)
+        return every[int(node)]
+    except (ValueError, IndexError):
+        raise ConfigError(
+            f"SLURM_NODEID = {node}: {SRUN.ranks_here} = {ranks_of_nodes} says nothing of this node"
+        ) from None
 
 
 def _first_host(launcher: Launcher, found: Mapping[str, str], environment: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ OPEN_MPI = {
     **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
+OF_ONE = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 RANK_3 = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 TORCHS = {**RANK_3, "MASTER_ADDR": "c", "MASTER_PORT": "1"}
@@ -105,6 +106,16 @@ def test_rank_0_is_on_the_first_node(names: str, first: str) -> None:
             {"PMIX_RANK": "1"},
             "PMIX_RANK is set, by a launcher that is not known: set RANK, WORLD_SIZE, LOCAL_RANK,",
         ),
+        ({"MV2_COMM_WORLD_RANK": "0"}, "MV2_COMM_WORLD_RANK is set, by a launcher that is not known"),
+        ({"FLUX_TASK_RANK": "1"}, "FLUX_TASK_RANK is set, by a launcher that is not known"),
+        (
+            {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
+            "SLURM_PROCID = 3, and SLURM_STEP_NUM_TASKS, SLURM_STEP_TASKS_PER_NODE not set: srun has started several",
+        ),
+        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID = 2: SLURM_STEP_TASKS_PER_NODE = 2(x2) says nothing of this"),
+        ({**SLURM, **OF_ONE}, "OMPI_COMM_WORLD_SIZE = 1, and SLURM_STEP_NUM_TASKS = 4: two launchers have set"),
+        ({**MPICH, **OF_ONE}, "OMPI_COMM_WORLD_SIZE = 1, and PMI_SIZE = 4: two launchers have set their variables"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: should not be empty"),
     ],
 )
 def test_ranks_that_could_not_meet_are_refused(said: dict[str, str], message: str) -> None:
