@@ -18,6 +18,7 @@ import psutil  # comes with DeepSpeed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 10.0  # to end after SIGTERM
+WATCHING = "end with launcher"  # name of the thread
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 
 
@@ -26,13 +27,15 @@ def end_with_launcher() -> None:
 
     It sends SIGTERM, as DeepSpeed's launcher does, and SIGKILL ten seconds later. The launchers are the unbroken line
     of parents whose command lines end with this program and its arguments: ``deepspeed``, its launcher on the node,
-    ``torchrun``, ``mpirun``, ... A program without such a parent is left alone.
+    ``torchrun``, ``mpirun``, ... A program without such a parent is left alone. Later calls are no-ops.
     """
+    if any(thread.name == WATCHING for thread in threading.enumerate()):
+        return
     launchers = _launchers()
     if _has_lost_launcher(launchers[-1] if launchers else psutil.Process()):
         _end()
     elif launchers:
-        threading.Thread(target=_end_after, args=(launchers,), name="end with launcher", daemon=True).start()
+        threading.Thread(target=_end_after, args=(launchers,), name=WATCHING, daemon=True).start()
 
 
 def _launchers() -> list[psutil.Process]:

@@ -25,6 +25,7 @@ import ds_dynmo
 from ds_dynmo.cli.export import export
 from ds_dynmo.cli.startup import init_distributed, take_device
 from ds_dynmo.cli.training.data import identity_of
+from ds_dynmo.cli.training.launch_facts import facts_of
 from ds_dynmo.cli.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.report import (
@@ -43,6 +44,7 @@ from ds_dynmo.cli.training.report import (
 )
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
+from ds_dynmo.engine.comm.same_facts import check_same
 from ds_dynmo.errors import CheckpointError, ConfigError, PartitionError
 from ds_dynmo.models import (
     AUXILIARY_LOSS,
@@ -78,7 +80,12 @@ def refuse(error: Exception) -> int:
 
 
 def build_engine(run: Run) -> Any:
-    """Build the model in uniform stages, and the engine around it; load the checkpoint of a resumed run."""
+    """Build the model in uniform stages, and the engine around it; load the checkpoint of a resumed run. Collective.
+
+    Raises:
+        ConfigError: ranks were given different data or settings, or what the engine refuses.
+    """
+    check_same(facts_of(run))
     layers = model_layers(run.model, packed=run.packed)
     module = LanguageModelPipeline(layers, num_stages=run.stages, partition_method="uniform")
     engine, *_ = ds_dynmo.initialize(
@@ -221,6 +228,7 @@ def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    ds_dynmo.end_with_launcher()  # also while data are read, which may take minutes
     try:
         launched = ds_dynmo.set_rank_variables()
         run = prepare(sys.argv[1:] if arguments is None else arguments)

@@ -9,9 +9,10 @@ without communication, and a resumed run goes on with what would have come next.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -116,15 +117,26 @@ class TokenData:
         self.name = tokens.name
         self._known: dict[tuple[Split, int, Sampling], Rows] = {}
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a resumed run has to have too: as many tokens, and the same among up to 65,536 that are compared."""
+        """What a resumed run has to have too.
+
+        As many tokens, the same among up to 65,536 that are compared, and the same documents if they are kept apart.
+        """
         return {
             "tokens": len(self.tokens.ids),
             "sample": _digest_of_sample(self.tokens.ids),
             "documents": self.documents,
+            "boundaries": self._boundaries(self.tokens),
             "validation": self.validation is not None,
         }
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the identity, and of the tokens for validation."""
+        other = self.validation
+        beside = None if other is None else [len(other.ids), _digest_of_sample(other.ids), self._boundaries(other)]
+        return hashlib.sha256(json.dumps([self.identity, beside]).encode()).hexdigest()[:16]
 
     def batches(
         self,
@@ -175,6 +187,12 @@ class TokenData:
                 f"{sequence_length} is text"
             )
         return tokens
+
+    def _boundaries(self, text: Tokens) -> str | None:
+        """Describe where documents begin; None: it does not matter."""
+        if self.documents == "joined" or text.starts is None:
+            return None
+        return hashlib.sha256(text.starts.astype("<i8").tobytes()).hexdigest()[:16]
 
     def _rows(self, split: Split, length: int, sampling: Sampling) -> Rows:
         """Give all sequences of a split, which are the same every time."""

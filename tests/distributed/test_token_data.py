@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ds_dynmo.cli.train import build_engine
+from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.data import write_tokens
+from ds_dynmo.errors import ConfigError
 from tests.distributed.harness import run
 from tests.distributed.support.case_runs import SIZES
 from tests.distributed.support.script import run_script
@@ -18,10 +23,10 @@ from tests.distributed.support.training import whole
 STEPS = 4
 
 
-def flags(folder: Path, replicas: int = 1, documents: str = "joined", **model: Any) -> list[str]:
+def flags(folder: Path, replicas: int = 1, documents: str = "joined", data_seed: int = 0, **model: Any) -> list[str]:
     """Write documents of 2 to 20 tokens and a configuration with 4 micro-batches in a batch, and return flags."""
     folder.mkdir(exist_ok=True)
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(data_seed)
     texts = [generator.integers(0, 250, generator.integers(2, 21)).tolist() for _ in range(200)]
     write_tokens(folder / "text.bin", texts)
     settings: dict[str, Any] = {
@@ -35,6 +40,25 @@ def flags(folder: Path, replicas: int = 1, documents: str = "joined", **model: A
     (folder / "config.json").write_text(json.dumps(settings))
     given = ["--deepspeed_config", str(folder / "config.json"), "--data", str(folder / "text.bin")]
     return [*given, "--steps", str(STEPS)]
+
+
+def refused(folder: Path, changes: dict[str, Any]) -> str:
+    """Start a run, with other token ids and settings on rank 1, and return its error."""
+    rank = int(os.environ["RANK"])
+    run = prepare(flags(folder / str(rank), **(changes if rank else {})))
+    try:
+        build_engine(run)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_data_or_settings_are_refused(tmp_path: Path) -> None:
+    errors = run(2, refused, tmp_path, {"data_seed": 1, "seed": 3})
+    assert errors[0] == errors[1]
+    data = r"the data: \d+ tokens \(\w+\) on ranks \[0\], \d+ tokens \(\w+\) on ranks \[1\]"
+    seed = r"model\.seed: 0 on ranks \[0\], 3 on ranks \[1\]"
+    assert re.fullmatch(f"ranks were not given the same: {data}; {seed}", errors[0]), errors[0]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.options import RESUME_FILE, Run, prepare
-from ds_dynmo.data import TokenData
+from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText
 from tests.local.test_data_text import tokenizer
@@ -211,7 +212,35 @@ def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text:
     (other := run.text.tokens.ids.copy())[150] ^= 1
     others = {**run.text.identity, "tokens": 300}, TokenData(replace(run.text.tokens, ids=other)).identity
     assert others[1]["sample"] != run.text.identity["sample"]
+    older = {key: value for key, value in run.text.identity.items() if key != "boundaries"}
+    (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": older}))
+    prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
     for data, was in ((others[0], ".*'tokens': 300.*"), (others[1], ".*'sample'.*"), (None, "raw bytes")):
         (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": data}))
         with pytest.raises(ConfigError, match=f"--resume .*: was trained on {was}, this run has .*'tokens': 301"):
             prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
+
+
+def test_a_run_is_resumed_on_the_same_documents_if_they_are_kept_apart() -> None:
+    ids, starts = np.arange(100), np.array([0, 40, 100])
+    identities = [
+        TokenData(Tokens(ids, "x", beginnings), documents=kind).identity  # type: ignore[arg-type]
+        for kind in ("joined", "packed")
+        for beginnings in (starts, np.array([0, 50, 100]))
+    ]
+    assert identities[0] == identities[1] and identities[2] != identities[3]
+    data = [TokenData(Tokens(ids, "x"), validation=Tokens(other, "x")) for other in (ids, ids[::-1])]
+    assert data[0].identity == data[1].identity and data[0].digest != data[1].digest
+
+
+def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path) -> None:
+    run = prepared(tmp_path, OURS, "--data", str(text))
+    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said |= {"model": run.model.model_dump(mode="json"), "data": identity_of(run.text)}
+    for kept in (said, {**said, "data": None}):  # None: saved by an earlier version
+        (tmp_path / RESUME_FILE).write_text(json.dumps(kept))
+        prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
+    (tmp_path / RESUME_FILE).write_text(json.dumps(said))
+    text.write_text("two one three " * 100)
+    with pytest.raises(ConfigError, match=r"was trained on {'bytes': 1400, 'sha256': .*, this run has {'bytes': 1400"):
+        prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))

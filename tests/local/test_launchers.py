@@ -18,6 +18,7 @@ from ds_dynmo import end_with_launcher
 from ds_dynmo.launchers import _launchers
 
 end_with_launcher()
+end_with_launcher()
 print(len(_launchers()), threading.active_count() - 1, flush=True)
 time.sleep(60)
 print("outlived")

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from ds_dynmo.cli import startup
+from ds_dynmo.engine.comm.same_facts import differences
 from ds_dynmo.errors import ConfigError
 
 
@@ -43,6 +44,12 @@ def test_a_rank_that_sees_one_accelerator_of_its_host_is_refused(monkeypatch: py
     with pytest.raises(ConfigError, match="LOCAL_RANK = 1: this process sees 1 accelerators") as refused:
         startup.take_device(1)
     assert "--gpus-per-node" in str(refused.value) and not accelerator.taken
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    assert differences([{"a": "1", "b": "2"}] * 3) == []
+    found = differences([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"b": "2"}])
+    assert found == ["a: 1 on ranks [0, 1], nothing on ranks [2]", "b: 2 on ranks [0, 2], 3 on ranks [1]"]
 
 
 def test_a_port_of_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, RESUME_FILE, Run, prepare
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.engine.balancing.trigger import Reason
@@ -230,6 +231,20 @@ def output_of(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400.0)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_a_rank_ends_with_its_launcher_while_it_reads_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def read(arguments: list[str]) -> Run:
+        called.append("prepare")
+        raise ConfigError("unreadable")
+
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ds_dynmo.end_with_launcher", lambda: called.append("end_with_launcher"))
+    monkeypatch.setattr(train, "prepare", read)
+    assert train.main([]) == 2 and called == ["end_with_launcher", "prepare"]
 
 
 def test_a_run_with_a_thread_beside_it_ends_and_its_useless_cache_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from ds_dynmo.data.tokenizing import TOKENIZER
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
 
-__all__ = ["check_same_data", "load_data"]
+__all__ = ["check_same_data", "describe", "identity_of", "load_data"]
 
 TO_BYTES = '"tokens": "bytes" in the "model" block trains on its bytes'
 
@@ -62,15 +64,29 @@ def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | Toke
     """
     now = identity_of(data)
     before = resumed.get("data", now)
-    if before != now:
-        raise ConfigError(
-            f"--resume {resume}: was trained on {before or 'raw bytes'}, this run has {now or 'raw bytes'}"
-        )
+    if before is None and isinstance(data, ByteText):  # saved by an earlier version, like one without all keys
+        return
+    if before is None or {**now, **before} != now:
+        raise ConfigError(f"--resume {resume}: was trained on {before or 'raw bytes'}, this run has {now}")
 
 
-def identity_of(data: ByteText | TokenData) -> dict[str, Any] | None:
-    """Describe token ids for the runs that resume this one; None for bytes."""
-    return data.identity if isinstance(data, TokenData) else None
+def identity_of(data: ByteText | TokenData) -> dict[str, Any]:
+    """Describe data for the runs that resume this one."""
+    if isinstance(data, TokenData):
+        return data.identity
+    return {"bytes": len(data.tokens), "sha256": _digest(data)}
+
+
+def describe(data: ByteText | TokenData) -> str:
+    """Describe data for the ranks that train on it together, and for those that join."""
+    if isinstance(data, TokenData):
+        return f"{len(data.tokens.ids)} tokens ({data.digest})"
+    return f"{len(data.tokens)} bytes ({_digest(data)})"
+
+
+@lru_cache(maxsize=1)
+def _digest(text: ByteText) -> str:
+    return hashlib.sha256(text.tokens.numpy().data).hexdigest()[:16]
 
 
 def _open(path: str, config: DataConfig, model: ModelConfig) -> TokenData:

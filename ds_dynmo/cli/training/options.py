@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_dynmo.cli.command_line import check_at_least_1
-from ds_dynmo.cli.training.data import check_same_data, identity_of, load_data
+from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data
 from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.errors import ConfigError
@@ -175,7 +175,12 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     stop = steps if args.stop_at is None else args.stop_at
     if not first_step < stop <= steps:
         raise ConfigError(f"--stop-at {stop}: should be in {first_step + 1} to {steps}, the steps that are left")
-    settings["training"] = {"steps": steps, "stop_at": stop, "save_interval": args.save_interval, "data": text.name}
+    settings["training"] = {
+        "steps": steps,
+        "stop_at": stop,
+        "save_interval": args.save_interval,
+        "data": describe(text),
+    }
     if args.save is not None:
         settings["training"]["save"] = str(args.save)
         with refusing("--save", args.save):

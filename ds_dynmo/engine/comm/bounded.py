@@ -83,6 +83,11 @@ def within(seconds: float, make: Callable[[], Any]) -> Any:
     return _Line().ask(made, seconds)
 
 
+def default_store() -> Any:
+    """Return the default group's store, which says which rank is missing. Private in torch; read in 2.13.0."""
+    return dist.distributed_c10d._get_default_store()
+
+
 class BoundedStore:
     """A ``torch.distributed.Store`` whose operations all end soon after their time-out.
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_dynmo.engine.comm import hosts
-from ds_dynmo.engine.comm.bounded import BoundedStore, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, default_store, within
 from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
@@ -54,7 +54,7 @@ def check_hosts(timeout_seconds: float) -> None:
     if not dist.is_initialized():
         hosts.check_launch()
     elif dist.get_world_size() > 1:
-        store = BoundedStore(_default_store(), timeout_seconds)
+        store = BoundedStore(default_store(), timeout_seconds)
         hosts.check_hosts(store, dist.get_rank(), dist.get_world_size(), timeout_seconds)
 
 
@@ -88,7 +88,7 @@ class Communicator:
         self._tied_groups.clear()
         self._rank_alone: Any = None
         self._neighbour_links: NeighbourLinks | None = None
-        self._store = BoundedStore(_default_store(), self._timeout_seconds)
+        self._store = BoundedStore(default_store(), self._timeout_seconds)
         self._entered = 0
         self._what = what
         self._announce()
@@ -389,8 +389,3 @@ class Communicator:
 def _entered_key(rank: int) -> str:
     """Name the key under which a rank counts its collectives."""
     return f"ds_dynmo/entered/{rank}"
-
-
-def _default_store() -> Any:
-    """Return the default group's store, which says which rank is missing. Private in torch; read in 2.13.0."""
-    return dist.distributed_c10d._get_default_store()
