@@ -42,6 +42,13 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name not in ("json", "local_rank")}
 
 
+def path_of(text: str) -> Path:
+    """Read a path. An empty one, as of a variable of the shell that is not set, would be the present folder."""
+    if not text:
+        raise argparse.ArgumentTypeError('should name a file or a folder, got ""')
+    return Path(text)
+
+
 def check_at_least_1(arguments: argparse.Namespace, *options: str) -> None:
     """Refuse counts and sizes below 1. An option that is not given is None and passes.
 

@@ -49,7 +49,7 @@ def _lines(file: Path, field: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # numbers with thousands of digits, and nesting, have limits
                 raise ConfigError(f"{file}, line {number}: is no JSON: {error}") from error
             text = row.get(field) if isinstance(row, dict) else None
             if not is_text(text):

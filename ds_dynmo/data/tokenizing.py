@@ -71,10 +71,18 @@ class Tokenizer:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, documents: Iterable[str]) -> Iterator[list[int]]:
-        """Give the ids of each document."""
+        """Give the ids of each document.
+
+        Raises:
+            ConfigError: the library cannot encode one, such as words without a token for unknown ones.
+        """
         documents = iter(documents)
         while batch := list(itertools.islice(documents, ENCODED_TOGETHER)):
-            for encoding in self._tokenizer.encode_batch(batch):
+            try:
+                encodings = self._tokenizer.encode_batch(batch)
+            except Exception as error:  # the library raises Exception itself
+                raise ConfigError(f"{self.folder / TOKENIZER}: tokenizers cannot encode with it: {error}") from error
+            for encoding in encodings:
                 ids = encoding.ids
                 yield ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
 
@@ -95,9 +103,20 @@ class Tokenizer:
         if token is not None:
             found: int | None = self._tokenizer.token_to_id(token)
             return found
-        number = self._json("config.json").get("eos_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        return number if isinstance(number, int) else None
+        if settings.get("eos_token") is not None:
+            raise ConfigError(
+                f"{self.folder / SETTINGS}: eos_token = {settings['eos_token']!r}: should be a text, or an object with "
+                'one as "content"'
+            )
+        given = self._json("config.json").get("eos_token_id")
+        number = given[0] if isinstance(given, list) and given else given
+        if number in (None, []):
+            return None
+        if type(number) is not int or number < 0 or self._tokenizer.id_to_token(number) is None:
+            raise ConfigError(
+                f"{self.folder / 'config.json'}: eos_token_id = {given!r}: should be the id of a token of {TOKENIZER}"
+            )
+        return number
 
 
 def _named(settings: dict[str, Any]) -> list[str]:

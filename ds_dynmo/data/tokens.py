@@ -64,9 +64,15 @@ def check_ids(tokens: Tokens, vocabulary: int, say: Say = say_nothing) -> Tokens
         say: is told how far the check is, every few seconds.
 
     Raises:
-        ConfigError: naming the first id that the model does not know, its position, and what is allowed.
+        ConfigError: naming the first id that the model does not know, its position, and what is allowed; or an
+            ``end_of_document`` that it does not know.
     """
     ids, end = tokens.ids, tokens.end_of_document
+    if end is not None and end >= vocabulary:
+        raise ConfigError(
+            f"{tokens.name}: end_of_document = {end}: the model's vocabulary has {vocabulary} entries, 0 to "
+            f"{vocabulary - 1}"
+        )
     if not len(ids):
         raise ConfigError(f"{tokens.name}: there is not one token in it")
     progress, found = sometimes(say), []

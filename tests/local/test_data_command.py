@@ -233,6 +233,25 @@ def test_a_run_is_resumed_on_the_same_documents_if_they_are_kept_apart() -> None
     assert data[0].identity == data[1].identity and data[0].digest != data[1].digest
 
 
+def test_a_resume_file_with_other_things_in_it_is_refused(tmp_path: Path, text: Path) -> None:
+    said: dict[str, Any] = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said["model"] = prepared(tmp_path, OURS, "--data", str(text)).model.model_dump(mode="json")
+    for change, message in (
+        ({"step": "5"}, r"dynmo_train\.json lacks step"),
+        ({"steps": None, "cases": []}, r"dynmo_train\.json lacks cases, steps"),
+        ({"data": "x"}, "was trained on x, this run has"),
+    ):
+        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, **change}))
+        with pytest.raises(ConfigError, match=message):
+            prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
+
+
+def test_an_empty_path_is_refused(tmp_path: Path) -> None:
+    for option in ("--save", "--resume", "--export", "--report", "--record"):
+        with pytest.raises(ConfigError, match=f'argument {option}: should name a file or a folder, got ""'):
+            prepared(tmp_path, OURS, option, "")
+
+
 def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path) -> None:
     run = prepared(tmp_path, OURS, "--data", str(text))
     said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}

@@ -222,6 +222,8 @@ def test_every_id_is_checked_and_the_first_wrong_one_is_named(tmp_path: Path, mo
             open_data(path, DataConfig(dtype="uint16"), vocabulary=10)
     with pytest.raises(ConfigError, match="token 2 of 3 is -1"):
         check_ids(Tokens(np.array([1, 2, -1]), "x"), 10)
+    with pytest.raises(ConfigError, match="x: end_of_document = 10: the model's vocabulary has 10 entries, 0 to 9"):
+        check_ids(Tokens(np.array([1, 2]), "x", end_of_document=10), 10)
     with pytest.raises(ConfigError, match="x: there is not one token in it"):
         check_ids(Tokens(np.array([], dtype=np.uint16), "x"), 10)
 
@@ -238,5 +240,5 @@ def test_the_check_finds_documents_over_chunks_and_says_how_far_it_is(monkeypatc
     monkeypatch.setattr(checking, "SECONDS_PER_LINE", 60.0)
     check_ids(found, 10, lines.append)
     assert len(lines) == 3
-    nowhere = check_ids(Tokens(np.array(IDS), "x", end_of_document=77), 10)
+    nowhere = check_ids(Tokens(np.array(IDS), "x", end_of_document=77), 78)
     assert read(nowhere) == (IDS, [0, 12])

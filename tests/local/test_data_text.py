@@ -83,6 +83,8 @@ def test_a_text_is_in_the_field_that_is_named(tmp_path: Path) -> None:
         (b'{"text": 3}', "line 1: should be"),
         (b'{"text": "one \\ud800"}', "line 1: should be"),
         (b'\n{"text": "one"', "line 2: is no JSON: "),
+        (b"[" * 10**5, "line 1: is no JSON: "),
+        (b'{"text": "one", "n": ' + b"9" * 5000 + b"}", "line 1: is no JSON: "),
         (b'{"text": "\xff"}', r"x\.jsonl: is no UTF-8 text: .* position 10"),
         (b"", r"x\.jsonl: there is not one token in it"),
     ],
@@ -133,6 +135,32 @@ def test_tokens_that_the_library_would_add_are_refused(tmp_path: Path, settings:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"config\.json names tokens that tokenizer\.json lacks: '<end>'; .*save_pr"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("end", "model", "message"),
+    [
+        (3, {}, r"tokenizer_config\.json: eos_token = 3: should be a text"),
+        ({"text": "</s>"}, {}, r"tokenizer_config\.json: eos_token = .*: should be a text"),
+        (None, {"eos_token_id": 6}, r"config\.json: eos_token_id = 6: should be the id of a token of tokenizer\.json"),
+        (None, {"eos_token_id": -1}, "eos_token_id = -1: should be the id"),
+        (None, {"eos_token_id": 1.0}, "eos_token_id = 1.0: should be the id"),
+        (None, {"eos_token_id": True}, "eos_token_id = True: should be the id"),
+        (None, {"eos_token_id": ["</s>"]}, r"eos_token_id = \['</s>'\]: should be the id"),
+    ],
+)
+def test_an_end_that_is_no_token_is_refused(tmp_path: Path, end: object, model: dict[str, Any], message: str) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer(tmp_path)
+
+
+def test_words_that_a_tokenizer_cannot_encode_are_an_error(tmp_path: Path) -> None:
+    LibraryTokenizer(WordLevel({"one": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: tokenizers cannot encode with it: .*[Mm]issing"):
+        list(Tokenizer(tmp_path).encode(["two"]))
 
 
 def test_special_tokens_are_those_of_the_library(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ds_dynmo.data import DataConfig, TokenData, check_text, holds_ids, lacks_dt
 from ds_dynmo.data.tokenizing import TOKENIZER
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
+from ds_dynmo.text_files import readable
 
 __all__ = ["check_same_data", "describe", "identity_of", "load_data"]
 
@@ -66,7 +67,7 @@ def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | Toke
     before = resumed.get("data", now)
     if before is None and isinstance(data, ByteText):  # saved by an earlier version, like one without all keys
         return
-    if before is None or {**now, **before} != now:
+    if not isinstance(before, dict) or {**now, **before} != now:
         raise ConfigError(f"--resume {resume}: was trained on {before or 'raw bytes'}, this run has {now}")
 
 
@@ -116,8 +117,12 @@ def _check_bytes(path: str, config: DataConfig) -> None:
 def _folder(model: ModelConfig) -> Path | None:
     """Find the folder of a Hugging Face model, which would have a tokenizer."""
     given = model.huggingface
-    return Path(given) if isinstance(given, str) and Path(given).is_dir() else None
+    with readable(Path(str(given))):
+        return Path(given) if isinstance(given, str) and Path(given).is_dir() else None
 
 
 def _has_tokenizer(folder: Path | None) -> bool:
-    return folder is not None and (folder / TOKENIZER).is_file()
+    if folder is None:
+        return False
+    with readable(folder):
+        return (folder / TOKENIZER).is_file()

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_dynmo.cli.command_line import check_at_least_1
+from ds_dynmo.cli.command_line import check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data
 from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, model_layers, read_model_config
 from ds_dynmo.models.exporting import check_is_new
+from ds_dynmo.text_files import readable
 
 RESUME_FILE = "dynmo_train.json"
 LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
+RESUMED = {"step": int, "steps": int, "tag": str, "partition": list, "model": dict, "cases": dict}  # what it has
 RUN = "run"  # name under which RunFacts is shared
 STEPS = 150
 START = (
@@ -111,15 +113,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="end after so many batches, to resume later")
     parser.add_argument("--seed", type=int, help="seed of weights and data (default: the model block's)")
     parser.add_argument("--stages", type=int, help="pipeline stages (default: the number of processes)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write JSON lines of the run, for ds-dynmo-plot")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="record what each layer costs in each batch")
+    parser.add_argument("--report", type=path_of, metavar="FILE", help="write JSON lines of the run, for ds-dynmo-plot")
+    parser.add_argument("--record", type=path_of, metavar="FILE", help="record what each layer costs in each batch")
     parser.add_argument(
         "--trace", nargs=3, metavar=("FILE", "FIRST", "LAST"), help="write the timeline of these steps, for Perfetto"
     )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
+    parser.add_argument("--save", type=path_of, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write a Hugging Face model's weights at the end")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue from the latest checkpoint in DIR")
+    parser.add_argument("--export", type=path_of, metavar="DIR", help="write a Hugging Face model's weights at the end")
+    parser.add_argument("--resume", type=path_of, metavar="DIR", help="continue from the latest checkpoint in DIR")
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="join these processes to the run there, started with the same arguments"
     )
@@ -299,10 +301,11 @@ def total_steps(args: argparse.Namespace, model: ModelConfig, resumed: dict[str,
 
 def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """Read the facts of the resumed run, and check that this one can continue it."""
-    if not folder.is_dir():
-        raise ConfigError(f"--resume {folder}: no such folder")
-    resumed = {"in_step": False, **latest_part(folder)}
-    missing = {"step", "steps", "tag", "partition", "model", "cases"} - resumed.keys()
+    with readable(folder):
+        if not folder.is_dir():
+            raise ConfigError(f"--resume {folder}: no such folder")
+        resumed = {"in_step": False, **latest_part(folder)}
+    missing = [key for key, kind in RESUMED.items() if not isinstance(resumed.get(key), kind)]
     if missing:
         raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
     saved_model = read_model_config(resumed)
