@@ -350,3 +350,11 @@ def test_a_constant_tensor_that_changed_is_sent_again(layer: Layer, how: str) ->
     content, rest = travel_in_two_parts(layer, trained(layer), change)
     assert [flat.numel() for flat in rest.constants] == [4 * layer.linear.weight.numel()]
     assert torch.equal(content.module.linear.weight, layer.linear.weight)
+
+
+@pytest.mark.parametrize(("path", "named"), [("", r"the layer itself \(Layer\)"), ("linear", r"linear \(Linear\)")])
+def test_a_layer_that_was_compiled_in_place_stays(path: str, named: str) -> None:
+    layer = Layer()
+    layer.get_submodule(path).compile()
+    with pytest.raises(TypeError, match=rf'{named} was compiled by its method compile.*"compile": true'):
+        pack(PerParameterState(None).content(layer), Layer)

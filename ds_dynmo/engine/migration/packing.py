@@ -83,9 +83,10 @@ def pack(
         sent_ahead: the layer as it was when its constant tensors were sent; those that changed since are sent again.
 
     Raises:
-        TypeError: a part of the layer can neither be pickled nor be built by the receiver, or it refers to something of
-            another layer's that has no name.
+        TypeError: a part of the layer can neither be pickled nor be built by the receiver, it refers to something of
+            another layer's that has no name, or the user has compiled a part in place.
     """
+    _check_not_compiled_in_place(content.module)
     outside = names.outside(content.module, _marks(content)) if names is not None else Outside()
     shell, tensors = _dump(content, build, outside)
     position = {id(parameter): number for number, parameter in enumerate(content.parameters)}
@@ -114,6 +115,21 @@ def pack(
         tuple(changing),
         tuple(_Constant.of(tensor) for tensor, meta in zip(tensors, metas) if meta.constant),
     )
+
+
+def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
+    """Refuse a layer that would run uncompiled where it arrives: torch does not say how ``Module.compile`` was called.
+
+    Raises:
+        TypeError: naming the module.
+    """
+    for path, part in layer.named_modules() if layer is not None else ():
+        if part._compiled_call_impl is not None:
+            raise TypeError(
+                f"{path or 'the layer itself'} ({type(part).__name__}) was compiled by its method compile(), and would "
+                'run uncompiled where it arrives: set "compile": true in the "dynmo" block in place of that call, or '
+                "use torch.compile(module) as the module"
+            )
 
 
 def _dump(content: LayerContent, build: Callable[[], nn.Module], outside: Outside) -> tuple[bytes, list[torch.Tensor]]:
