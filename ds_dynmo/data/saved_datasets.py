@@ -85,7 +85,8 @@ def texts_of(dataset: Any, column: str, name: str) -> Iterator[str]:
 
 
 def _are_ids(array: NDArray[Any]) -> bool:
-    return array.ndim == 1 and (not len(array) or array.dtype.kind in "iu")
+    integers = array.ndim == 1 and (not len(array) or array.dtype.kind in "iu")
+    return integers and (not len(array) or (array.min() >= 0 and array.max() < 2**32))
 
 
 def _rows(dataset: Any, form: str | None, columns: list[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:

@@ -57,7 +57,7 @@ def test_datasets_of_ids_and_of_texts_are_read(tmp_path: Path, monkeypatch: pyte
     path = stand_in(monkeypatch, tmp_path / "null", Dataset(text=["one", None]))
     with pytest.raises(ConfigError, match='null, row 1: should have a text as "text"'):
         opened(path, tmp_path)
-    for wrong in (None, [0.5], [[1]], "one"):
+    for wrong in (None, [0.5], [[1]], "one", [1, -100], [2**32]):
         path = stand_in(monkeypatch, tmp_path / "wrong", Dataset(input_ids=[[1], [], wrong]))
         with pytest.raises(ConfigError, match='wrong, row 2: should have token ids as "input_ids"'):
             opened(path, tmp_path)
