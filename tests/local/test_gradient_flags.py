@@ -106,7 +106,7 @@ def test_of_what_no_layer_used_zeros_go_back() -> None:
     for tensor in received:
         tensor.grad = None
     second.receive(received)
-    with pytest.raises(ConfigError, match="gave no gradient to anything"):
+    with pytest.raises(ConfigError, match="whose last is layer 3, gave no gradient to anything"):
         second.send_gradients()
 
 

@@ -74,7 +74,7 @@ class GradientFlags:
             schedule.RecvActivation: lambda receive: partial(self._receive, receive),
         }
         if not own:
-            found[schedule.SendGrad] = lambda send: partial(self._send_gradients, send)
+            found[schedule.SendGrad] = lambda send: partial(self._send_gradients, send, last_layer)
         if is_deepspeeds(present.get(schedule.LoadMicroBatch)):
             found[schedule.LoadMicroBatch] = lambda load: partial(self._load, load)
         return found
@@ -164,7 +164,7 @@ class GradientFlags:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.is_leaf:
                 tensor.requires_grad_(flag)
 
-    def _send_gradients(self, send: Instruction, engine: Any, buffer_id: int) -> None:
+    def _send_gradients(self, send: Instruction, last_layer: int, engine: Any, buffer_id: int) -> None:
         """Send the gradients of what requires one; of what no layer used, zeros."""
         inputs = buffers.inputs_of(engine, buffer_id)
         if not engine.is_pipe_partitioned:
@@ -172,8 +172,9 @@ class GradientFlags:
             differentiated = [tensor for tensor in tensors if tensor.requires_grad]
             if differentiated and all(tensor.grad is None for tensor in differentiated):
                 raise ConfigError(
-                    "the layers of this stage gave no gradient to anything that the stage before sent: its layers "
-                    "would not train; return what depends on them, or freeze them and call engine.model_changed(reason)"
+                    f"the layers of a stage, whose last is layer {last_layer}, gave no gradient to anything that the "
+                    "stage before sent: its layers would not train; return what depends on them, or freeze them and "
+                    "call engine.model_changed(reason)"
                 )
             for tensor in differentiated:
                 if tensor.grad is None:
