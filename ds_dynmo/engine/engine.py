@@ -16,6 +16,7 @@ from ds_dynmo.engine.checkpoint.applying import LoadOptions
 from ds_dynmo.engine.checkpoint.checkpointer import Checkpointer
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
+from ds_dynmo.engine.elastic.data_position import micro_batches_of
 from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
@@ -173,9 +174,11 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
     def micro_batches_taken(self) -> int:
         """How many micro-batches of this rank's data were trained on: a script's own data continues there.
 
-        ``global_steps`` times the launch's ``micro_batches``, however many replicas share a batch now.
+        ``global_samples`` over the micro-batch size and the launch's replicas, however a batch was divided before.
         """
-        return int(self.global_steps * self.micro_batches) if self.dynmo is None else self.repacker.data.taken
+        if self.dynmo is None:
+            return micro_batches_of(self, self.grid.data_parallel_size)
+        return self.repacker.data.taken
 
     def wait_for_recall(self) -> bool:
         """Wait on a released rank, or one that joined: True once it is called back, False once the job has ended.

@@ -11,6 +11,11 @@ from torch.utils.data.distributed import DistributedSampler
 from ds_dynmo.engine.stage import DeepSpeedPipeline
 
 
+def micro_batches_of(engine: DeepSpeedPipeline, replicas: int) -> int:
+    """Count the micro-batches of each replica's data that a run has trained on, however its batches were divided."""
+    return int(engine.global_samples) // (engine.train_micro_batch_size_per_gpu() * replicas)
+
+
 class DataPosition:
     """Skips the micro-batches that the job trained on while this rank did not read.
 
@@ -35,8 +40,7 @@ class DataPosition:
     @property
     def taken(self) -> int:
         """Micro-batches that were trained on so far, of the data of each of the launch's replicas."""
-        engine = self._engine
-        return int(engine.global_samples) // (engine.train_micro_batch_size_per_gpu() * self._replicas)
+        return micro_batches_of(self._engine, self._replicas)
 
     @property
     def can_read(self) -> bool:
