@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["FOLDER", "REPLICA_OWN", "layer_file"]
+__all__ = ["FOLDER", "LEFT_OUT", "REPLICA_OWN", "layer_file"]
 
 FOLDER = "dynmo"
+LEFT_OUT = "left_out"  # in a layer's file: digests of frozen weights that were not saved, by name
 REPLICA_OWN = "replica_own"  # in a layer's file: "weight" and "state" of each parameter that no other replica has
 
 

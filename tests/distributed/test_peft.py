@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
+from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import huggingface, language_model_loss
 from tests.distributed.harness import RankError, run
 from tests.distributed.support import case_runs, elastic
@@ -234,3 +235,14 @@ def test_training_equals_that_of_pefts_model(kind: str, lora: dict[str, Any], tm
         for one in (plain(base), peft.PeftModel.from_pretrained(plain(base), out), plain(whole_model))
     )
     assert trained == pytest.approx([found["evaluated"]] * 2, rel=1e-5) and abs(untrained - trained[0]) > 1e-3
+
+    doubled = {**LORA, **lora, "lora_alpha": 2 * model.peft_config["default"].lora_alpha}
+    for number, merge in enumerate((False, True)):
+        with pytest.raises(CheckpointError, match=r"q_proj: its adapter was trained with scaling [0-9.]+, by"):
+            huggingface.export(base, checkpoint, f"{out} {number}", peft=doubled, merge=merge)
+    other = plain(base)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    other.save_pretrained(base)
+    with pytest.raises(CheckpointError, match="merge with the base that the adapters were trained on"):
+        huggingface.export(base, checkpoint, f"{out} 2", peft=model.peft_config["default"], merge=True)

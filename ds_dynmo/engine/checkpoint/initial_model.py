@@ -6,7 +6,6 @@ code: a dropout rate that was raised before resuming stays, and so do layers tha
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynmo.digests import digest
 from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import StageLayout
 from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
@@ -150,30 +150,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     return type(value) in _SCALARS
-
-
-def digest(value: Any) -> str:
-    """Hash a plain value to 16 hexadecimal digits."""
-    whole = hashlib.sha256()
-    _feed(whole, value)
-    return whole.hexdigest()[:16]
-
-
-def _feed(whole: Any, value: Any) -> None:
-    whole.update(type(value).__name__.encode())
-    if isinstance(value, torch.Tensor):
-        parts = [value]
-        if value.layout == torch.sparse_csr:
-            parts = [value.crow_indices(), value.col_indices(), value.values()]
-        for part in parts:
-            data = part.detach().cpu().contiguous()
-            whole.update(repr((tuple(value.shape), data.dtype)).encode())
-            whole.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    elif isinstance(value, (set, frozenset)):
-        whole.update(repr(sorted(map(digest, value))).encode())
-    elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        whole.update(repr([digest(item) for item in value]).encode())
-    elif isinstance(value, dict):
-        whole.update(repr([(digest(key), digest(item)) for key, item in value.items()]).encode())
-    else:
-        whole.update(repr(value).encode())

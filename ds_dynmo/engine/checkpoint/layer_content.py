@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.checkpoint_files import REPLICA_OWN
+from ds_dynmo.checkpoint_files import LEFT_OUT, REPLICA_OWN
+from ds_dynmo.digests import digest
 from ds_dynmo.engine.checkpoint.initial_model import (
     IsShared,
     LayerOrigin,
     aliases_of,
-    digest,
     is_its_own,
     plain_attributes,
 )
@@ -28,7 +28,6 @@ from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
 Shapes = dict[str, list[int]]
-LEFT_OUT = "left_out"  # digests of frozen weights that were not saved
 _EXTRAS = {"parameters", "aliases", "buffers", "non_persistent", "retyped", "attributes", "changed", "weights"}
 
 

@@ -4,45 +4,73 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ds_dynmo.checkpoint_files import LEFT_OUT
+from ds_dynmo.digests import digest
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.lora import Adapters, is_adapters, plain_name
 from ds_dynmo.models.huggingface.lora_config import library
 from ds_dynmo.models.huggingface.source import Source
 
-__all__ = ["merged", "write_adapters"]
+__all__ = ["SavedLayer", "merged", "write_adapters"]
 
 _PREFIX = "base_model.model."  # peft's, of what is in the model that it wraps
 _FILE = "adapter_model.safetensors"
 
-Tensors = Mapping[str, torch.Tensor]
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """One pipeline layer of a checkpoint.
+
+    Attributes:
+        path: of the file that the tensors are from.
+        tensors: by the names in the library's module of the layer, its part.
+        attributes: plain ones of each module in the part, by its path.
+        left_out: digests of frozen weights that were not saved, by the names in the part.
+    """
+
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+    attributes: Mapping[str, Mapping[str, Any]]
+    left_out: Mapping[str, str]
+
+    @classmethod
+    def of(cls, path: Path, tensors: Mapping[str, torch.Tensor], beside: Mapping[str, Any], prefix: str) -> SavedLayer:
+        """Take from ``beside``, our file of the layer, what it says of the part, whose names begin with ``prefix``."""
+        attributes, left_out = (
+            {name[len(prefix) :]: value for name, value in beside.get(key, {}).items() if f"{name}.".startswith(prefix)}
+            for key in ("attributes", LEFT_OUT)
+        )
+        return cls(path, tensors, attributes, left_out)
 
 
 def write_adapters(
-    adapters: Adapters, base: str | None, layers: Iterable[tuple[str, Path, Tensors]], folder: Path
+    adapters: Adapters, base: str | None, layers: Iterable[tuple[str, SavedLayer]], folder: Path
 ) -> None:
     """Write an adapter's folder, the config last.
 
     Args:
         base: of which model the adapters are, for the config.
-        layers: per layer the library's path of its part, the file that its tensors are from, and these by the names in
-            that part.
+        layers: each with the library's path of its part.
 
     Raises:
-        CheckpointError: tensors are not those of the adapters.
+        CheckpointError: tensors are not those of the adapters, or these were trained with other factors.
     """
     from safetensors.torch import save_file
 
     state: dict[str, torch.Tensor] = {}
-    for part, path, tensors in layers:
+    for part, saved in layers:
         for name, like in adapters.part(part).state_dict().items():
             if is_adapters(name) or adapters.trainable.get(f"{part}.{name}"):
-                _check(tensors.get(name), like, f"{path}: {part}.{name}")
-                state[f"{_PREFIX}{part}.{name}"] = tensors[name]
+                _check(saved.tensors.get(name), like, f"{saved.path}: {part}.{name}")
+                state[f"{_PREFIX}{part}.{name}"] = saved.tensors[name]
+        _check_scale(adapters, part, saved)
     found = library().get_peft_model_state_dict(
         adapters.model, state_dict=state, adapter_name=adapters.name, save_embedding_layers=False
     )
@@ -58,16 +86,16 @@ def write_adapters(
     config.save_pretrained(folder)
 
 
-def merged(source: Source, layer: int, path: Path, tensors: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def merged(source: Source, layer: int, saved: SavedLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Add a layer's adapters to its weights in fp32, and name them as the library's files do.
 
     Args:
         source: reads the base where the checkpoint lacks it.
-        tensors: of the file ``path``, by the names in the layer's part.
-        dtype: of the result.
+        dtype: of the result, that in which the layers were trained.
 
     Raises:
-        CheckpointError: tensors are not those of the layer, or there is no base.
+        CheckpointError: tensors are not those of the layer, adapters were trained with other factors or on another
+            base, or there is no base.
         ConfigError: peft cannot merge such adapters.
     """
     assert source.adapters is not None
@@ -76,14 +104,16 @@ def merged(source: Source, layer: int, path: Path, tensors: Tensors, dtype: torc
     base: dict[str, torch.Tensor] = {}
     for name, like in source.adapters.part(part).state_dict().items():
         own = plain_name(name)
-        if name not in tensors and own is not None and not is_adapters(name):
+        if name not in saved.tensors and own is not None and not is_adapters(name):
             if source.tensors is None:
-                raise CheckpointError(f"{path}: lacks {part}.{name}, and a model with fresh weights has no other")
+                raise CheckpointError(f"{saved.path}: lacks {part}.{name}, and a model with fresh weights has no other")
             base = base or source.build_base(layer).state_dict()
+            _check_base(saved, name, base[own], dtype, part)
             values[name] = base[own]
         else:
-            _check(tensors.get(name), like, f"{path}: {part}.{name}")
-            values[name] = tensors[name]
+            _check(saved.tensors.get(name), like, f"{saved.path}: {part}.{name}")
+            values[name] = saved.tensors[name]
+    _check_scale(source.adapters, part, saved)
     values = {name: value.to(torch.float32, copy=True) for name, value in values.items()}
     try:
         state = source.adapters.merge(part, values)
@@ -96,3 +126,26 @@ def _check(found: torch.Tensor | None, like: torch.Tensor, name: str) -> None:
     if found is None or found.shape != like.shape:
         has = "is missing" if found is None else f"has shape {list(found.shape)}"
         raise CheckpointError(f"{name} {has}, expected shape {list(like.shape)}")
+
+
+def _check_base(saved: SavedLayer, name: str, weight: torch.Tensor, dtype: torch.dtype, part: str) -> None:
+    """Refuse a base that is not the one that adapters were trained on, in the precision of its file or of training."""
+    expected = saved.left_out.get(name)
+    if expected is not None and expected not in (digest(weight.to(dtype)), digest(weight)):
+        raise CheckpointError(
+            f"{saved.path}: lacks {part}.{name}, and the model has other values of it than when it was saved: merge "
+            "with the base that the adapters were trained on"
+        )
+
+
+def _check_scale(adapters: Adapters, part: str, saved: SavedLayer) -> None:
+    """Refuse a config by which adapters would be added with another factor than they were trained with."""
+    for path, module in adapters.part(part).named_modules():
+        if isinstance(module, library().tuners.lora.LoraLayer):
+            says = module.scaling[adapters.name]
+            has = saved.attributes.get(path, {}).get("scaling", {}).get(adapters.name, says)
+            if has != says:
+                raise CheckpointError(
+                    f"{saved.path}: {part}.{path}: its adapter was trained with scaling {has}, by peft's config it is "
+                    f"{says}: r, lora_alpha and the like should be as in the training"
+                )

@@ -14,7 +14,7 @@ from ds_dynmo.checkpoint_files import REPLICA_OWN, layer_file
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models.exporting import check_is_new, load, tag_folder, weights_file
 from ds_dynmo.models.huggingface.adapter import PART, source_of
-from ds_dynmo.models.huggingface.adapter_files import merged, write_adapters
+from ds_dynmo.models.huggingface.adapter_files import SavedLayer, merged, write_adapters
 from ds_dynmo.models.huggingface.conversions import to_files
 from ds_dynmo.models.huggingface.source import Source
 from ds_dynmo.models.huggingface.weights import INDEX
@@ -46,7 +46,8 @@ def export(
 
     Raises:
         ConfigError: as :func:`~ds_dynmo.models.huggingface.layers`, or ``folder`` is not empty.
-        CheckpointError: the checkpoint lacks a layer's file, or it holds other tensors than the model has.
+        CheckpointError: the checkpoint lacks a layer's file, it holds other tensors than the model has, or adapters
+            were trained with other factors, or on another base, than ``model`` and ``peft`` say.
     """
     source, saved, out = source_of(model, seed=0, weights=False, peft=peft), tag_folder(Path(checkpoint)), Path(folder)
     if merge and source.adapters is None:
@@ -58,14 +59,14 @@ def export(
             raise CheckpointError(f"{path}: there is no such file")
     out.mkdir(parents=True, exist_ok=True)
     if source.adapters is not None and not merge:
-        parts = ((source.outline.paths[layer], path, _saved(path, layer)) for layer, path in files)
+        parts = ((source.outline.paths[layer], _saved_layer(path, layer)) for layer, path in files)
         write_adapters(source.adapters, _base_of(model, source), parts, out)
         return
     files = [(layer, path) for layer, path in files if source.shapes(layer)]  # a norm may have no weights
     if merge:
         base = source_of(model, seed=0, peft=peft)
         dtype = next(tensor.dtype for _, path in files for tensor in load(path).values())  # a frozen layer's has none
-        made = (merged(base, layer, path, _saved(path, layer), dtype) for layer, path in files)
+        made = (merged(base, layer, _saved_layer(path, layer), dtype) for layer, path in files)
     else:
         made = (_exported(source, layer, path) for layer, path in files)
     weight_map: dict[str, str] = {}
@@ -87,6 +88,11 @@ def _base_of(model: Any, source: Source) -> str | None:
     if isinstance(model, (str, os.PathLike)):
         return str(model)
     return source.adapters.lora_config.base_model_name_or_path if source.adapters is not None else None
+
+
+def _saved_layer(path: Path, layer: int) -> SavedLayer:
+    beside = path.parent / layer_file(layer, 0, 0)
+    return SavedLayer.of(path, _saved(path, layer), load(beside) if beside.is_file() else {}, PART)
 
 
 def _saved(path: Path, layer: int) -> dict[str, torch.Tensor]:
