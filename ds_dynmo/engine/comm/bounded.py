@@ -88,6 +88,17 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def meet(store: BoundedStore, name: str, world_size: int, timeout: timedelta) -> None:
+    """Wait until all ranks have come here. Collective.
+
+    Raises:
+        RuntimeError: one did not within the time-out.
+    """
+    if store.add(name, 1) == world_size:
+        store.set(f"{name}/all", "")
+    store.wait([f"{name}/all"], timeout)
+
+
 class BoundedStore:
     """A ``torch.distributed.Store`` whose operations all end soon after their time-out.
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from ds_dynmo.engine.comm.bounded import BoundedStore
+from ds_dynmo.engine.comm.bounded import BoundedStore, meet
 from ds_dynmo.errors import ConfigError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -67,18 +67,14 @@ def check_hosts(store: BoundedStore, rank: int, world_size: int, timeout_seconds
     try:
         store.wait([f"{part}/first"], timedelta(seconds=timeout_seconds))
         store.add(f"{part}/elsewhere", int(store.get(f"{part}/first").decode() != _identity()))
-        if store.add(f"{part}/done", 1) == world_size:
-            store.set(f"{part}/all", "")
-        store.wait([f"{part}/all"], timedelta(seconds=timeout_seconds))
+        meet(store, f"{part}/done", world_size, timedelta(seconds=timeout_seconds))
     except RuntimeError:
         return
     found = store.add(f"{part}/loopbacks", 0)
     if found and store.add(f"{part}/elsewhere", 0):
         names = {store.get(f"{part}/loopback/{number}").decode() for number in range(1, found + 1)}
         with suppress(RuntimeError):  # the process that has the store ends only when all have read it
-            if store.add(f"{part}/read", 1) == world_size:
-                store.set(f"{part}/all_read", "")
-            store.wait([f"{part}/all_read"], timedelta(seconds=timeout_seconds))
+            meet(store, f"{part}/read", world_size, timedelta(seconds=timeout_seconds))
         raise ConfigError(_refusal(sorted(names)))
 
 

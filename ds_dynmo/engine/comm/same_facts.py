@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, default_store
+from ds_dynmo.engine.comm.bounded import BoundedStore, default_store, meet
 from ds_dynmo.errors import ConfigError
 
 TIMEOUT_SECONDS = 60.0  # the ranks have met already
@@ -45,9 +45,7 @@ def check_same(facts: Mapping[str, str]) -> None:
     except RuntimeError:
         return
     with suppress(RuntimeError):  # the process that has the store may end only when all have read it
-        if store.add(f"{part}/read", 1) == world_size:
-            store.set(f"{part}/all_read", "")
-        store.wait([f"{part}/all_read"], timeout)
+        meet(store, f"{part}/read", world_size, timeout)
     if found:
         raise ConfigError(f"ranks were not given the same: {found}")
 
