@@ -11,7 +11,7 @@ import pytest
 
 import routers
 from ds_dynmo.cli import plot
-from ds_dynmo.cli.plotting.routers import loads_over_mean
+from ds_dynmo.cli.plotting.routers import COLORS, loads_over_mean
 from ds_dynmo.models.moe.expert_parallel import loads_of_replicas
 
 SETTINGS: dict[str, Any] = {
@@ -77,5 +77,10 @@ def test_choices_of_a_run_are_written_shown_and_drawn(
     assert routers.main(["--show", str(path)]) == 0
     shown = capsys.readouterr().out
     assert f"routing {routing}, 12 steps" in shown and shown == f"{path}: {figures}"
-    plot.main(["--routers", str(path), "--format", "svg", "--out", str(tmp_path / "pictures")])
-    assert (tmp_path / "pictures" / "routers.svg").is_file()
+    found["steps"], found["choices"] = 24, found["choices"] * 2  # a picture of means needs more steps
+    found["busiest"] = {count: busiest * 2 for count, busiest in found["busiest"].items()}
+    path.write_text(json.dumps(found))
+    plot.main(["--routers", str(path), str(path), "--format", "svg", "--out", str(tmp_path / "pictures")])
+    drawn = (tmp_path / "pictures" / "routers.svg").read_text()
+    assert all(drawn.count(f"stroke: {color}; stroke-linecap: square") == 3 for color in COLORS.values())  # 2 + legend
+    assert drawn.count('"ytick_1"') == 2 and drawn.count("<!-- 1.0 -->") <= 1
