@@ -128,6 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
         never = read_report(args.never) if args.never is not None else None
         timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
         rows = read_rows(args.rows) if args.rows is not None else []
+        if report is not None and never is not None and bool(never.steps) != bool(report.steps):
+            raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
         routed = [routers.read_loads(file) for file in args.routers or ()]
     except ConfigError as error:
         return refuse(error)

@@ -84,6 +84,7 @@ def run_records() -> list[dict[str, Any]]:
 
 def write_report(folder: Path, records: list[dict[str, Any]]) -> Path:
     path = folder / "report.jsonl"
+    folder.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
@@ -234,7 +235,7 @@ def test_a_report_with_records_of_the_engine_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path) -> None:
+def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     repacked = {"kind": "repack", "step": 3, "old_partition": [0, 2, 4], "new_partition": [0, 4]}
     froze = {**repacked, "reason": "freezing: first 3 layers"}
@@ -245,14 +246,20 @@ def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path) -> None:
     assert [record["step"] for record in read_report(report).changes] == [2, 4, 6, 5, 3]
     assert plot.main([str(report), "--never", str(never), "--format", "svg", "--out", str(tmp_path)]) == 0
     drawn = (tmp_path / "ranks.svg").read_text()
-    assert all(f">{text}<" in drawn for text in ("2 to 1 stages", "never re-packed", "&lt;b&gt;interval&lt;/b&gt;, freezing"))
+    written = ("2 to 1 stages", "never re-packed", "&lt;b&gt;interval&lt;/b&gt;, freezing", "tokens/s")
+    assert all(f">{text}<" in drawn for text in written)
     assert not list(tmp_path.glob("*.png"))
     assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path)]) == 0
     assert "never" not in (tmp_path / "ranks.svg").read_text()
+    alone = write_report(tmp_path / "alone", [profile(2, (0, 2, 4)), {**froze, "step": 2}, profile(4, (0, 4))])
+    assert plot.main([str(alone), "--never", str(never), "--out", str(tmp_path)]) == 2
+    assert f"--never {never}: only one of the two reports has tokens/s" in capsys.readouterr().err
+    assert plot.main([str(alone), "--never", str(alone), "--format", "svg", "--out", str(tmp_path)]) == 0
+    assert all(text in (tmp_path / "ranks.svg").read_text() for text in (">batch (s)<", ">never re-packed<"))
 
 
 def test_a_decision_that_the_engine_asked_for_is_no_change_of_the_model() -> None:
-    assert ENGINES_REASONS == {reason.value for reason in Reason} - {Reason.MODEL_CHANGED.value}
+    assert {reason.value for reason in Reason} - {Reason.MODEL_CHANGED.value} == ENGINES_REASONS
 
 
 @pytest.mark.filterwarnings("error")
@@ -280,7 +287,9 @@ def test_simulated_rows_have_one_baseline_for_both_schedules(tmp_path: Path) -> 
     keys = ("tokens_per_second_1f1b", "tokens_per_second")
     rows = [{"case": "moe", "balancer": name, **dict(zip(keys, both))} for name, both in tokens.items()]
     (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
-    found = {(row["balancer"], row["schedule"]): row["speedup_over_static"] for row in read_rows(tmp_path / "rows.json")}
+    found = {
+        (row["balancer"], row["schedule"]): row["speedup_over_static"] for row in read_rows(tmp_path / "rows.json")
+    }
     expected = {"static_uniform": (0.8, 1.0), "static_profiled": (1.0, 1.1), "makespan": (1.2, 1.6)}
     expected["best_static"] = expected["static_profiled"]
     assert found == {

@@ -18,6 +18,7 @@ Record = dict[str, Any]
 ENGINES_REASONS = frozenset({"initial", "interval", "by hand", "explicit", "checkpoint"})  # others are of the model
 BEST_STATIC = "best_static"
 
+
 @dataclass(frozen=True)
 class Report:
     """The records of one run, each kind in the order of steps; ``start`` and ``end`` are ds-dynmo-train's."""

@@ -18,6 +18,7 @@ from ds_dynmo.cli.plotting.data import PASSES, Loads, Record, Report, Rows, load
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8
 WINDOW = 5  # steps of the running median of tokens/s
+PROFILED = ("profiled batches", "o-", "batch (s)")
 MILLI = 1e3
 BEFORE, PREDICTED, MEASURED = "#b0b7c3", "#9ecae9", "#2a6fb0"
 MOVE = "#c0392b"
@@ -111,13 +112,7 @@ def speed(report: Report) -> Figure:
     panels = 2 if report.profiles else 1
     figure = Figure(figsize=(9, 2.8 * panels), layout="constrained")
     upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
-    if report.steps:
-        _tokens(upper, report)
-    else:
-        points = [(profile["step"], profile["batch_seconds"]) for profile in report.profiles]
-        upper.plot(*zip(*points), "o-", color=MEASURED, markersize=4, label="profiled batches")
-        upper.set_ylabel("batch (s)")
-        upper.set_ylim(bottom=0)
+    _pace(upper, report)
     for axes in lower:
         steps = [profile["step"] for profile in report.profiles]
         imbalances, bubbles = zip(*(quality(profile) for profile in report.profiles))
@@ -130,15 +125,15 @@ def speed(report: Report) -> Figure:
 
 
 def ranks(report: Report, never: Report | None = None) -> Figure | None:
-    """Draw ranks at work over the run, tokens/s, and where the model changed; None where it did not re-pack.
+    """Draw ranks at work over the run, its speed, and where the model changed; None where it did not re-pack.
 
     Args:
-        never: of the same run without re-packing, whose tokens/s are drawn too.
+        never: of the same run without re-packing, whose speed is drawn too.
     """
     changes = [record for record in report.repacks if record["old_partition"] != record["new_partition"]]
-    if not changes or not report.steps:
+    if not changes:
         return None
-    numbers = [record["step"] for record in report.steps]
+    numbers, _ = _points(report)
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     at = [numbers[0], *(change["step"] for change in changes), numbers[-1]]
@@ -152,14 +147,13 @@ def ranks(report: Report, never: Report | None = None) -> Figure | None:
     upper.yaxis.set_major_locator(MaxNLocator(integer=True))
     upper.set_ylabel("stages at work")
     if never is not None:
-        beside = [record["step"] for record in never.steps]
-        lower.plot(beside, _smooth(never), color=NEVER, linewidth=2, label="never re-packed")
-    _tokens(lower, report)
+        lower.plot(*_points(never), color=NEVER, linewidth=2, label="never re-packed")
+    _pace(lower, report)
     for axes in (upper, lower):
         _mark_changes(axes, report)
         _plain(axes)
     lower.set_xlabel("step")
-    lower.legend(loc="lower left", frameon=False, fontsize=9, ncols=4)
+    lower.legend(loc="lower left", facecolor="white", edgecolor="none", framealpha=1, fontsize=9, ncols=4)
     return figure
 
 
@@ -170,21 +164,25 @@ def _mark_changes(axes: Any, report: Report) -> None:
         axes.axvline(change["step"], color=MOVE, linewidth=1, linestyle=":", label=None if number else names)
 
 
-def _tokens(axes: Any, report: Report) -> None:
-    """Draw tokens per second of each step, and their running median."""
-    numbers = [record["step"] for record in report.steps]
-    tokens = [record["tokens_per_second"] for record in report.steps]
-    axes.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
-    axes.plot(numbers, _smooth(report), color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
+def _pace(axes: Any, report: Report) -> None:
+    """Draw tokens per second of each step and their running median, or the seconds of profiled batches."""
+    if report.steps:
+        tokens = [(record["step"], record["tokens_per_second"]) for record in report.steps]
+        axes.plot(*zip(*tokens), color=PREDICTED, linewidth=1, label="each step")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    name, line, unit = (f"median of {WINDOW} steps", "-", "tokens/s") if report.steps else PROFILED
+    axes.plot(*_points(report), line, color=MEASURED, linewidth=2, markersize=4, label=name)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("tokens/s")
-    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel(unit)
 
 
-def _smooth(report: Report) -> list[float]:
-    """Return the running median of tokens per second."""
+def _points(report: Report) -> tuple[list[int], list[float]]:
+    """Return steps and the running median of tokens per second, or profiled steps and the seconds of a batch."""
+    if not report.steps:
+        return [one["step"] for one in report.profiles], [one["batch_seconds"] for one in report.profiles]
     tokens, half = [record["tokens_per_second"] for record in report.steps], WINDOW // 2
-    return [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
+    smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
+    return [record["step"] for record in report.steps], smooth
 
 
 def cases(rows: Sequence[Record]) -> Figure:
