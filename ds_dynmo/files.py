@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["append_line", "named", "overwrite", "whole", "write_text"]
+__all__ = ["append_line", "named", "overwrite", "whole", "why_unreadable", "write_text"]
 
 _PROBE_BYTES = 2**20
 
@@ -86,6 +86,12 @@ def overwrite(path: Path, begin: int, text: str) -> None:
         before = file.read()
         file.seek(begin)
         _write_or_restore(file, begin, text, before)
+
+
+def why_unreadable(error: Exception) -> str:
+    """Say in one line why a file could not be read. Python's text for one that ends too early is "Ran out of input"."""
+    text = "it is empty, or ends too early" if isinstance(error, EOFError) else " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"
 
 
 def _write_or_restore(file: io.FileIO, begin: int, text: str, before: bytes) -> None:

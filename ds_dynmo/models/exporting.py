@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.files import whole
+from ds_dynmo.files import whole, why_unreadable
 
 __all__ = ["check_is_new", "load", "new_folder", "tag_folder", "weights_file"]
 
@@ -47,7 +47,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {why_unreadable(error)}") from error
     return content
 
 

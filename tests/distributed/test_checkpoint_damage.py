@@ -56,15 +56,28 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
     assert [found[-1][0] for found in results] == run(2, train_undisturbed, start)
 
 
-def test_a_malicious_pickle_is_refused(tmp_path: Path) -> None:
+def test_a_malicious_pickle_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     case = Case(stages=1)
     run(1, save_as, "stock", case, str(tmp_path))
     (tmp_path / "copies").mkdir()
-    hurts = [("mp_rank_00_model_states.pt", "evil"), ("layer_00-model_states.pt", "evil")]
+    files = ["mp_rank_00_model_states.pt", "layer_00-model_states.pt"]
+    says = {"evil": "could run code", "empty": "cannot be read: EOFError: it is empty, or ends too early"}
+    hurts = [(file, how) for file in files for how in says]
     found = run(1, refuse, case, str(tmp_path / f"global_step{STEPS}"), str(tmp_path / "copies"), hurts)[0]
-    for (message, unchanged), (file, _) in zip(found, hurts):
-        assert file in message and "could run code" in message and unchanged
+    for (message, unchanged), (file, how) in zip(found, hurts):
+        assert file in message and says[how] in message and unchanged
     assert not list(tmp_path.rglob("evil"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_a_checkpoint_that_lost_its_dynmo_folder_says_what_it_is(tmp_path: Path, precision: str) -> None:
+    case = Case(stages=2, precision=precision)
+    run(2, save_and_continue, replace(case, start=(0, 3, 8)), str(tmp_path), None)
+    (tmp_path / "copies").mkdir()
+    folder = str(tmp_path / f"global_step{STEPS}")
+    for (message, unchanged), _ in run(2, refuse, case, folder, str(tmp_path / "copies"), [("dynmo", "missing")]):
+        assert message.startswith(f"{tmp_path}/copies/0: has no folder dynmo/, so it is read as stock DeepSpeed's, of ")
+        assert "the partition [0, 4, 8]. If ds_dynmo wrote it, copy it with that folder." in message and unchanged
 
 
 def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
