@@ -94,6 +94,25 @@ def as_json(value: object) -> str:
     return "[]" if value == () else str(value)
 
 
+def test_the_page_of_the_design_lists_every_package() -> None:
+    """Those of ds_dynmo and of its engine, and the modules beside them."""
+    rows = re.findall(r"^\| (`ds_dynmo/.+?) \| ", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    package = ROOT / "ds_dynmo"
+    modules = {path for path in package.glob("*.py") if path.name != "__init__.py"}
+    packages = {init.parent for folder in (package, package / "engine") for init in folder.glob("*/__init__.py")}
+    assert sorted(name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)) == sorted(
+        str(path.relative_to(ROOT)) for path in modules | packages
+    )
+
+
+def test_what_contributors_are_told_to_change_is_in_the_file() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    told = re.findall(r"`(\w+)`(?: and `(\w+)`)? in\s+`((?:ds_dynmo|scripts|tests)/[\w/]+\.py)`", page)
+    assert len(told) >= 5
+    missing = [(name, path) for *names, path in told for name in names if name not in (ROOT / path).read_text()]
+    assert not missing
+
+
 COMMANDS = "\n".join(page.read_text() for page in PAGES)
 
 
