@@ -185,7 +185,7 @@ def _registered(name: str) -> _Registered:
     )
 
 
-def _imported(module: str, function: str) -> Callable[..., Any]:
+def _imported(module: str, function: str) -> Any:
     """Import a function from Python's path, or from the current folder, which commands do not have there.
 
     Raises:
@@ -196,7 +196,7 @@ def _imported(module: str, function: str) -> Callable[..., Any]:
     if added:
         sys.path.append(here)
     try:
-        found = getattr(import_module(module), function, None)
+        loaded = import_module(module)
     except Exception as error:  # whatever the user's module raises
         raise ConfigError(
             f'module "{module}" cannot be imported from {here} or Python\'s path: {type(error).__name__}: {error}'
@@ -204,8 +204,9 @@ def _imported(module: str, function: str) -> Callable[..., Any]:
     finally:
         if added:
             sys.path.remove(here)
+    found = getattr(loaded, function, None)
     if not callable(found):
-        raise ConfigError(f'module "{module}", {sys.modules[module].__file__}, has no function "{function}"')
+        raise ConfigError(f'{loaded} has no function "{function}"')
     return found
 
 

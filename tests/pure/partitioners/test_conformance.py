@@ -211,8 +211,9 @@ def test_the_printed_balancer_runs_by_the_printed_name(folder: Path) -> None:
         ("absent:one_step", r'module "absent" cannot be imported from .*: ModuleNotFoundError: No module named'),
         ("broken:one_step", r"SyntaxError: .*broken\.py, line 1"),
         ("fails:one_step", r'module "fails" cannot be imported from .*: KeyError: 3$'),
-        ("fine:one_setp", r'module "fine", .*fine\.py, has no function "one_setp"$'),
+        ("fine:one_setp", r"<module 'fine' from '.*fine\.py'> has no function \"one_setp\"$"),
         ("fine:limit", r'has no function "limit"$'),
+        ("sys:limit", r'has no function "limit"$'),
         (":one_step", r'module "" cannot be imported'),
     ],
 )
