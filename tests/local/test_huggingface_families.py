@@ -64,6 +64,16 @@ def test_layers_that_leave_out_what_the_library_computes_are_refused_with_the_di
             verify(values, **wrong)
 
 
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_layers_can_be_made_where_gradients_are_off(without_gradients: Any) -> None:
+    verification._compare.cache_clear()
+    with without_gradients():
+        specs = huggingface.layers(tiny_values("olmo"))
+    layers = BuiltLayers(specs).train()
+    layers(torch.arange(8).view(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
 class Detached(Surroundings):
     """Calls the first layer with hidden states that nothing behind it trains."""
 

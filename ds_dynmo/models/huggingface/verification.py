@@ -115,7 +115,12 @@ def _said(error: Exception) -> str:
 @lru_cache(maxsize=32)
 def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> str:
     """Say why the layers of a tiny model cannot be trusted; empty: they can."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         model = random_model(json.loads(tiny), trial.implementation)
         blocks = getattr(model.base_model, outline_of(model, "the tiny model").blocks)
         if count_kinds(blocks) < kinds:
