@@ -7,9 +7,10 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ds_dynmo
 from ds_dynmo.cli.simulation.loads import Recorded
@@ -68,12 +69,14 @@ def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
 
 def reported(arguments: list[str]) -> tuple[list[float], str, list[tuple[int, float]]]:
     """Return the losses of a run that writes its report from rank 0, what rank 0 printed, and validation losses."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    said, specify = io.StringIO(), LayerSpec.__init__
+    with contextlib.redirect_stderr(said), patch.object(LayerSpec, "__init__", autospec=True) as specified:
+        specified.side_effect = specify
         run = prepare(arguments)
         engine = build_engine(run)
         record = begin_report(run.report) if engine.global_rank == 0 else record_nothing
         history = train(run, engine, build_cases(run, engine), record)
+        assert specified.call_count == engine.partition[-1]  # each layer once
         return history.losses, said.getvalue(), history.validation_losses
 
 

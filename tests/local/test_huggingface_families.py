@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.huggingface import adapter, tiny, verification
 from ds_dynmo.models.huggingface import source as source_module
@@ -135,7 +135,7 @@ def test_another_router_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_packed_documents_that_see_each_other_are_refused() -> None:
     values = tiny_values("minimax")
     verify(values)
-    with pytest.raises(ConfigError, match=r"packed documents see each other, as in the library: logits .* differ by"):
+    with pytest.raises(PackingError, match=r"packed documents see each other, as in the library: logits .* differ by"):
         verify(values, inputs=("position_ids",))
 
 

@@ -86,6 +86,7 @@ def layers(
             rank 0 says so. None: no adapters.
 
     Raises:
+        PackingError: ``inputs`` are ("position_ids",), and packed documents see each other in this family.
         ConfigError: no such files, a model that is no chain of the parts that it declares, tensors that are not the
             config's, no transformers, or ``expert_parallel`` for a model without experts. Nothing has been built.
     """
