@@ -55,6 +55,7 @@ class RebalanceReport(_BetweenPlacements):
         own_schedule: the class of the schedule that the user's engine runs in place of that; "": it has none.
         search_seconds: that the decision took in a process of its own, while a batch trained; None: training waited for
             all of it.
+        model_changed: ``reason`` is what the model gave to ``model_changed``, which may be any text.
     """
 
     step: int
@@ -80,6 +81,7 @@ class RebalanceReport(_BetweenPlacements):
     lower_bound_seconds: float | None = None
     own_schedule: str = ""
     search_seconds: float | None = None
+    model_changed: bool = False
 
     @property
     def schedule(self) -> str:
