@@ -69,7 +69,8 @@ def check_names(config: Any, model: nn.Module, place: str) -> None:
         names = getattr(config, key) or ()
         for name in [names] if isinstance(names, str) else names:
             if not _is_found(name, paths, is_pattern=name is names):
-                raise ConfigError(f"{place}: peft.{key}: the model has no module {name}; it has {targets_in(model, key)}")
+                known = targets_in(model, key)
+                raise ConfigError(f"{place}: peft.{key}: the model has no module {name}; it has {known}")
 
 
 def _is_found(name: str, paths: Sequence[str], *, is_pattern: bool) -> bool:
