@@ -13,7 +13,6 @@ import pytest
 
 from ds_dynmo.cli import plot
 from ds_dynmo.cli.plotting.data import (
-    ENGINES_REASONS,
     Report,
     costs,
     loads_around,
@@ -26,7 +25,6 @@ from ds_dynmo.cli.plotting.data import (
     traced,
 )
 from ds_dynmo.cli.plotting.html import rebalance_rows
-from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
@@ -238,15 +236,15 @@ def test_a_report_with_records_of_the_engine_only(tmp_path: Path) -> None:
 def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     repacked = {"kind": "repack", "step": 3, "old_partition": [0, 2, 4], "new_partition": [0, 4]}
-    froze = {**repacked, "reason": "freezing: first 3 layers"}
-    kept = decision(5, (0, 4), (0, 4), reason="freezing: first 5 layers")
+    froze = {**repacked, "reason": "freezing: first 3 layers", "model_changed": True}
+    kept = decision(5, (0, 4), (0, 4), reason="<b>thawing</b>: all", model_changed=True)
     never = write_report(tmp_path, run_records()).rename(tmp_path / "never.jsonl")
     report = write_report(tmp_path, [*run_records(), froze, kept])
     assert read_report(report).repacks == (froze,)
-    assert [record["step"] for record in read_report(report).changes] == [2, 4, 6, 5, 3]
+    assert [record["step"] for record in read_report(report).changes] == [5, 3]
     assert plot.main([str(report), "--never", str(never), "--format", "svg", "--out", str(tmp_path)]) == 0
     drawn = (tmp_path / "ranks.svg").read_text()
-    written = ("2 to 1 stages", "never re-packed", "&lt;b&gt;interval&lt;/b&gt;, freezing", "tokens/s")
+    written = ("2 to 1 stages", "never re-packed", "&lt;b&gt;thawing&lt;/b&gt;, freezing", "tokens/s")
     assert all(f">{text}<" in drawn for text in written)
     assert not list(tmp_path.glob("*.png"))
     assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path)]) == 0
@@ -256,10 +254,6 @@ def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: py
     assert f"--never {never}: only one of the two reports has tokens/s" in capsys.readouterr().err
     assert plot.main([str(alone), "--never", str(alone), "--format", "svg", "--out", str(tmp_path)]) == 0
     assert all(text in (tmp_path / "ranks.svg").read_text() for text in (">batch (s)<", ">never re-packed<"))
-
-
-def test_a_decision_that_the_engine_asked_for_is_no_change_of_the_model() -> None:
-    assert {reason.value for reason in Reason} - {Reason.MODEL_CHANGED.value} == ENGINES_REASONS
 
 
 @pytest.mark.filterwarnings("error")
