@@ -149,17 +149,19 @@ def main(arguments: list[str] | None = None) -> int:
     titles = {"timeline": "Timeline of a batch, measured", "simulated": "Timeline of a batch, simulated"}
     figures |= {titles[name]: (name, pictures.timelines(every)) for name, every in timelines.items() if every}
     args.out.mkdir(parents=True, exist_ok=True)
-    drawn = {}
+    drawn, written = {}, []
     for title, (name, figure) in figures.items():
         if figure is not None:
             drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
+            written.append(f"{name}.{args.format}")
             if args.format == "svg":
-                (args.out / f"{name}.svg").write_bytes(drawn[title].svg)
+                (args.out / written[-1]).write_bytes(drawn[title].svg)
             else:
-                figure.savefig(args.out / f"{name}.png", format="png", dpi=130)
+                figure.savefig(args.out / written[-1], format="png", dpi=130)
     if report is not None:
-        (args.out / "report.html").write_text(html.page(report, drawn), encoding="utf-8")
-    print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
+        written.append("report.html")
+        (args.out / written[-1]).write_text(html.page(report, drawn), encoding="utf-8")
+    print(f"{args.out}: {', '.join(sorted(written))}")
     return 0
 
 

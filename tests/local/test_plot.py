@@ -327,7 +327,9 @@ def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
 @pytest.mark.filterwarnings("error")
 def test_schedules_are_drawn_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
+    (tmp_path / "of_another_run.svg").touch()
     assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: schedules.svg\n"  # what it drew, not all that is there
     drawn = (tmp_path / "schedules.svg").read_text()
     committed = (Path(__file__).parents[2] / "docs" / "images" / "schedules.svg").read_text()
     for text in ("1F1B, 57 forward passes", "zero bubble, 43 forward passes", "weight gradient", "input gradient"):
