@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from ds_dynmo.cli.plotting.html import rebalance_rows
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
+from tests.full_disk import files_of_at_most
 from ds_dynmo.plan import LayerCost, Profile
 from ds_dynmo.schedules import zb_h1
 
@@ -336,6 +338,17 @@ def test_schedules_are_drawn_beside_each_other(tmp_path: Path, capsys: pytest.Ca
         assert text in drawn and text in committed
     assert plot.main(["--schedules", "0", "12"]) == 2
     assert "--schedules 0 12: should be at least 1 each" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    for out, why in ((tmp_path / "file" / "out", "Not a directory"), (tmp_path / "full", "File too large")):
+        with files_of_at_most(1000):
+            assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"ds-dynmo-plot: error: --out {out}: cannot be written: ") and why in said
+    assert os.listdir(tmp_path / "full") == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"rows": [{}]}'])
