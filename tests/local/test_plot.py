@@ -29,9 +29,9 @@ from ds_dynmo.cli.plotting.html import rebalance_rows
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
-from tests.full_disk import files_of_at_most
 from ds_dynmo.plan import LayerCost, Profile
 from ds_dynmo.schedules import zb_h1
+from tests.full_disk import files_of_at_most
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
