@@ -1,4 +1,4 @@
-"""The versions of other packages that were tested: one table, which the package, its metadata, scripts and docs share."""
+"""The versions of other packages that were tested: one table, for the package, its metadata, scripts and docs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OTHERS = [name for name in TESTED if name != "torch"]
 
 
 @pytest.mark.parametrize(
-    ("version", "is_newer"), [("2.9.0", False), ("2.13.0+cpu", False), ("2.15.0+cu132", False), ("2.15.1", True), ("3.0", True)]
+    ("version", "is_newer"),
+    [("2.9.0", False), ("2.13.0+cpu", False), ("2.15.0+cu132", False), ("2.15.1", True), ("3.0", True)],
 )
 def test_a_version_newer_than_tested_is_named(version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OTHERS:

@@ -1,4 +1,4 @@
-"""What scripts/quickstart.sh, test.sh and test_versions.sh install and run, with a Python that only writes down its calls."""
+"""What quickstart.sh, test.sh and test_versions.sh install and run, with a Python that only writes down its calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Checkout:
         )
         (folder / "bin").mkdir()
         python = folder / "bin" / "python3"
-        python.write_text(PYTHON.replace("REAL", sys.executable).replace("CALLS", str(self._calls)).replace("BASE", str(python)))
+        python.write_text(
+            PYTHON.replace("REAL", sys.executable).replace("CALLS", str(self._calls)).replace("BASE", str(python))
+        )
         python.chmod(0o755)
 
     def run(self, script: str, *arguments: str, **variables: str) -> tuple[list[str], str]:
@@ -56,7 +58,9 @@ class Checkout:
         )
         said = done.stdout + done.stderr
         assert done.returncode == ("no accelerator" in said), said
-        return [line.removeprefix("--disable-pip-version-check ") for line in self._calls.read_text().splitlines()], said
+        return [
+            line.removeprefix("--disable-pip-version-check ") for line in self._calls.read_text().splitlines()
+        ], said
 
 
 @pytest.fixture
