@@ -17,6 +17,9 @@ from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.optimizer.state import PerParameterState
 
 
+CPU = torch.device("cpu")
+
+
 class Layer(nn.Module):
     """A layer with one of everything that a layer may hold."""
 
@@ -54,9 +57,10 @@ def send(
     place: Callable[[int], torch.Tensor | None] = unprepared,
 ) -> LayerContent:
     arrival = ArrivingLayer(packed.header)
-    arrival.allocate(torch.device("cpu"), place)
+    arrival.allocate(CPU, place)
+    arrival.load(build, CPU)
     transmit(packed.tensors, arrival.recv_buffers)
-    return arrival.materialize(build)
+    return arrival.materialize()
 
 
 def transmit(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
@@ -299,14 +303,16 @@ def travel_in_two_parts(
     state, build = PerParameterState(optimizer), type(layer)
     ahead = pack(state.content(layer), build)
     first = ArrivingLayer(ahead.header)
-    first.allocate(torch.device("cpu"), unprepared)
+    first.allocate(CPU, unprepared)
+    first.load(build, CPU)
     transmit(ahead.constants, first.constants)
     change()
     rest = pack(state.content(layer), build, sent_ahead=ahead)
     arrival = ArrivingLayer(rest.header)
-    arrival.allocate(torch.device("cpu"), unprepared, first)
+    arrival.allocate(CPU, unprepared, first)
+    arrival.load(build, CPU)
     transmit(rest.tensors, arrival.recv_buffers)
-    return arrival.materialize(build), rest
+    return arrival.materialize(), rest
 
 
 def test_weights_and_moments_are_sent_first_and_the_rest_later(layer: Layer) -> None:
