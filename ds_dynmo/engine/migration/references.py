@@ -256,9 +256,9 @@ class References:
             raise LookupError(
                 f"{reference.where} refers to {name}, a {reference.kind} where the layer was, and a {kind_of(value)} here"
             )
-        for part, dtype, shape, checksum in reference.tensors:
+        for part, dtype, shape, values in reference.tensors:
             here = _counterpart(value, part, dtype, device)
-            if here is None or (here.dtype, tuple(here.shape), checksum(here)) != (dtype, shape, checksum):
+            if here is None or (here.dtype, tuple(here.shape), checksum(here)) != (dtype, shape, values):
                 raise LookupError(
                     f"{reference.where} refers to {name}{'.' * bool(part)}{part}, which holds other values here than "
                     "where the layer was: register it as a buffer of each layer, or build it alike on every rank"
