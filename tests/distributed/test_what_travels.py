@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 # -- layers that travel -------------------------------------------------------------------------------
 
 
-def halved(layer: Block, hidden: Tensor) -> Tensor:
+def forward(layer: Block, hidden: Tensor) -> Tensor:
     """Stand in for a class's ``forward``, as patches of attention do."""
     return hidden + layer.down(torch.tanh(layer.up(layer.norm(hidden)))) / 2
 
@@ -136,7 +136,7 @@ class HookedByLambda(Block):
 def patch(layer: nn.Module, index: int) -> None:
     """Do to a layer what programs do after ``initialize``."""
     if index == 1:
-        layer.forward = types.MethodType(halved, layer)  # type: ignore[method-assign]
+        layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
     elif index == 2:
         layer.up.forward = negative.__get__(layer.up)  # type: ignore[attr-defined]
         layer.down.register_forward_hook(types.MethodType(double_output, layer))  # type: ignore[union-attr]
@@ -360,5 +360,3 @@ def test_equal_parameter_groups_are_one(precision: str) -> None:
     still, moved = run_each(2, train_in_groups, (precision, []), (precision, moves))
     check_moves_changed_nothing(still, moved)
     assert {rank["groups"] for rank in moved} == {2}
-
-

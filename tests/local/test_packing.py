@@ -16,7 +16,6 @@ from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.optimizer.state import PerParameterState
 
-
 CPU = torch.device("cpu")
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.layer_list import LayerList
@@ -51,9 +50,8 @@ class StageLayers(LayerList):
         self._module = module
         self._placement = Placement.chain(module.parts)
         self._stage = int(module.stage_id)
-        self._given = {
-            index: _without_values(spec) for index, spec in enumerate(module._layer_specs) if isinstance(spec, nn.Module)
-        }
+        given = {index: spec for index, spec in enumerate(module._layer_specs) if isinstance(spec, nn.Module)}
+        self._given = {index: _without_values(layer) for index, layer in given.items()}
         self.tied_aliases = TiedAliases()
 
     # -- which layers ---------------------------------------------------------------------------------

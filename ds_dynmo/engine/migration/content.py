@@ -44,9 +44,7 @@ class LayerContent:
 
 def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Collect what was set on a parameter and can travel."""
-    return {
-        name: value for name, value in vars(parameter).items() if not bound_by_wrapper(name) and can_be_sent(value)
-    }
+    return {name: value for name, value in vars(parameter).items() if not bound_by_wrapper(name) and can_be_sent(value)}
 
 
 def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
@@ -57,7 +55,7 @@ def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
     """
     found = user_hooks(parameter)
     for hook in (hook for hooks in found.values() for hook in hooks):
-        reason = why_it_stays(hook, {})
+        reason = why_it_stays(hook)
         if reason is not None:
             raise TypeError(
                 f"a parameter of shape {list(parameter.shape)} has the hook {hook!r}, which cannot be pickled and "

@@ -169,8 +169,9 @@ class References:
                     held = next((found for tensor, found in tensors if _lies_in(value, tensor)), None)
                 if held is not None and id(value) not in registered:
                     raise TypeError(
-                        f"layer {number} stays and its {path_text(path)} is {held[1]} of layer {held[0]}, which leaves: "
-                        "pass what both need to each as an argument of its LayerSpec, or tie the two (TiedLayerSpec)"
+                        f"layer {number} stays and its {path_text(path)} is {held[1]} of layer {held[0]}, which "
+                        "leaves: pass what both need to each as an argument of its LayerSpec, or tie the two "
+                        "(TiedLayerSpec)"
                     )
 
     def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
@@ -205,15 +206,14 @@ class References:
             if isinstance(value, torch.Tensor):
                 _check_has_values(path, value)
                 _check_not_of_others(path, value, others)
-        named = dict.fromkeys(found.references, 0)
         for number, other in others.items():
             for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
                 # An object that cannot be pickled does not travel: the layer gets a new one when it is built there.
-                if id(value) in nameless and can_be_sent(value, named):
+                if id(value) in nameless and can_be_sent(value, found.references):
                     path, shared = nameless[id(value)]
                     raise TypeError(
-                        f"{path_text(path)}, a {kind_of(shared)}, is shared with layer {number} and would become a copy: "
-                        "pass it to both as an argument of their LayerSpecs, or say that it belongs to the rank: "
+                        f"{path_text(path)}, a {kind_of(shared)}, is shared with layer {number} and would become a "
+                        "copy: pass it to both as an argument of their LayerSpecs, or say that it belongs to the rank: "
                         '"rank_attributes" in the "dynmo" block'
                     )
 
@@ -254,7 +254,8 @@ class References:
             raise LookupError(f"{reference.where} refers to {name}, which this rank does not have: {error}") from error
         if kind_of(value) != reference.kind:
             raise LookupError(
-                f"{reference.where} refers to {name}, a {reference.kind} where the layer was, and a {kind_of(value)} here"
+                f"{reference.where} refers to {name}, a {reference.kind} where the layer was, and a {kind_of(value)} "
+                "here"
             )
         for part, dtype, shape, values in reference.tensors:
             here = _counterpart(value, part, dtype, device)
@@ -313,8 +314,8 @@ def _check_not_of_others(path: Path, tensor: torch.Tensor, others: Mapping[int, 
         for name, theirs in (*other.named_parameters(), *other.named_buffers()):
             if tensor is theirs or _lies_in(tensor, theirs):
                 raise TypeError(
-                    f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights along; refer "
-                    "to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
+                    f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights along; "
+                    "refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
                 )
 
 

@@ -29,8 +29,8 @@ from ds_dynmo.engine.serialization.pickling import dump, load, random_state_kept
 
 Build = Callable[[], nn.Module]
 _REMEDY = (
-    'set it where the layer arrives (engine.on_layer_arrival), or say that it belongs to the rank ("rank_attributes" in '
-    'the "dynmo" block)'
+    "set it where the layer arrives (engine.on_layer_arrival), or say that it belongs to the rank "
+    '("rank_attributes" in the "dynmo" block)'
 )
 
 
@@ -114,9 +114,7 @@ class Shell:
         )
 
 
-def _pickled_whole(
-    content: LayerContent, outside: Outside, completed: bool
-) -> tuple[Shell, list[torch.Tensor]] | None:
+def _pickled_whole(content: LayerContent, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]] | None:
     """Pickle a layer whole; None: that cannot be done, or what is loaded differs."""
     try:
         dumped = dump(content, {key: number for number, key in enumerate(outside.references)})
@@ -135,7 +133,7 @@ def _pickled_in_parts(
 ) -> tuple[Shell, list[torch.Tensor]]:
     """Pickle what can be sent of a layer, to be put into one that is built."""
     module, of_rank = content.module, outside.rank_attributes
-    parts = find_parts(module, dict.fromkeys(outside.references, 0), of_rank)
+    parts = find_parts(module, outside.references, of_rank)
     apart = {id(part): number for number, part in enumerate(parts.values())}
     known = {**apart, **{key: len(parts) + number for number, key in enumerate(outside.references)}}
     reasons: dict[str, str] = {}
@@ -155,5 +153,3 @@ def _pickled_in_parts(
 def _roots(content: LayerContent) -> list[tuple[tuple[tuple[str, Any], ...], Any]]:
     others = [field.name for field in fields(content) if field.name != "module"]
     return [((), content.module), *(((("item", name),), getattr(content, name)) for name in others)]
-
-

@@ -204,9 +204,9 @@ def _complete_scheduler(
     every = gather((complete, mine, list(lists), sendable, differing))
     if names := sorted({name for *_, of_rank in every for name in of_rank}):
         raise ConfigError(
-            f"parameter groups with equal options, of which the ranks have different numbers, have different entries in "
-            f"{names} of the LR scheduler {type(scheduler).__name__}, so a parameter that moves could not find its own: "
-            'give each group an option of its own, e.g. {"name": "no_decay", ...}'
+            "parameter groups with equal options, of which the ranks have different numbers, have different entries in "
+            f"{names} of the LR scheduler {type(scheduler).__name__}, so a parameter that moves could not find its "
+            'own: give each group an option of its own, e.g. {"name": "no_decay", ...}'
         )
     if all(rank_complete for rank_complete, *_ in every):
         return

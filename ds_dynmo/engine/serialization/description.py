@@ -12,7 +12,7 @@ import pathlib
 import types
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,11 +84,11 @@ def known_texts(tensors: Sequence[torch.Tensor], references: Mapping[int, Any]) 
     return {**found, **{id(tensor): f"tensor {n}, a {kind_of(tensor)}" for n, tensor in enumerate(tensors)}}
 
 
-def why_it_stays(value: Any, references: Mapping[int, int]) -> str | None:
+def why_it_stays(value: Any, references: Iterable[int] = ()) -> str | None:
     """Say why ``value`` cannot be sent to another rank: it cannot be pickled, or comes back as something else.
 
     Args:
-        references: see :func:`dump`.
+        references: the ``id`` of each object of which there is one where ``value`` is sent.
 
     Returns:
         None: it can be sent.
@@ -96,7 +96,7 @@ def why_it_stays(value: Any, references: Mapping[int, int]) -> str | None:
     if is_constant(value):
         return None
     try:
-        dumped = dump(value, references)
+        dumped = dump(value, {key: number for number, key in enumerate(references)})
         tensors = [stand_in(tensor) for tensor in dumped.tensors]
         back = load(dumped.data, tensors, dumped.referred)
         sent = describe([((), value)], known_texts(dumped.tensors, dumped.referred))
@@ -106,9 +106,9 @@ def why_it_stays(value: Any, references: Mapping[int, int]) -> str | None:
     return None if difference is None else f"{difference[1]} comes back from a pickle as {difference[2]}"
 
 
-def can_be_sent(value: Any, references: Mapping[int, int] | None = None) -> bool:
+def can_be_sent(value: Any, references: Iterable[int] = ()) -> bool:
     """Tell whether another rank would load ``value`` from a pickle as what it is here."""
-    return why_it_stays(value, references or {}) is None
+    return why_it_stays(value, references) is None
 
 
 def kind_of(value: Any) -> str:
@@ -136,10 +136,10 @@ def _plain(value: Any, frozen: dict[int, str | None]) -> str | None:
     if id(value) not in frozen:
         frozen[id(value)] = None  # if it holds itself
         held = value if isinstance(value, frozenset) else [part for _, part in all_children(value)]
-        texts = [_plain(part, frozen) for part in held]
-        if None not in texts:
-            texts = sorted(map(str, texts)) if isinstance(value, frozenset) else texts
-            frozen[id(value)] = _short(f"{kind_of(value)} {texts}")
+        texts = [text for part in held if (text := _plain(part, frozen)) is not None]
+        if len(texts) == len(held):
+            ordered = sorted(texts) if isinstance(value, frozenset) else texts
+            frozen[id(value)] = _short(f"{kind_of(value)} {ordered}")
     return frozen[id(value)]
 
 

@@ -7,7 +7,7 @@ layer's spec. References to such a module are references to the one that is buil
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +46,17 @@ class Dismantled:
 
 
 def find_parts(
-    module: nn.Module, references: Mapping[int, int], of_rank: Mapping[int, Container[str]], path: str = ""
+    module: nn.Module, references: Collection[int], of_rank: Mapping[int, Container[str]], path: str = ""
 ) -> dict[str, nn.Module]:
     """Find the modules that have to be taken apart, ``module`` and some below it, by their paths.
 
     Args:
-        references: see :func:`dump`.
+        references: see :func:`why_it_stays`.
         of_rank: by ``id`` of a module, attributes that stay behind.
     """
     found = {path: module}
     for name, child in module._modules.items():
-        known = {**references, **dict.fromkeys(map(id, found.values()), 0)}
+        known = {*references, *map(id, found.values())}
         if child is None or id(child) in known:
             continue
         if any(id(part) in of_rank for part in child.modules()) or not can_be_sent(child, known):
@@ -66,7 +66,7 @@ def find_parts(
 
 def dismantle(
     module: nn.Module,
-    references: Mapping[int, int],
+    references: Collection[int],
     apart: Container[int],
     of_rank: Mapping[int, Container[str]],
     reasons: dict[str, str],
@@ -74,7 +74,7 @@ def dismantle(
     """Take ``module`` apart.
 
     Args:
-        references: see :func:`dump`; those to modules that are taken apart are among them.
+        references: see :func:`why_it_stays`; those to modules that are taken apart are among them.
         apart: the ``id`` of each of those.
         of_rank: by ``id`` of a module, attributes that stay behind.
         reasons: gets, by name, why an attribute stays behind.
@@ -98,7 +98,9 @@ def dismantle(
         training=module.training,
         extra_state=to_bytes(module.get_extra_state()) if _has_extra_state(module) else None,
         children={
-            name: dismantle(child, references, apart, of_rank, reasons) if id(child) in apart else child
+            name: dismantle(child, references, apart, of_rank, reasons)
+            if child is not None and id(child) in apart
+            else child
             for name, child in module._modules.items()
         },
     )

@@ -55,19 +55,22 @@ def _operator(name: str) -> Any:
     return operator.attrgetter(name)(torch.ops)
 
 
-_REDUCED: dict[type, Callable[[Any], Any]] = {
-    types.MethodType: _reduce_method,
-    torch.finfo: _reduce_limits,
-    torch.iinfo: _reduce_limits,
-    OpOverload: _reduce_operator,
-    OpOverloadPacket: _reduce_operator,
-}
+_DISPATCH_TABLE: ChainMap[type, Any] = ChainMap(
+    {
+        types.MethodType: _reduce_method,
+        torch.finfo: _reduce_limits,
+        torch.iinfo: _reduce_limits,
+        OpOverload: _reduce_operator,
+        OpOverloadPacket: _reduce_operator,
+    },
+    copyreg.dispatch_table,
+)
 
 
 class _Pickler(pickle.Pickler):
     """Pickle anything: tensors are collected, each once, and references are written as their numbers."""
 
-    dispatch_table = ChainMap(_REDUCED, copyreg.dispatch_table)
+    dispatch_table = _DISPATCH_TABLE
 
     def __init__(self, file: io.BytesIO, references: Mapping[int, int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
