@@ -296,8 +296,12 @@ def is_dual_pipe_v(model: Any) -> bool:
 
 
 def _without_values(layer: nn.Module) -> nn.Module:
-    """Copy a layer's modules, with tensors that take no memory."""
-    return copy_of_modules(layer, {id(tensor): stand_in(tensor) for tensor in (*layer.parameters(), *layer.buffers())})
+    """Copy a layer's modules, with tensors that take no memory; return the layer if it cannot be copied."""
+    tensors = {id(tensor): stand_in(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    try:
+        return copy_of_modules(layer, tensors)
+    except Exception:  # whatever a user's module raises; :meth:`StageLayers.build` raises it where it is needed
+        return layer
 
 
 def _sent_away(*_: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.references import Outside
@@ -24,7 +25,7 @@ from ds_dynmo.engine.serialization.description import (
     known_texts,
     path_text,
 )
-from ds_dynmo.engine.serialization.dismantling import assemble, dismantle, find_parts
+from ds_dynmo.engine.serialization.dismantling import HOOKS, assemble, dismantle, find_parts
 from ds_dynmo.engine.serialization.pickling import dump, load, random_state_kept, stand_in
 
 Build = Callable[[], nn.Module]
@@ -76,9 +77,17 @@ class Shell:
         Raises:
             TypeError: the layer that ``build`` makes lacks modules.
         """
-        if not self.parts:
-            content: LayerContent = load(self.data, tensors, references)
-            return content
+        content: LayerContent = (
+            self._load_in_parts(tensors, references, build, device)
+            if self.parts
+            else load(self.data, tensors, references)
+        )
+        _number_later_hooks_after(content.module)
+        return content
+
+    def _load_in_parts(
+        self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
+    ) -> LayerContent:
         with random_state_kept():
             built = build()
             modules = dict(built.named_modules(remove_duplicate=False))
@@ -88,7 +97,7 @@ class Shell:
                 )
             numbered = {len(self.parts) + number: held for number, held in references.items()}
             numbered.update((number, modules[path]) for number, path in enumerate(self.parts))
-            content = load(self.data, tensors, numbered)
+            content: LayerContent = load(self.data, tensors, numbered)
             content.module = assemble(built, content.module, device)
         return content
 
@@ -112,6 +121,13 @@ class Shell:
             f"{path_text(path)} of a {kind_of(arrived.module)} is {here}, and where the layer arrives it {came}: "
             f"{_REMEDY}{f'; it cannot be sent: {reason}' if reason else ''}"
         )
+
+
+def _number_later_hooks_after(module: nn.Module) -> None:
+    """Let hooks that are registered from now on not replace those of a module that comes from another process."""
+    tables = [table for part in module.modules() for name, table in vars(part).items() if name in HOOKS]
+    numbers = [number + 1 for table in tables if isinstance(table, dict) for number in table]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *numbers])
 
 
 def _pickled_whole(content: LayerContent, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]] | None:

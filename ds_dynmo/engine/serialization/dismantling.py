@@ -19,7 +19,7 @@ from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY
 from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
 
 _TRAVELS_ANYHOW = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
-_HOOKS = MODULE_MACHINERY - _TRAVELS_ANYHOW  # tables that refer to each other by the numbers of hooks
+HOOKS = MODULE_MACHINERY - _TRAVELS_ANYHOW  # tables that refer to each other by the numbers of hooks
 
 
 @dataclass
@@ -85,7 +85,7 @@ def dismantle(
         if (reason := why_it_stays(own[name], references)) is not None:
             left.add(name)
             reasons[name] = reason
-    hooks = {name: value for name, value in vars(module).items() if name in _HOOKS}
+    hooks = {name: value for name, value in vars(module).items() if name in HOOKS}
     if (reason := why_it_stays(hooks, references)) is not None:
         reasons.update(dict.fromkeys(hooks, reason))
     return Dismantled(
