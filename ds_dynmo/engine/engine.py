@@ -147,6 +147,16 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
             return self.balancer.rebalance_by_hand(self.train_batch)
         return self.balancer.rebalance_to(self.stage.placement.at(partition), Request(Reason.EXPLICIT))
 
+    @at_work
+    def on_layer_arrival(self, callback: Callable[[int, nn.Module], None]) -> None:
+        """Call ``callback(number, layer)`` for each layer that a move brings to this rank. Call it on every rank.
+
+        It sets again what cannot be sent: a lambda, a hook that is a closure. It is called before anything moves: the
+        layer is complete, but its tensors have no values yet, and the move may still be refused. A layer that then is
+        not what was sent stays where it is.
+        """
+        self.stage.on_arrival.append(callback)
+
     def model_changed(self, reason: str) -> None:
         """Tell the engine that the model's work just changed: the next batch is profiled and a decision follows.
 

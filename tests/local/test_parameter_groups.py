@@ -27,7 +27,8 @@ def complete_on_all_ranks(optimizers: list[torch.optim.Optimizer], schedulers: l
 
     for round_number in range(2 if schedulers else 1):
         for rank, optimizer in enumerate(optimizers):
-            saved = list(optimizer.param_groups)
+            held = [*optimizer.param_groups, *([vars(schedulers[rank])] if schedulers else [])]
+            groups, contents = list(optimizer.param_groups), [dict(entries) for entries in held]
             seen = 0
 
             def note(value: Any, rank: int = rank, rounds: int = round_number) -> list[Any]:
@@ -40,7 +41,9 @@ def complete_on_all_ranks(optimizers: list[torch.optim.Optimizer], schedulers: l
 
             with pytest.raises(Enough):
                 complete_groups(optimizer, schedulers[rank] if schedulers else None, note)
-            optimizer.param_groups[:] = saved
+            optimizer.param_groups[:] = groups
+            for entries, content in zip(held, contents):
+                entries.update(content)
     for rank, optimizer in enumerate(optimizers):
         answers = iter(list(zip(*calls)))
         complete_groups(optimizer, schedulers[rank] if schedulers else None, lambda value, a=answers: list(next(a)))
@@ -67,9 +70,25 @@ def test_equal_options_on_every_rank_are_told_apart_by_position() -> None:
     assert all(len(optimizer.param_groups) == 2 for optimizer in optimizers)
 
 
-def test_equal_options_missing_on_a_rank_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[2, 1\].*name"):
-        complete_on_all_ranks([optimizer_of({}, {}), optimizer_of({})])
+def test_equal_groups_that_ranks_have_in_different_numbers_are_one() -> None:
+    first, second = optimizer_of({}, {"lr": 0.5}, {}, {"lr": 0.5}, {}), optimizer_of({"lr": 0.5})
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (first, second)]
+    held = [parameter for group in first.param_groups for parameter in group["params"]]
+    complete_on_all_ranks([first, second], schedulers)
+    assert [group["params"] for group in first.param_groups] == [held[::2], held[1::2]]
+    assert [len(group["params"]) for group in second.param_groups] == [0, 1]
+    for optimizer, scheduler in zip((first, second), schedulers):
+        optimizer.step()
+        scheduler.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.25]
+
+
+def test_equal_groups_with_schedules_of_their_own_are_refused() -> None:
+    optimizers = [optimizer_of({}, {}), optimizer_of({})]
+    lambdas = [[lambda step: 1.0, lambda step: 0.5**step], [lambda step: 1.0]]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(*built) for built in zip(optimizers, lambdas)]
+    with pytest.raises(ConfigError, match=r"lr_lambdas.*LambdaLR.*name"):
+        complete_on_all_ranks(list(optimizers), schedulers)
 
 
 def test_names_tell_equal_groups_apart() -> None:

@@ -3,7 +3,8 @@
 A parameter that moves has to arrive in its own group. Positions do not say which that is: DeepSpeed drops
 groups that are empty on a rank, and users leave them out themselves. A group is known by its own options; one
 that a rank lacks is added there, empty, so that every rank holds every group in one order, and so that LR
-schedulers drive all of them everywhere.
+schedulers drive all of them everywhere. Groups with equal options are one group where ranks have different numbers of
+them, as with a group for each parameter: nothing tells which is which, and as long as they stay equal nothing needs to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import REPLICA_OWN
 from ds_dynmo.engine.optimizer.scheduler_lists import group_lists, unclear_lists
-from ds_dynmo.engine.serialization.pickling import can_be_pickled
+from ds_dynmo.engine.serialization.description import can_be_sent
 from ds_dynmo.errors import ConfigError
 
 Options = dict[str, Any]
@@ -44,23 +45,26 @@ def complete_groups(
         separate: give parameters that are each replica's own groups of their own first.
 
     Raises:
-        ConfigError: groups with equal options that not every rank has as often (which one is which?), a scheduler's
-            list whose entries cannot be sent to a rank that lacks them, or one that may have an entry for each group
-            or not.
+        ConfigError: a scheduler treats groups with equal options that not every rank has as often differently (which
+            one is which?), or it has a list whose entries cannot be sent to a rank that lacks them, or one that may
+            have an entry for each group or not.
     """
     unclear = unclear_lists(scheduler, len(optimizer.param_groups))
-    complete = not (separate and separate_own(optimizer, scheduler))
+    separated = separate and separate_own(optimizer, scheduler)
     mine = _named([options_of(group) for group in optimizer.param_groups])
     every: list[dict[str, Options]] = gather(dict(zip(mine, map(options_of, optimizer.param_groups))))
-    _refuse_ambiguous(every)
+    later = _later_equals(every)
+    differing = _merge(optimizer, scheduler, mine, later)
+    mine = [name for name in mine if name not in later]
+    every = [{name: options for name, options in rank.items() if name not in later} for rank in every]
     order = merged_order([list(names) for names in every])
+    complete = mine == order and not separated and not later
     if mine != order:
         present = dict(zip(mine, optimizer.param_groups))
         options = {name: value for rank in reversed(every) for name, value in rank.items()}
         optimizer.param_groups[:] = [present.get(name) or {"params": [], **options[name]} for name in order]
-        complete = False
     if scheduler is not None:
-        _complete_scheduler(scheduler, mine, order, gather, complete, unclear)
+        _complete_scheduler(scheduler, mine, order, gather, complete, unclear, differing)
 
 
 def _named(options: list[Options]) -> list[str]:
@@ -76,15 +80,40 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _refuse_ambiguous(every: list[dict[str, Options]]) -> None:
-    duplicates = {name.rpartition("#")[0] for rank in every for name in rank if not name.endswith("#0")}
-    for text in sorted(duplicates):
-        counts = [sum(name.rpartition("#")[0] == text for name in rank) for rank in every]
-        if len(set(counts)) > 1:
-            raise ConfigError(
-                f"parameter groups with equal options {text}: the ranks have {counts} of them, so a parameter that "
-                'moves could not find its own; give each group an option of its own, e.g. {"name": "no_decay", ...}'
-            )
+def _later_equals(every: list[dict[str, Options]]) -> set[str]:
+    """Find names of groups with the options of one before them, where the ranks have different numbers of those."""
+    names = {name for rank in every for name in rank}
+    numbers = {text: [0] * len(every) for text in map(_options_text, names)}
+    for place, rank in enumerate(every):
+        for name in rank:
+            numbers[_options_text(name)][place] += 1
+    uneven = {text for text, counts in numbers.items() if len(set(counts)) > 1}
+    return {name for name in names if not name.endswith("#0") and _options_text(name) in uneven}
+
+
+def _options_text(name: str) -> str:
+    return name.rpartition("#")[0]
+
+
+def _merge(optimizer: torch.optim.Optimizer, scheduler: Any | None, mine: list[str], later: set[str]) -> list[str]:
+    """Put the parameters of groups ``later`` into the first group with the same options, in place.
+
+    Returns:
+        The scheduler's lists whose entries for such groups differ.
+    """
+    first = {_options_text(name): number for number, name in reversed(list(enumerate(mine)))}
+    into = {number: first[_options_text(name)] for number, name in enumerate(mine) if name in later}
+    groups, differing = list(optimizer.param_groups), []
+    for number, target in into.items():
+        groups[target]["params"] = [*groups[target]["params"], *groups[number]["params"]]
+        groups[target].pop("param_names", None)  # optional labels of torch's, by position
+    if into:
+        optimizer.param_groups[:] = [group for number, group in enumerate(groups) if number not in into]
+    for found in group_lists(scheduler, len(mine)) if into else []:
+        if any(_differ(found.entries[number], found.entries[target]) for number, target in into.items()):
+            differing.append(found.path)
+        found.set([entry for number, entry in enumerate(found.entries) if number not in into])
+    return differing
 
 
 def leave_out_frozen(optimizer: torch.optim.Optimizer) -> None:
@@ -176,14 +205,21 @@ def _complete_scheduler(
     gather: Callable[[Any], list[Any]],
     complete: bool,
     unclear: list[str],
+    differing: list[str],
 ) -> None:
     """Reorder and fill the scheduler's lists that hold one entry per group."""
     lists = {found.path: found for found in group_lists(scheduler, len(mine))}
-    sendable = {path: dict(zip(mine, found.entries)) for path, found in lists.items() if can_be_pickled(found.entries)}
-    every = gather((complete, mine, list(lists), sendable, unclear))
+    sendable = {path: dict(zip(mine, found.entries)) for path, found in lists.items() if can_be_sent(found.entries)}
+    every = gather((complete, mine, list(lists), sendable, unclear, differing))
+    if names := sorted({name for *_, of_rank in every for name in of_rank}):
+        raise ConfigError(
+            "parameter groups with equal options, of which the ranks have different numbers, have different entries in "
+            f"{names} of the LR scheduler {type(scheduler).__name__}, so a parameter that moves could not find its "
+            'own: give each group an option of its own, e.g. {"name": "no_decay", ...}'
+        )
     if all(rank_complete for rank_complete, *_ in every):
         return
-    for rank, (*_, rank_unclear) in enumerate(every):
+    for rank, (*_, rank_unclear, _) in enumerate(every):
         if rank_unclear:
             raise ConfigError(
                 f"the LR scheduler {type(scheduler).__name__} has a list {rank_unclear[0]!r} as long as rank {rank} "
@@ -191,7 +227,7 @@ def _complete_scheduler(
                 "not; pass the scheduler as a callable, which is called when every rank has every group"
             )
     known: dict[str, dict[str, Any]] = {}
-    for *_, rank_lists, _ in reversed(every):
+    for _, _, _, rank_lists, *_ in reversed(every):
         for attribute, entries in rank_lists.items():
             known.setdefault(attribute, {}).update(entries)
     for rank, (_, has, attributes, *_) in enumerate(every):  # of every rank, so that all raise
@@ -206,3 +242,7 @@ def _complete_scheduler(
     for path, found in lists.items():
         entries = {**known.get(path, {}), **dict(zip(mine, found.entries))}
         found.set([entries[name] for name in order])
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not other and bool(_plain(one) != _plain(other))
