@@ -21,7 +21,7 @@ import torch
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import prepare
-from ds_dynmo.config import load_json
+from ds_dynmo.config import load_settings
 
 CONFIG = Path(__file__).resolve().parents[1] / "ds_configs" / "finetune.json"
 WAYS = ("packed", "padded")
@@ -42,7 +42,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     begin_rank()
-    settings = {**load_json(CONFIG), "dynmo": {"interval": 0}}
+    settings = {**load_settings(CONFIG), "dynmo": {"interval": 0}}
     shared = ["--deepspeed_config", str(CONFIG), "--model", args.model, "--data", args.data]
     engines, data = [], []
     for documents in WAYS:
