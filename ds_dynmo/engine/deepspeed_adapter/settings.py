@@ -40,7 +40,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ConfigError: one line.
     """
     others = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
-    read = _tried("", lambda: DeepSpeedConfig({**others, "train_batch_size": 1}))
+    read = _tried("", lambda: DeepSpeedConfig({**others, "train_micro_batch_size_per_gpu": 1}))
     weight = [torch.nn.Parameter(torch.zeros(1))]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(weight)
     name, params = str(read.optimizer_name), dict(read.optimizer_params or {})
