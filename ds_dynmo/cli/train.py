@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)
     random.seed(run.model.seed)
-    record = begin_report(run.report, resumed=run.resumed is not None) if first_rank else record_nothing
+    record = begin_report(run) if first_rank else record_nothing
     if first_rank:
         start = {
             "kind": "start",

@@ -125,7 +125,7 @@ def reported(arguments: list[str]) -> tuple[list[float], str, list[tuple[int, fl
     with contextlib.redirect_stderr(said):
         run = prepare(arguments)
         engine = build_engine(run)
-        record = begin_report(run.report, resumed=run.resumed is not None) if engine.global_rank == 0 else record_nothing
+        record = begin_report(run) if engine.global_rank == 0 else record_nothing
         history = train(run, engine, build_cases(run, engine), record)
         return history.losses, said.getvalue(), history.validation_losses
 
@@ -143,14 +143,18 @@ def test_a_report_and_monitors_get_speeds_and_losses_as_the_run_goes(tmp_path: P
     path = tmp_path / "config.json"
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **monitors}))
-    losses, said, validations = run(2, reported, [*arguments, "--report", str(tmp_path / "report.jsonl")])[0]
+    arguments += ["--report", str(tmp_path / "report.jsonl")]
+    (tmp_path / "report.jsonl").write_text("of another run\n")
+    begun = run(2, reported, [*arguments, "--save", str(tmp_path / "saved"), "--stop-at", "2"])[0]
+    resumed = run(2, reported, [*arguments, "--resume", str(tmp_path / "saved")])[0]  # goes on with the report
+    losses, said, validations = (first + second for first, second in zip(begun, resumed, strict=True))
     records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["train_loss"] for record in steps] == losses and said == ""
     found = [(record["step"], record["validation_loss"]) for record in records if record["kind"] == "validation"]
     assert found == validations and found[-1][0] == 3
-    rows = (tmp_path / "job" / "Train_Samples_tokens_per_second.csv").read_text().splitlines()[1:]
-    assert [float(row.split(",")[1]) for row in rows] == [record["tokens_per_second"] for record in steps]
+    rows = (tmp_path / "job" / "Train_Samples_tokens_per_second.csv").read_text().splitlines()
+    assert [float(row.split(",")[1]) for row in rows if row[0].isdigit()] == [record["tokens_per_second"] for record in steps]
 
 
 def test_a_recording_has_the_loads_of_every_batch_and_changes_no_number(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, Run, prepare
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.resuming import FACTS_FILE, write_facts
+from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
@@ -259,6 +261,16 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         assert train.resumed_line(run).endswith("global_step3: step 3 of 8; stages: 3 when saved, 2 now")
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag global_step4, which is not there; {there}$"):
         prepare([*flags, "--tag", "global_step4"])
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -> None:
+    child = os.fork()
+    if child == 0:
+        with StopSignals(True):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
 
 
 # -- a whole run --------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ds_dynmo.cli.training.options import Run
@@ -182,14 +181,15 @@ def record_nothing(record: dict[str, Any]) -> None:
     """Drop the record: there is no report, or another rank writes it."""
 
 
-def begin_report(path: Path | None, *, resumed: bool) -> Record:
-    """Return a function that appends a record to the file, or warns once that it cannot.
+def begin_report(run: Run) -> Record:
+    """Return a function that appends a record to the run's report, or warns once that it cannot.
 
     A new run empties the file first; a resumed one goes on with it.
     """
+    path = run.report
     if path is None:
         return record_nothing
-    if not resumed:
+    if run.resumed is None:
         with suppress(OSError):  # the first record will warn
             path.write_text("")
     return record_writer(path, lambda message: print(f"ds-dynmo-train: {message}", file=sys.stderr, flush=True))
