@@ -78,9 +78,9 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"optimizer": {"type": "Nope"}}, [], '^optimizer.type = "Nope": is neither'),
         ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, [], "^DeepSpeed refuses .*'momentun'"),
         ({"scheduler": {"type": "Nope"}}, [], '^scheduler.type = "Nope": is neither'),
-        ({"gradient_accumulation_steps": "8"}, [], '^gradient_accumulation_steps = "8": should be an int of at least 1'),
+        ({"gradient_accumulation_steps": "8"}, [], '^gradient_accumulation_steps = "8": should be an int'),
         ({"gradient_accumulation_steps": 0}, [], "^gradient_accumulation_steps = 0: should be an int of at least 1"),
-        ({"train_micro_batch_size_per_gpu": None}, [], "^train_micro_batch_size_per_gpu: is missing; give it, or train_b"),
+        ({"train_micro_batch_size_per_gpu": None}, [], "^train_micro_batch_size_per_gpu: is missing; give it"),
         (
             {"train_batch_size": 9},
             ["--stages", "1"],

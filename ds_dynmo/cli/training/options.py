@@ -143,6 +143,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     settings = with_model(args, settings)
     dynmo = read_dynmo_config(settings)
     check_deepspeed_keys(settings)
+    stages = check_stages(args.stages, world_size)
+    check_batch_sizes(settings, world_size // stages)
     model = read_model_config(settings)
     if dynmo is None:
         check_without_block(args, model)
@@ -156,8 +158,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
             raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
         model = model.model_copy(update={"seed": args.seed})
     packed = read_data_config(settings).documents == "packed"
-    stages = check_stages(args.stages, world_size, len(model_layers(model, packed=packed)))
-    check_batch_sizes(settings, world_size // stages)
+    if stages > (layers := len(model_layers(model, packed=packed))):
+        raise ConfigError(f"--stages {stages}: the model has {layers} layers, at most one stage each")
     check_settings(settings)
     if args.trace is not None:
         settings = {**settings, "dynmo": {**settings["dynmo"], "trace": read_trace(*args.trace)}}
@@ -284,14 +286,12 @@ def read_trace(path: str, *steps: str) -> dict[str, Any]:
     return {"path": path, "steps": [first, last]}
 
 
-def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
+def check_stages(stages: int | None, world_size: int) -> int:
     """Return the number of pipeline stages: the requested number, or one per process."""
     if stages is None:
         stages = world_size
     if stages < 1 or world_size % stages:
         raise ConfigError(f"--stages {stages}: should divide the number of processes, {world_size}")
-    if stages > num_layers:
-        raise ConfigError(f"--stages {stages}: the model has {num_layers} layers, at most one stage each")
     return stages
 
 

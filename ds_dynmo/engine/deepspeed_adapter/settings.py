@@ -51,12 +51,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if isinstance(kind, type):
         optimizer = _tried("optimizer.params: ", lambda: kind(weight, **params))
     elif name not in DEEPSPEED_OPTIMIZERS:
-        raise ConfigError(f'optimizer.type = "{name}": is neither one of DeepSpeed\'s nor of torch.optim')
+        raise ConfigError(f"optimizer.type = \"{name}\": is neither one of DeepSpeed's nor of torch's")
     name = read.scheduler_name
     if name is not None:
         scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
         if scheduler is None:
-            raise ConfigError(f'scheduler.type = "{name}": is neither one of DeepSpeed\'s nor of torch.optim.lr_scheduler')
+            raise ConfigError(f"scheduler.type = \"{name}\": is neither one of DeepSpeed's nor of torch's")
         _tried("scheduler.params: ", lambda: scheduler(optimizer, **(read.scheduler_params or {})))
 
 
