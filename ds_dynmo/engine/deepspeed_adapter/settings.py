@@ -68,7 +68,7 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
         key = ".".join([error.title, *map(str, found["loc"])])
         raise ConfigError(f"DeepSpeed refuses {key} = {found['input']!r}: {found['msg']}") from error
     except Exception as error:  # whatever DeepSpeed or torch checks by
-        raise ConfigError(f"DeepSpeed refuses the configuration: {what}{error}") from error
+        raise ConfigError(f"DeepSpeed refuses the configuration: {what}{' '.join(str(error).split())}") from error
 
 
 def removed_blocks(settings: Mapping[str, Any]) -> list[str]:
