@@ -35,6 +35,8 @@ def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
     clipping = settings.get("gradient_clipping", 0.0)
     if type(clipping) not in (int, float) or not clipping >= 0:
         raise ConfigError(f"gradient_clipping = {show(clipping)}: should be a number of at least 0")
+    if all((settings.get(key) or {}).get("enabled") for key in ("fp16", "bf16")):
+        raise ConfigError("fp16.enabled and bf16.enabled are true: only one of them can be")
     optimizer = settings.get("optimizer")
     if optimizer is None:
         raise ConfigError(f"optimizer: is missing; it is an object, {_EXAMPLE}")

@@ -109,6 +109,8 @@ def _parse_object(text: str, source: str, loads: Callable[..., Any]) -> dict[str
             raise ConfigError(f"{source}: keys given more than once in one object: {', '.join(duplicates)}")
         return dict(pairs)
 
+    if not text.strip():  # which hjson takes for an empty object
+        raise ConfigError(f"{source}: is empty")
     try:
         value = loads(text, object_pairs_hook=without_duplicates)
     except ConfigError:

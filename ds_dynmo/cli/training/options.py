@@ -139,7 +139,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     args = parse_arguments(arguments)
     world_size = int(os.environ["WORLD_SIZE"])
     if settings is None:
-        settings = load_settings(args.deepspeed_config)
+        settings = load_settings(Path(args.deepspeed_config))
     settings = with_model(args, settings)
     dynmo = read_dynmo_config(settings)
     check_deepspeed_keys(settings)

@@ -10,6 +10,7 @@ from typing import Any
 from ds_dynmo.config import load_json
 from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files import write_text
 from ds_dynmo.models import ModelConfig, read_model_config
 from ds_dynmo.text_files import readable
 
@@ -27,9 +28,7 @@ def write_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
     Raises:
         OSError: a file cannot be written; ``latest`` names the checkpoint before.
     """
-    new = checkpoint / f"{FACTS_FILE}.new"
-    new.write_text(json.dumps(facts, indent=2) + "\n")
-    new.replace(checkpoint / FACTS_FILE)
+    write_text(checkpoint / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
     folders.write_latest(str(checkpoint.parent), checkpoint.name)
 
 

@@ -30,6 +30,15 @@ REMOVED = (
 )
 
 
+_BLOCKS = {  # of DeepSpeed's pydantic models; the last one reads several
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "CompileConfig": "compile",
+    "DeepSpeedMonitorConfig": "",
+}
+
+
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse, by the checks of DeepSpeed and torch, what would be refused while an engine is built.
 
@@ -65,7 +74,8 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
         return make()
     except ValidationError as error:
         found = error.errors()[0]
-        key = ".".join([error.title, *map(str, found["loc"])])
+        block = _BLOCKS.get(error.title, error.title)
+        key = ".".join([block, *map(str, found["loc"])] if block else map(str, found["loc"]))
         raise ConfigError(f"DeepSpeed refuses {key} = {found['input']!r}: {found['msg']}") from error
     except Exception as error:  # whatever DeepSpeed or torch checks by
         raise ConfigError(f"DeepSpeed refuses the configuration: {what}{' '.join(str(error).split())}") from error
