@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.utils import logger
 from pydantic import ValidationError
 
 from ds_dynmo.config import BATCH_KEYS
@@ -70,6 +71,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _tried(what: str, make: Callable[[], Any]) -> Any:
+    disabled, logger.disabled = logger.disabled, True  # what it logs is logged once more when the engine is built
     try:
         return make()
     except ValidationError as error:
@@ -79,6 +81,8 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
         raise ConfigError(f"DeepSpeed refuses {key} = {found['input']!r}: {found['msg']}") from error
     except Exception as error:  # whatever DeepSpeed or torch checks by
         raise ConfigError(f"DeepSpeed refuses the configuration: {what}{' '.join(str(error).split())}") from error
+    finally:
+        logger.disabled = disabled
 
 
 def removed_blocks(settings: Mapping[str, Any]) -> list[str]:
