@@ -56,7 +56,6 @@ from ds_dynmo.models import (
     EpochBatches,
     LanguageModelPipeline,
     dynamic_cases,
-    model_layers,
 )
 
 VALIDATIONS = 5
@@ -88,8 +87,7 @@ def build_engine(run: Run) -> Any:
         ConfigError: ranks were given different data or settings, or what the engine refuses.
     """
     check_same(facts_of(run))
-    layers = model_layers(run.model, packed=run.packed)
-    module = LanguageModelPipeline(layers, num_stages=run.stages, partition_method="uniform")
+    module = LanguageModelPipeline(run.layers, num_stages=run.stages, partition_method="uniform")
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
         model=module,

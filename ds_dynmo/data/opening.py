@@ -63,6 +63,7 @@ def open_data(
     *,
     vocabulary: int,
     tokenizer: str | os.PathLike[str] | None = None,
+    packs: bool = False,
     say: Say = say_nothing,
 ) -> TokenData:
     """Open data, and check every token id.
@@ -73,6 +74,7 @@ def open_data(
             of Hugging Face's datasets wrote.
         vocabulary: the model's: ids have to be below it.
         tokenizer: folder with the tokenizer for text, where ``config`` names none.
+        packs: does the model keep packed documents apart? Only "separate" ones depend on it.
         say: is told how far slow work is.
 
     Raises:
@@ -91,7 +93,10 @@ def open_data(
                 opened[split] = check_ids(tokens, vocabulary, say)
             elif split == "train" or config.validation is not None:
                 raise ConfigError(f'{source}: holds several datasets, and none is called "{split}"')
-    return TokenData(opened["train"], documents=config.documents, validation=opened.get("validation"))
+    documents = config.documents
+    if documents == "separate":
+        documents = "packed" if packs else "padded"
+    return TokenData(opened["train"], documents=documents, validation=opened.get("validation"))
 
 
 def _splits(path: Path, config: DataConfig) -> dict[Split, Path]:

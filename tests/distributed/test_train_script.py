@@ -9,9 +9,10 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ds_dynmo
 from ds_dynmo.cli.simulation.loads import Recorded
@@ -20,7 +21,7 @@ from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.cli.training.report import begin_report, record_nothing
 from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.models import language_model_loss, model_layers
+from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import state, whole
@@ -119,14 +120,30 @@ def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
     assert whole(resumed) == whole(in_one_go)
 
 
+class Announcing(DynamicCase):
+    """Gives a reason that the engine's own decisions have too."""
+
+    name = "announcing"
+
+    def before_batch(self, step: int) -> None:
+        if step == 1:
+            self.engine.model_changed("interval")
+
+
 def reported(arguments: list[str]) -> tuple[list[float], str, list[tuple[int, float]]]:
-    """Return the losses of a run that writes its report from rank 0, what rank 0 printed, and validation losses."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    """Train with a model that changes once, and let rank 0 write the report.
+
+    Returns:
+        losses, what rank 0 printed, and validation losses.
+    """
+    said, specify = io.StringIO(), LayerSpec.__init__
+    with contextlib.redirect_stderr(said), patch.object(LayerSpec, "__init__", autospec=True) as specified:
+        specified.side_effect = specify
         run = prepare(arguments)
         engine = build_engine(run)
         record = begin_report(run) if engine.global_rank == 0 else record_nothing
-        history = train(run, engine, build_cases(run, engine), record)
+        history = train(run, engine, [*build_cases(run, engine), Announcing(engine)], record)
+        assert specified.call_count == engine.partition[-1]  # each layer once
         return history.losses, said.getvalue(), history.validation_losses
 
 
@@ -138,24 +155,27 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> N
     assert said.count("ds-dynmo-train: /dev/full: was not written: [Errno 28]") == 1
 
 
-def test_a_report_and_monitors_get_speeds_and_losses_as_the_run_goes(tmp_path: Path) -> None:
-    arguments = flags(tmp_path, "dense", 3)
+def test_reports_monitors_and_recordings_are_written_as_the_run_goes(tmp_path: Path) -> None:
+    arguments = flags(tmp_path, "dense", 4)
     path = tmp_path / "config.json"
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **monitors}))
-    arguments += ["--report", str(tmp_path / "report.jsonl")]
     (tmp_path / "report.jsonl").write_text("of another run\n")
-    begun = run(2, reported, [*arguments, "--save", str(tmp_path / "saved"), "--stop-at", "2"])[0]
+    arguments += ["--report", str(tmp_path / "report.jsonl")]
+    saving = ["--save", str(tmp_path / "saved"), "--stop-at", "3", "--record", str(tmp_path / "loads.jsonl")]
+    begun = run(2, reported, [*arguments, *saving])[0]
     resumed = run(2, reported, [*arguments, "--resume", str(tmp_path / "saved")])[0]  # goes on with the report
     losses, said, validations = (first + second for first, second in zip(begun, resumed, strict=True))
     records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["train_loss"] for record in steps] == losses and said == ""
     found = [(record["step"], record["validation_loss"]) for record in records if record["kind"] == "validation"]
-    assert found == validations and found[-1][0] == 3
+    assert found == validations and found[-1][0] == 4
     rows = (tmp_path / "job" / "Train_Samples_tokens_per_second.csv").read_text().splitlines()
     speeds = [float(row.split(",")[1]) for row in rows if row[0].isdigit()]  # each launch writes a header
     assert speeds == [record["tokens_per_second"] for record in steps]
+    loads = [json.loads(line) for line in (tmp_path / "loads.jsonl").read_text().splitlines()[1:]]
+    assert [(line["step"], line.get("changed")) for line in loads] == [(2, "interval"), (3, None)]
 
 
 def test_a_recording_has_the_loads_of_every_batch_and_changes_no_number(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from ds_dynmo.cli.training.resuming import write_facts
 from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText
+from ds_dynmo.models.huggingface.trial import random_model
+from families import tiny_values
 from tests.local.test_data_text import tokenizer
 
 OURS = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 4}
@@ -101,6 +103,47 @@ def test_a_folders_own_tokenizer_reads_text(tmp_path: Path, folder: Path, text: 
     assert capsys.readouterr().out == f"{text}: 301 tokens\n"
     run = prepared(tmp_path, huggingface(folder, tokens=None), "--data", str(text), documents="joined")
     assert isinstance(run.text, TokenData)
+
+
+SHIPPED = json.loads((Path(__file__).parents[2] / "ds_configs" / "finetune.json").read_text())["data"]
+
+
+def lines_of(tmp_path: Path) -> Path:
+    (tmp_path / "text.jsonl").write_text('{"text": "one two three"}\n' * 60)
+    return tmp_path / "text.jsonl"
+
+
+def test_separate_documents_are_packed_where_the_model_keeps_them_apart(
+    tmp_path: Path, folder: Path, capsys: Any
+) -> None:
+    assert SHIPPED == {"documents": "separate"}
+    run = prepared(tmp_path, huggingface(folder), "--data", str(lines_of(tmp_path)), **SHIPPED)
+    assert run.packed and run.text.documents == "packed" and '"separate"' not in capsys.readouterr().out
+    run = prepared(tmp_path, huggingface(folder, verified=False), "--data", str(lines_of(tmp_path)), **SHIPPED)
+    assert not run.packed and run.text.documents == "padded"
+    assert '"separate": "padded", one document in each sequence: model.verified = false\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_separate_documents_are_padded_where_packed_ones_would_see_each_other(
+    rank: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    tokenizer(tmp_path / "model")
+    random_model(tiny_values("gpt_oss"), "eager").save_pretrained(tmp_path / "model")
+    model, given = huggingface(tmp_path / "model"), ("--data", str(lines_of(tmp_path)))
+    run = prepared(tmp_path, model, *given, **SHIPPED)
+    assert not run.packed and run.text.documents == "padded"
+    said = [line for line in capsys.readouterr().out.splitlines() if '"separate"' in line]
+    assert len(said) == (1 if rank == "0" else 0)
+    assert all(': "padded", one document' in line and "gpt_oss" in line for line in said)
+    with pytest.raises(ConfigError, match=r'packed documents see each other.*should be "padded".* or "joined"'):
+        prepared(tmp_path, model, *given, documents="packed")
+    own = {**OURS, "early_exit": {"method": "calm", "depths": [1]}}
+    data = {"tokenizer": str(tmp_path / "model")}
+    assert prepared(tmp_path, own, *given, **SHIPPED, **data).text.documents == "padded"
+    with pytest.raises(ConfigError, match=r'early_exit: cannot be combined with packed .*should be "padded"'):
+        prepared(tmp_path, own, *given, documents="packed", **data)
 
 
 def test_our_own_gpt_reads_text_with_a_tokenizer_that_is_named(tmp_path: Path, folder: Path, text: Path) -> None:

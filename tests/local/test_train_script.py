@@ -10,17 +10,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, Run, prepare
-from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.resuming import FACTS_FILE, write_facts
 from ds_dynmo.cli.training.stopping import StopSignals
-from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
 
@@ -122,15 +119,6 @@ def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> 
     path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
     with pytest.raises(ConfigError, match=r'^--record r\.jsonl: needs a "dynmo" block'):
         prepare(["--deepspeed_config", str(path), "--record", "r.jsonl"])
-
-
-@pytest.mark.parametrize("reason", [*Reason, "freezing: first 2 layers"])
-def test_a_recording_names_what_the_model_announced_alone(reason: Reason | str) -> None:
-    said = reason.value if isinstance(reason, Reason) else reason
-    counts = reason is Reason.MODEL_CHANGED or said == reason
-    recording = Recording(SimpleNamespace(), SimpleNamespace(reports=[SimpleNamespace(reason=said)]), None)
-    assert recording._change() == ({"changed": said} if counts else {})
-    assert recording._change() == {}  # it was said once
 
 
 def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:

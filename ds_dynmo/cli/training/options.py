@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_dynmo.cli.command_line import check_at_least_1, path_of
-from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data
+from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import read_resumed, total_steps
 from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed_adapter.settings import check_settings
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import ByteText, ModelConfig, model_layers, read_model_config
 from ds_dynmo.models.exporting import check_is_new
 
@@ -42,6 +42,7 @@ class Run:
 
     Attributes:
         name: of the configuration.
+        layers: the LayerSpecs of ``model``.
         steps: batches of the whole run, of which schedules are fractions.
         packed: sequences hold several documents, and inputs their positions.
         stop: batches after which this part of the run ends.
@@ -55,6 +56,7 @@ class Run:
     name: str
     settings: dict[str, Any]
     model: ModelConfig
+    layers: list[Any]
     text: ByteText | TokenData
     packed: bool
     steps: int
@@ -157,16 +159,16 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         if not 0 <= args.seed < 2**32:
             raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
         model = model.model_copy(update={"seed": args.seed})
-    packed = read_data_config(settings).documents == "packed"
-    if stages > (layers := len(model_layers(model, packed=packed))):
-        raise ConfigError(f"--stages {stages}: the model has {layers} layers, at most one stage each")
+    layers, packed = build_layers(model, read_data_config(settings).documents)
+    if stages > len(layers):
+        raise ConfigError(f"--stages {stages}: the model has {len(layers)} layers, at most one stage each")
     check_settings(settings)
     if args.trace is not None:
         settings = {**settings, "dynmo": {**settings["dynmo"], "trace": read_trace(*args.trace)}}
     if args.tag is not None and args.resume is None:
         raise ConfigError(f"--tag {args.tag}: needs --resume DIR, the folder of the checkpoint")
     resumed = None if args.resume is None else read_resumed(args.resume, args.tag, model)
-    text = load_data(args.data, settings, model)
+    text = load_data(args.data, settings, model, packed=packed)
     text.check_length(model.sequence_length)
     settings = dict(settings)
     if dynmo is not None:
@@ -210,6 +212,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         name=Path(args.deepspeed_config).stem,
         settings=settings,
         model=model,
+        layers=layers,
         text=text,
         packed=packed,
         steps=steps,
@@ -235,6 +238,30 @@ def with_model(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, 
     if args.peft is not None and isinstance(block, dict):
         given["peft"] = block.get("peft") or {}
     return {**settings, "model": {**block, **given}} if given and isinstance(block, dict) else settings
+
+
+def build_layers(model: ModelConfig, documents: str) -> tuple[list[Any], bool]:
+    """Build the model's layers, and tell whether they are for packed documents.
+
+    Args:
+        documents: of the "data" block.
+
+    Raises:
+        ConfigError: as :func:`model_layers`, or the model cannot have documents "packed".
+    """
+    if documents == "packed" or (documents == "separate" and model.verified):
+        try:
+            return model_layers(model, packed=True), True
+        except PackingError as error:
+            if documents == "packed":
+                raise ConfigError(
+                    f'{error}; data.documents = "packed": should be "padded", one document in each sequence, or '
+                    '"joined", over whose borders all models attend'
+                ) from error
+            say(f'data.documents = "separate": "padded", one document in each sequence: {error}')
+    elif documents == "separate":
+        say('data.documents = "separate": "padded", one document in each sequence: model.verified = false')
+    return model_layers(model), False
 
 
 def check_export(args: argparse.Namespace, model: ModelConfig) -> None:

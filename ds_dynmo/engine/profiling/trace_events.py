@@ -16,17 +16,9 @@ from ds_dynmo.files import overwrite, write_text
 from ds_dynmo.placement import Placement
 
 CATEGORIES = (
-    *(
-        "forward",
-        "backward",
-        "weight gradient",
-        "load",
-        "send",
-        "receive",
-        "wait",
-        "instruction",
-    ),  # the last: of the user's
-    *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),  # the first: of the user's
+    *("forward", "backward", "weight gradient", "load", "send", "receive", "wait", "reduce", "optimizer step"),
+    "instruction",  # of a kind that DeepSpeed does not have
+    *("loss", "profile", "decide", "migrate"),
 )
 _END = "\n]}\n"
 
