@@ -46,7 +46,8 @@ class DataConfig(Block):
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="folder for text that was tokenized; null: ds_dynmo in the user's cache folder",
+        description="folder for text that was tokenized, and for what was found in large files; null: ds_dynmo in the "
+        "user's cache folder",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_dynmo.cli.training.data import identity_of
@@ -16,7 +18,7 @@ from ds_dynmo.cli.training.options import Run, prepare
 from ds_dynmo.cli.training.resuming import write_facts
 from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ByteText
+from ds_dynmo.models import ByteText, load_text
 from ds_dynmo.models.huggingface.trial import random_model
 from families import tiny_values
 from tests.local.test_data_text import tokenizer
@@ -73,7 +75,8 @@ def huggingface(path: Path, **changes: Any) -> dict[str, Any]:
 def test_our_own_gpt_reads_bytes_by_default(tmp_path: Path, text: Path) -> None:
     for given in (text, tmp_path):  # a folder too, whatever is in it
         run = prepared(tmp_path, OURS, "--data", str(given))
-        assert isinstance(run.text, ByteText) and run.text.tokens[-14:].tolist() == list(b"one two three ")
+        assert isinstance(run.text, ByteText)
+        assert bytes(run.text.tokens[len(run.text.tokens) - 14 + torch.arange(14)].tolist()) == b"one two three "
     assert isinstance(prepared(tmp_path, OURS).text, ByteText)
 
 
@@ -318,3 +321,23 @@ def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path)
     text.write_text("two one three " * 100)
     with pytest.raises(ConfigError, match=r"on other data than this run has: sha256 was [0-9a-f]*, is [0-9a-f]*$"):
         prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
+
+
+def test_bytes_of_a_large_text_are_hashed_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    with text.open("wb") as file:
+        file.truncate(2**25)
+    expected = {"bytes": 2**25, "sha256": hashlib.sha256(bytes(2**25)).hexdigest()[:16]}
+    assert identity_of(load_text(text)) == expected
+    (kept,) = (tmp_path / "cache").rglob("*.npz")
+    written = kept.stat().st_mtime_ns
+    assert identity_of(load_text(text)) == expected and kept.stat().st_mtime_ns == written
+    with text.open("r+b") as file:
+        file.seek(3)
+        file.write(b"x")
+    changed = hashlib.sha256(b"\0\0\0x" + bytes(2**25 - 4)).hexdigest()[:16]
+    assert identity_of(load_text(text)) == {"bytes": 2**25, "sha256": changed}
+    assert len([*(tmp_path / "cache").rglob("*.npz")]) == 2

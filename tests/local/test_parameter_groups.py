@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 from torch import nn
 
 from ds_dynmo.engine.optimizer.parameter_groups import complete_groups, leave_out_frozen, merged_order, separate_own
+from ds_dynmo.engine.optimizer.scheduler_lists import group_lists, unclear_lists
 from ds_dynmo.errors import ConfigError
 
 
@@ -133,3 +135,47 @@ def test_parameters_that_are_frozen_for_good_are_in_no_group() -> None:
         [*map(id, (trains, thaws, thawed))],
         [],
     ]
+
+
+def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Make one of each LR scheduler of torch's and DeepSpeed's."""
+    torchs = torch.optim.lr_scheduler
+    return [
+        torchs.ChainedScheduler([torchs.LinearLR(optimizer), torchs.ConstantLR(optimizer)]),
+        torchs.ConstantLR(optimizer),
+        torchs.CosineAnnealingLR(optimizer, 9),
+        torchs.CosineAnnealingWarmRestarts(optimizer, 9),
+        torchs.CyclicLR(optimizer, 0.1, 0.2),
+        torchs.ExponentialLR(optimizer, 0.5),
+        torchs.LambdaLR(optimizer, lambda step: 1.0),
+        torchs.LinearLR(optimizer),
+        torchs.MultiStepLR(optimizer, [1, 2, 3]),
+        torchs.MultiplicativeLR(optimizer, lambda step: 1.0),
+        *(torchs.OneCycleLR(optimizer, 0.1, 9, three_phase=three) for three in (False, True)),
+        torchs.PolynomialLR(optimizer),
+        torchs.ReduceLROnPlateau(optimizer),
+        torchs.SequentialLR(optimizer, [torchs.StepLR(optimizer, 1), torchs.ConstantLR(optimizer)], [1]),
+        torchs.StepLR(optimizer, 1),
+        torch.optim.swa_utils.SWALR(optimizer, 0.1),
+        lr_schedules.LRRangeTest(optimizer),
+        lr_schedules.OneCycle(optimizer, 0.1, 0.2),
+        lr_schedules.WarmupLR(optimizer),
+        lr_schedules.WarmupDecayLR(optimizer, 9),
+        lr_schedules.WarmupCosineLR(optimizer, 9),
+    ]
+
+
+def test_what_is_known_of_schedulers_is_true_of_all_that_torch_and_deepspeed_have() -> None:
+    """A list is of groups if it is always as long as there are groups."""
+    few, many = (schedulers_of(optimizer_of(*[{}] * count)) for count in (4, 7))
+    base = torch.optim.lr_scheduler.LRScheduler
+    every = {each for name, each in vars(torch.optim.lr_scheduler).items() if name[0] != "_" and isinstance(each, type)}
+    theirs = {each for each in every if issubclass(each, base) and each is not base}
+    theirs |= {getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+    assert theirs <= {*map(type, few)}
+    for first, second in zip(few, many):
+        lists = [name for name, value in vars(first).items() if isinstance(value, list)]
+        lengths = {name: (len(getattr(first, name)), len(getattr(second, name))) for name in lists}
+        of_groups = {name for name, counts in lengths.items() if counts == (4, 7)}
+        assert {found.name for found in group_lists(first, 4) if found.holder is first} == of_groups, first
+        assert not [name for name, (length, _) in lengths.items() if unclear_lists(first, length)], first

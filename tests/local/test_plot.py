@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 from ds_dynmo.schedules import zb_h1
+from tests.full_disk import files_of_at_most
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
@@ -327,13 +329,26 @@ def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
 @pytest.mark.filterwarnings("error")
 def test_schedules_are_drawn_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
+    (tmp_path / "of_another_run.svg").touch()
     assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: schedules.svg\n"  # what it drew, not all that is there
     drawn = (tmp_path / "schedules.svg").read_text()
     committed = (Path(__file__).parents[2] / "docs" / "images" / "schedules.svg").read_text()
     for text in ("1F1B, 57 forward passes", "zero bubble, 43 forward passes", "weight gradient", "input gradient"):
         assert text in drawn and text in committed
     assert plot.main(["--schedules", "0", "12"]) == 2
     assert "--schedules 0 12: should be at least 1 each" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    for out, why in ((tmp_path / "file" / "out", "Not a directory"), (tmp_path / "full", "File too large")):
+        with files_of_at_most(1000):
+            assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"ds-dynmo-plot: error: --out {out}: cannot be written: ") and why in said
+    assert os.listdir(tmp_path / "full") == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"rows": [{}]}'])

@@ -8,10 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_dynmo.data import DataConfig, TokenData, check_text, holds_ids, lacks_dtype, open_data, read_data_config
+from ds_dynmo.data.cache import LARGE, default_folder, known
 from ds_dynmo.data.tokenizing import TOKENIZER
+from ds_dynmo.data.tokens import SAMPLED
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
+from ds_dynmo.models.text import FileBytes
 from ds_dynmo.text_files import readable
 
 __all__ = ["check_same_data", "describe", "identity_of", "load_data", "say"]
@@ -98,7 +103,21 @@ def say(line: str) -> None:
 
 @lru_cache(maxsize=1)
 def _digest(text: ByteText) -> str:
-    return hashlib.sha256(text.tokens.numpy().data).hexdigest()[:16]
+    """Hash all bytes. Those of a large text are read once on a machine, as long as its files are not changed."""
+    tokens = text.tokens
+    assert isinstance(tokens, FileBytes), "load_text gives these"
+
+    def find() -> dict[str, str]:
+        whole = hashlib.sha256()
+        for piece in tokens.pieces():
+            whole.update(piece)
+        return {"sha256": whole.hexdigest()[:16]}
+
+    if len(tokens) <= LARGE:
+        return find()["sha256"]
+    sample = tokens[torch.arange(0, len(tokens), -(-len(tokens) // SAMPLED))]
+    key = ["bytes", len(tokens), hashlib.sha256(sample.numpy().data).hexdigest()]
+    return str(known(default_folder(), tokens.files, key, find)["sha256"])
 
 
 def _open(path: str, config: DataConfig, model: ModelConfig, packed: bool) -> TokenData:

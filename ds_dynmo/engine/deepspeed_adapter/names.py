@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-OLDEST, NEWEST = "0.18.9", "0.19.8"
-TESTED = (OLDEST, NEWEST)  # what the suite was run against: docs/versions.md has the results
+from ds_dynmo import versions
+
+TESTED = versions.TESTED["deepspeed"]
+OLDEST, NEWEST = TESTED
 BELOW = "0.20"  # the first that is refused unseen
 
 

@@ -22,13 +22,7 @@ from ds_dynmo.engine.optimizer import trained_parameters
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.master_state import MasterState
-from ds_dynmo.engine.optimizer.parameter_groups import (
-    Placeholders,
-    complete_groups,
-    in_order,
-    leave_out_frozen,
-    separate_own,
-)
+from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order, leave_out_frozen
 from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
 from ds_dynmo.errors import ConfigError
 
@@ -123,9 +117,7 @@ class OptimizerBinding:
         scheduler = self._engine.client_lr_scheduler
         scheduler = None if callable(scheduler) else scheduler
         leave_out_frozen(optimizer)
-        if self.is_flat:
-            separate_own(optimizer, scheduler)
-        complete_groups(optimizer, scheduler, self._comm.gather_objects)
+        complete_groups(optimizer, scheduler, self._comm.gather_objects, separate=self.is_flat)
         if self._built is not None and not is_another:
             validation.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
             self._built = None

@@ -180,7 +180,9 @@ def _has_extra_state(module: nn.Module) -> bool:
 def random_state_kept() -> Iterator[None]:
     """Leave every random number generator as it was, whatever is drawn inside."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
