@@ -21,7 +21,7 @@ from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, num_proce
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import prepare
-from ds_dynmo.config import load_json
+from ds_dynmo.config import load_settings
 
 CONFIG = Path(__file__).resolve().parents[1] / "ds_configs" / "finetune.json"
 WAYS = ("packed", "padded")
@@ -43,7 +43,7 @@ def main(given: list[str]) -> int:
     with refusals_of("packing.py"):
         check_at_least_1(args, "batches")
         num_processes("2 scripts/packing.py")
-        settings = {**load_json(CONFIG), "dynmo": {"interval": 0}}
+        settings = {**load_settings(CONFIG), "dynmo": {"interval": 0}}
         shared = ["--deepspeed_config", str(CONFIG), "--model", args.model, "--data", args.data]
         runs = [prepare(shared, {**settings, "data": {"documents": documents}}) for documents in WAYS]
         begin_rank()

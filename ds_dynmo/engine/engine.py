@@ -62,14 +62,16 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
-            ConfigError: layers were frozen without :meth:`model_changed`, or an instruction of the user's does not
-                work with frozen layers; nothing was trained. Or ``train_batch`` ran no schedule of the engine's.
+            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or an instruction of
+                the user's does not work with frozen layers; nothing was trained. Or ``train_batch`` ran no schedule of
+                the engine's.
         """
         given = args if data_iter is None and not args else (data_iter, *args)  # the user's may take no argument
         train = partial(super().train_batch, *given, **kwargs)
         if self.dynmo is None:
             return train()
         check_at_work(self, "train_batch")
+        self.stage.optimizer.check_given()
         self.repacker.data.before_batch(data_iter)
         return self._parts.step.run(train)
 

@@ -14,7 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_dynmo.cli.training.data import identity_of
-from ds_dynmo.cli.training.options import RESUME_FILE, Run, prepare
+from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.cli.training.resuming import write_facts
 from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, load_text
@@ -58,6 +59,7 @@ def text(tmp_path: Path) -> Path:
 def prepared(folder: Path, model: dict[str, Any], *flags: str, **data: Any) -> Run:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD"},
         "dynmo": {},
         "model": model,
         **({"data": {"cache": str(folder / "cache"), **data}} if data else {}),
@@ -238,6 +240,12 @@ def test_a_model_can_be_named_by_a_flag_and_exported(tmp_path: Path, folder: Pat
             prepared(tmp_path, model, *flags)
 
 
+def save_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """Let ``folder`` hold a checkpoint whose run has these facts."""
+    (folder / "global_step5").mkdir(exist_ok=True)
+    write_facts(folder / "global_step5", facts)
+
+
 def short(text: Path) -> Path:
     """Give a text of 100 tokens."""
     path = text.with_name("short.txt")
@@ -248,22 +256,26 @@ def short(text: Path) -> Path:
 def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text: Path) -> None:
     model = huggingface(folder)
     run = prepared(tmp_path, model, "--data", str(text), documents="joined")
-    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
     said["model"] = run.model.model_dump(mode="json")
     resume = ("--resume", str(tmp_path))
     assert isinstance(run.text, TokenData)
     for kept in ({}, {"data": run.text.identity}):  # saved before there was such a key, and since
-        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, **kept}))
+        save_facts(tmp_path, {**said, **kept})
         prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
     (other := run.text.tokens.ids.copy())[150] ^= 1
     others = {**run.text.identity, "tokens": 300}, TokenData(replace(run.text.tokens, ids=other)).identity
     assert others[1]["sample"] != run.text.identity["sample"]
     older = {key: value for key, value in run.text.identity.items() if key != "boundaries"}
-    (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": older}))
+    save_facts(tmp_path, {**said, "data": older})
     prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
-    for data, was in ((others[0], ".*'tokens': 300.*"), (others[1], ".*'sample'.*"), (None, "raw bytes")):
-        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": data}))
-        with pytest.raises(ConfigError, match=f"--resume .*: was trained on {was}, this run has .*'tokens': 301"):
+    for data, was in (
+        (others[0], "other data than this run has: tokens was 300, is 301$"),
+        (others[1], "other data than this run has: sample was [0-9a-f]*, is [0-9a-f]*$"),
+        (None, "raw bytes, this run has token ids$"),
+    ):
+        save_facts(tmp_path, {**said, "data": data})
+        with pytest.raises(ConfigError, match=f"--resume .*: was trained on {was}"):
             prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
 
 
@@ -280,14 +292,14 @@ def test_a_run_is_resumed_on_the_same_documents_if_they_are_kept_apart() -> None
 
 
 def test_a_resume_file_with_other_things_in_it_is_refused(tmp_path: Path, text: Path) -> None:
-    said: dict[str, Any] = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said: dict[str, Any] = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
     said["model"] = prepared(tmp_path, OURS, "--data", str(text)).model.model_dump(mode="json")
     for change, message in (
-        ({"step": "5"}, r"dynmo_train\.json lacks step"),
-        ({"steps": None, "cases": []}, r"dynmo_train\.json lacks cases, steps"),
-        ({"data": "x"}, "was trained on x, this run has"),
+        ({"step": "5"}, r"dynmo_train\.json: lacks step"),
+        ({"steps": None, "cases": []}, r"dynmo_train\.json: lacks cases, steps"),
+        ({"data": "x"}, "was trained on token ids, this run has raw bytes"),
     ):
-        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, **change}))
+        save_facts(tmp_path, {**said, **change})
         with pytest.raises(ConfigError, match=message):
             prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
 
@@ -300,14 +312,14 @@ def test_an_empty_path_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path) -> None:
     run = prepared(tmp_path, OURS, "--data", str(text))
-    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
     said |= {"model": run.model.model_dump(mode="json"), "data": identity_of(run.text)}
     for kept in (said, {**said, "data": None}):  # None: saved by an earlier version
-        (tmp_path / RESUME_FILE).write_text(json.dumps(kept))
+        save_facts(tmp_path, kept)
         prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
-    (tmp_path / RESUME_FILE).write_text(json.dumps(said))
+    save_facts(tmp_path, said)
     text.write_text("two one three " * 100)
-    with pytest.raises(ConfigError, match=r"was trained on {'bytes': 1400, 'sha256': .*, this run has {'bytes': 1400"):
+    with pytest.raises(ConfigError, match=r"on other data than this run has: sha256 was [0-9a-f]*, is [0-9a-f]*$"):
         prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
 
 

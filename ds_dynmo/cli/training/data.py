@@ -73,8 +73,12 @@ def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | Toke
     before = resumed.get("data", now)
     if before is None and isinstance(data, ByteText):  # saved by an earlier version, like one without all keys
         return
-    if not isinstance(before, dict) or {**now, **before} != now:
-        raise ConfigError(f"--resume {resume}: was trained on {before or 'raw bytes'}, this run has {now}")
+    if not isinstance(before, dict) or not before.keys() <= now.keys():
+        kind, other = ("raw bytes", "token ids") if isinstance(data, ByteText) else ("token ids", "raw bytes")
+        raise ConfigError(f"--resume {resume}: was trained on {other}, this run has {kind}")
+    changed = [f"{key} was {value}, is {now[key]}" for key, value in before.items() if value != now[key]]
+    if changed:
+        raise ConfigError(f"--resume {resume}: was trained on other data than this run has: {'; '.join(changed)}")
 
 
 def identity_of(data: ByteText | TokenData) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.master_state import MasterState
 from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order, leave_out_frozen
 from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
+from ds_dynmo.errors import ConfigError
 
 
 class OptimizerBinding:
@@ -63,6 +64,19 @@ class OptimizerBinding:
         """What the optimizer holds for the layers of this stage."""
         assert self._state is not None, "DeepSpeed's constructor is done"
         return self._state
+
+    def check_given(self) -> None:
+        """Refuse to train without an optimizer, which the engine may be given after its construction.
+
+        Raises:
+            ConfigError: saying where to give one.
+        """
+        engine = self._engine
+        if engine.basic_optimizer is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
+            raise ConfigError(
+                'optimizer: the engine has none to train with: "optimizer" in the configuration, or the argument '
+                "optimizer of initialize, gives it one"
+            )
 
     @property
     def is_flat(self) -> bool:
