@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+from deepspeed.utils import logger
 
 from ds_dynmo import partitioners
 from ds_dynmo.config import DynMoConfig, read_dynmo_config
@@ -85,6 +86,8 @@ def initialize(
     if engine.global_rank == 0 and (newer := newer_than_tested()) is not None:
         warning_once(newer)
     if dynmo is not None:
+        if engine.global_rank == 0 and (missing := engine.stage.optimizer.missing()) is not None:
+            logger.warning(f"{missing}; until then train_batch is refused")
         _go_to_first_partition(engine, dynmo)
     return engine, used_optimizer, loader, scheduler
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import logger as deepspeed_logger
 
 from ds_dynmo.errors import ConfigError, MigrationError
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import (
+    Warnings,
     batches,
     check_moves_changed_nothing,
     give_optimizer,
@@ -26,7 +28,10 @@ MOVES = [[0, 1, 6], [0, 4, 6], [0, 2, 6], [0, 5, 6], [0, 3, 6]]
 
 def train(case: Case, moves: list[list[int]], again: bool = False) -> dict[str, Any]:
     """Train with a late optimizer and moves. ``again``: another optimizer replaces it in the middle."""
+    warnings = Warnings(deepspeed_logger)
     engine = without_optimizer(case)
+    said = [message for message in warnings.messages if message.startswith("optimizer: the engine has none to train")]
+    assert len(said) == (engine.global_rank == 0)
     with pytest.raises(ConfigError, match=r"^optimizer: the engine has none to train with"):
         engine.train_batch(batches(engine))
     give_optimizer(engine)

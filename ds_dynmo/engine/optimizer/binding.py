@@ -65,18 +65,24 @@ class OptimizerBinding:
         assert self._state is not None, "DeepSpeed's constructor is done"
         return self._state
 
+    def missing(self) -> str | None:
+        """Say that there is no optimizer, which the engine may be given after its construction; None: there is one."""
+        engine = self._engine
+        if engine.basic_optimizer is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
+            return (
+                'optimizer: the engine has none to train with: "optimizer" in the configuration, or the argument '
+                "optimizer of initialize, gives it one"
+            )
+        return None
+
     def check_given(self) -> None:
-        """Refuse to train without an optimizer, which the engine may be given after its construction.
+        """Refuse to train without an optimizer.
 
         Raises:
             ConfigError: saying where to give one.
         """
-        engine = self._engine
-        if engine.basic_optimizer is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
-            raise ConfigError(
-                'optimizer: the engine has none to train with: "optimizer" in the configuration, or the argument '
-                "optimizer of initialize, gives it one"
-            )
+        if (missing := self.missing()) is not None:
+            raise ConfigError(missing)
 
     @property
     def is_flat(self) -> bool:
