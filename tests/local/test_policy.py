@@ -97,7 +97,7 @@ def test_a_shorter_iteration_at_the_same_bottleneck_is_accepted() -> None:
 
 
 def tradeoff(batches: int, costs: MoveCosts, error: float = 0.0) -> MoveTradeoff:
-    return MoveTradeoff(batches, costs, (error,) * 4)
+    return MoveTradeoff(batches, costs, (error,) * 4, (0.0,) * 4)
 
 
 def test_a_move_must_save_more_than_it_costs() -> None:
