@@ -158,7 +158,7 @@ def test_a_rebalance_by_hand_profiles_first_if_necessary() -> None:
 
 
 def rebalance_with_little_memory() -> tuple[str, list[int]]:
-    engine = build(Case(dynmo={"interval": 0, "memory_limit": 500}))
+    engine = build(Case(dynmo={"interval": 0, "memory_limit": "500B"}))
     data = batches(engine)
     engine.train_batch(data), engine.train_batch(data)
     try:
@@ -176,7 +176,7 @@ def test_a_rebalance_that_does_not_fit_is_refused() -> None:
 
 
 def train_with_little_memory() -> tuple[list[int], int]:
-    engine = build(Case(dynmo={"interval": 2, "memory_limit": 500}))
+    engine = build(Case(dynmo={"interval": 2, "memory_limit": "500B"}))
     data = batches(engine)
     for _ in range(5):
         engine.train_batch(data)
