@@ -53,7 +53,7 @@ class MigrationPlan:
                 f"{new.num_stages}"
             )
         if list(self.moves) != list(_moves(old, new)):
-            raise PartitionError(f"moves {self.moves} do not lead from {old.boundaries} to {new.boundaries}")
+            raise PartitionError(f"moves {self.moves} do not lead from {old} to {new}")
 
     @property
     def leaving(self) -> tuple[int, ...]:

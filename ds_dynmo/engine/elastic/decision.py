@@ -17,6 +17,7 @@ from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import Overflow
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import Profile
+from ds_dynmo.wording import counted
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class StageDecision:
         if count is not None and not 1 <= count <= most:
             problem = self._groups.shortage(count)
             why = f": {problem}" if problem is not None else ""
-            raise PartitionError(f"repack: {count} stages, there are 1 to {most} to go on with{why}")
+            raise PartitionError(f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with{why}")
         if partition is not None:
             explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
             self._groups.check(explicit.boundaries)
