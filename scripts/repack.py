@@ -2,12 +2,16 @@
 """Measure what re-packing gains and costs.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/repack.py phases --case pruning
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 4 scripts/repack.py freezing report.jsonl
     OMP_NUM_THREADS=1 deepspeed --num_gpus 8 scripts/repack.py memory --steps 100
     OMP_NUM_THREADS=1 python scripts/repack.py restart
 
 "phases": emulated layers sleep as long as the case's load model says in each phase of a run of 10,000 iterations. In
 every phase, balanced batches are timed on all stages, and then on the fewest stages that the planner finds as fast as
 the dense model was. The parked ranks are recalled for the next phase.
+
+"freezing": emulated layers freeze during a run, which re-packs by itself, or with --never balances its layers only.
+ds-dynmo-plot draws the report.
 
 "memory": scripts/train.py's model trains on real text, under the memory limit that it just meets as it was built. The
 engine gives ranks back by itself, where the model's bytes have fallen.
@@ -43,6 +47,7 @@ from ds_dynmo.cli.simulation.loads import CASES, Phase
 from ds_dynmo.cli.startup import begin_rank
 from guard import guarded_group, scratch_folder
 
+FREEZES = ((0, 0), (0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # from this part of the run on, this part of the layers
 LAYERS, WIDTH = 16, 1024  # of the restarted job: linear layers, WIDTH x WIDTH
 STAGES, FEWER = 4, 2
 MEMORY_CONFIG = "ds_configs/repack_memory.json"
@@ -59,6 +64,13 @@ def parse(given: list[str]) -> argparse.Namespace:
     phases.add_argument("--forward-ms", type=float, default=8.0, help="of a dense layer, default %(default)s")
     phases.add_argument("--phases", type=int, default=8, help="phases of the run, default %(default)s")
     phases.add_argument("--batches", type=int, default=2, help="timed per number of stages, default %(default)s")
+    freezing = kinds.add_parser("freezing", description="a run whose layers freeze; start with deepspeed")
+    freezing.add_argument("report", help="file to write")
+    freezing.add_argument("--never", action="store_true", help="re-pack")
+    freezing.add_argument("--layers", type=int, default=24, help="default %(default)s")
+    freezing.add_argument("--micro-batches", type=int, default=8, help="default %(default)s")
+    freezing.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, default %(default)s")
+    freezing.add_argument("--steps", type=int, default=60, help="default %(default)s")
     memory = kinds.add_parser("memory", description="ranks of a real run under a memory limit; start with deepspeed")
     memory.add_argument("--deepspeed_config", default=MEMORY_CONFIG, metavar="JSON", help="default %(default)s")
     memory.add_argument("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's standard library)")
@@ -134,6 +146,28 @@ def show_phases(arguments: argparse.Namespace, stages: int, rows: list[dict[str,
     )
     summary = {"case": arguments.case, "stages": stages, "average_stages": average, "over_start": kept}
     write_json(arguments.json, {**summary, "all_over_start": on_all, "rows": rows})
+
+
+# -- freezing -----------------------------------------------------------------------------------------
+
+
+def freezing(arguments: argparse.Namespace) -> None:
+    """Train while layers freeze from the first one on, and write the report."""
+    repack = {"enabled": not arguments.never, "max_slowdown": 0.1}
+    block = {"report": arguments.report, "profile": {}, "log": True, "repack": repack}
+    layers, batches = arguments.layers, data()
+    engine = make_engine("makespan", layers=layers, micro_batches=arguments.micro_batches, interval=5, block=block)
+    frozen = {int(arguments.steps * at): int(layers * share) for at, share in FREEZES}
+    for step in range(arguments.steps):
+        if step in frozen:
+            count = frozen[step]
+            works = (0.0,) * count + (1.0,) * (layers - count)
+            set_loads(engine, Phase(1, (1.0,) * layers, works, works), arguments.forward_ms / 1e3)
+            if count:
+                engine.model_changed(f"freezing: first {count} layers")
+        engine.train_batch(batches)
+        if engine.released:
+            return
 
 
 # -- memory -------------------------------------------------------------------------------------------
@@ -237,7 +271,7 @@ def main(given: list[str]) -> None:
         memory(arguments)
         return
     begin_rank()
-    (phases if arguments.kind == "phases" else worker)(arguments)
+    {"phases": phases, "freezing": freezing, "worker": worker}[arguments.kind](arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files import write_text
 
 FIRST_RANK_SECONDS = 10.0
 
@@ -110,6 +111,13 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def write_json(path: Path | None, figures: Any) -> None:
-    """Write ``figures`` to ``path``, if one is given."""
+    """Write ``figures`` to ``path``, if one is given.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     if path is not None:
-        path.write_text(json.dumps(figures, indent=2, default=str) + "\n")
+        try:
+            write_text(path, json.dumps(figures, indent=2, default=str) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json {path}: cannot be written: {error}") from error

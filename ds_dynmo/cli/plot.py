@@ -1,6 +1,7 @@
 """Draw the report of a run as pictures and an HTML file that holds them; or rows of a benchmark, schedules, routers.
 
     ds-dynmo-plot report.jsonl --trace trace.json --out pictures
+    ds-dynmo-plot repacked.jsonl --never never.jsonl                # the same run without re-packing
     ds-dynmo-plot --rows rows.json --format svg --out pictures
     ds-dynmo-plot --schedules 8 12 --format svg --out pictures      # stages and micro-batches
     ds-dynmo-plot --routers none.json bias.json --format svg --out pictures  # of scripts/routers.py
@@ -73,6 +74,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", help="JSON lines of a run")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the measured timeline of some of its batches")
+    parser.add_argument(
+        "--never", type=Path, metavar="FILE", help="the report of the same run that never re-packs, to draw beside it"
+    )
     parser.add_argument("--steps", type=int, nargs="+", help="of the trace (default: the first and the last)")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="the JSON of a benchmark, drawn by case")
     parser.add_argument(
@@ -100,8 +104,9 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--schedules {' '.join(map(str, args.schedules))}: should be at least 1 each")
     if args.steps is not None and args.trace is None:
         raise ConfigError(f"--steps {args.steps[0]}: needs --trace FILE, whose steps they are")
-    if args.trace is not None and args.report is None:
-        raise ConfigError(f"--trace {args.trace}: needs the report of the same run")
+    for option in ("trace", "never"):
+        if (file := getattr(args, option)) is not None and args.report is None:
+            raise ConfigError(f"--{option} {file}: needs the report of the same run")
 
 
 def refuse(reason: object) -> int:
@@ -120,8 +125,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check(args)
         report = read_report(args.report) if args.report is not None else None
+        never = read_report(args.never) if args.never is not None else None
         timelines = {"timeline": measured(read_trace(args.trace), args.steps)} if args.trace is not None else {}
         rows = read_rows(args.rows) if args.rows is not None else []
+        if report is not None and never is not None and bool(never.steps) != bool(report.steps):
+            raise ConfigError(f"--never {args.never}: only one of the two reports has tokens/s")
         routed = [routers.read_loads(file) for file in args.routers or ()]
     except ConfigError as error:
         return refuse(error)
@@ -136,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         timelines["simulated"] = expected(report)
         figures["Stage loads"] = ("loads", pictures.stage_loads(report))
         figures["Speed and balance"] = ("speed", pictures.speed(report))
-        figures["Ranks at work"] = ("ranks", pictures.ranks(report))
+        figures["Ranks at work"] = ("ranks", pictures.ranks(report, never))
         figures["Losses"] = ("losses", pictures.losses(report))
     titles = {"timeline": "Timeline of a batch, measured", "simulated": "Timeline of a batch, simulated"}
     figures |= {titles[name]: (name, pictures.timelines(every)) for name, every in timelines.items() if every}

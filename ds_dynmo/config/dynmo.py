@@ -86,8 +86,8 @@ class DynMoConfig(Block):
     )
     balancer: str = Field(
         default="makespan",
-        description='"makespan", "partition", "diffusion" or the name of a registered balancer; with balance_by '
-        '"parameters" the default is "partition"',
+        description='"makespan", "partition", "diffusion", the name of a registered balancer, or "module:function", '
+        'which imports one; with balance_by "parameters" the default is "partition"',
     )
     balance_by: Literal["time", "parameters"] = Field(default="time", description="what a layer costs")
     decentralized: bool = Field(
@@ -165,11 +165,10 @@ class DynMoConfig(Block):
     @field_validator("balancer")
     @classmethod
     def _registered(cls, balancer: str) -> str:
-        from ds_dynmo.partitioners.registry import current_name, names  # here, so that reading a block needs no numpy
+        from ds_dynmo.partitioners.registry import current_name, get  # here, so that reading a block needs no numpy
 
-        balancer, known = current_name(balancer), names()
-        if balancer not in known:
-            raise ValueError(f"is not a registered balancer; {suggest(balancer, known)}")
+        balancer = current_name(balancer)
+        get(balancer)
         return balancer
 
     @field_validator("balance_by")

@@ -22,6 +22,7 @@ from ds_dynmo.config.block import Block
 from ds_dynmo.data.config import BLOCK, DataConfig, TokenType
 from ds_dynmo.data.tokens import Ids, Tokens
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files import whole, write_text
 
 __all__ = ["TokenFile", "little_endian", "map_ids", "read_tokens", "smallest_type", "write_tokens"]
 
@@ -92,7 +93,7 @@ def write_tokens(
     file = Path(path)
     starts, most = [0], np.iinfo(dtype).max
     try:
-        with file.open("wb") as target:
+        with whole(file) as new, new.open("wb") as target:
             for document in documents:
                 if not len(document):
                     continue
@@ -103,9 +104,10 @@ def write_tokens(
                     raise ConfigError(f"{file}: {dtype} holds ids from 0 to {most}, got {ids.min()} to {ids.max()}")
                 target.write(ids.astype(little_endian(dtype)).tobytes())
                 starts.append(starts[-1] + len(ids))
-        file.with_suffix(".documents").write_bytes(np.asarray(starts, dtype="<i8").tobytes())
+        with whole(file.with_suffix(".documents")) as new:
+            new.write_bytes(np.asarray(starts, dtype="<i8").tobytes())
         header = TokenFile(dtype=dtype, tokens=starts[-1], vocab_size=vocab_size, documents=True)
-        file.with_suffix(".json").write_text(header.model_dump_json(indent=2) + "\n")
+        write_text(file.with_suffix(".json"), header.model_dump_json(indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error}") from error
 

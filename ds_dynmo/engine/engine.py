@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.checkpoint.applying import LoadOptions
 from ds_dynmo.engine.checkpoint.checkpointer import Checkpointer
 from ds_dynmo.engine.deepspeed_adapter import buffers
+from ds_dynmo.engine.deepspeed_adapter.module import modules_of
 from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
 from ds_dynmo.engine.elastic.data_position import micro_batches_of
 from ds_dynmo.engine.elastic.job_snapshot import Stateful
@@ -95,6 +97,19 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """The numbers of this rank's layers, a range for each chunk that it owns."""
         placement = Placement.chain(self.module.parts) if self.dynmo is None else self.stage.placement
         return placement.chunks_of(self.stage_id)
+
+    def layers(self) -> dict[int, nn.Module]:
+        """Map the numbers of this rank's layers to their modules, in the order in which they run.
+
+        It holds until layers move next. Plain functions are left out. The uses of a tied layer that share one module
+        each map to it.
+
+        Raises:
+            ReleasedError: this rank was released.
+        """
+        if self.dynmo is not None:
+            check_at_work(self, "layers")
+        return dict(modules_of(self.module, chain.from_iterable(self.chunks)))
 
     @property
     def profile(self) -> Profile | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.files import whole, why_unreadable
 
-__all__ = ["check_is_new", "load", "tag_folder", "weights_file"]
+__all__ = ["check_is_new", "load", "new_folder", "tag_folder", "weights_file"]
 
 
 def tag_folder(checkpoint: Path) -> Path:
@@ -44,7 +47,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {why_unreadable(error)}") from error
     return content
 
 
@@ -56,3 +59,21 @@ def check_is_new(folder: Path) -> None:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is there already: it should be an empty folder, or not exist")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes ``folder`` when the body ends, and is removed if it fails.
+
+    Raises:
+        ConfigError: something is in ``folder``.
+        CheckpointError: it could not be written.
+    """
+    check_is_new(folder)
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with whole(folder) as new:
+            new.mkdir()
+            yield new
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error}") from error

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.engine.deepspeed_adapter.module import layer_specs, own_layers
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs, modules_of, own_layers
 
 __all__ = ["block_numbers", "local_layers", "tie_of"]
 
@@ -28,13 +28,5 @@ def tie_of(module: PipelineModule, layer: int) -> str | None:
 
 
 def local_layers(module: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
-    """Iterate over ``(layer number, layer)`` of this stage's modules; plain functions are left out.
-
-    Where the uses of a tied layer share one module, each use comes with that module.
-    """
-    for layer in own_layers(module):
-        key = tie_of(module, layer)
-        if str(layer) in module._modules:  # where uses of a tie differ, all but a stage's first are here
-            yield layer, module._modules[str(layer)]
-        elif key is not None:
-            yield layer, module.tied_modules[key]
+    """Iterate over ``(layer number, layer)`` of this stage's modules, as ``engine.layers()`` has them."""
+    return modules_of(module, own_layers(module))

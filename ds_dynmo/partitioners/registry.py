@@ -1,14 +1,17 @@
 """The registry of balancers: the names that ``"balancer"`` of the JSON block takes.
 
-Its dict is the package's only mutable global: names are added at import time and never removed.
+Its dict is the package's only mutable global: names are added and never removed.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ds_dynmo.errors import ConfigError, PartitionError
@@ -172,10 +175,11 @@ def takes(name: str, offered: str) -> bool:
 
 
 def get(name: str) -> Any:
-    """Return the balancer registered as ``name``.
+    """Return the balancer registered as ``name``, or imported from ``"module:function"``.
 
     Raises:
-        ConfigError: there is none; the message has the nearest name and all names.
+        ConfigError: there is none; the message has the nearest name, all names, and how to import one. Or it cannot be
+            imported; the message says why.
     """
     return _registered(name).balancer
 
@@ -191,11 +195,40 @@ def current_name(name: str) -> str:
 
 def _registered(name: str) -> _Registered:
     name = current_name(name)
+    if ":" in name and name not in _BALANCERS:
+        register(name)(_imported(*name.split(":", maxsplit=1)))
     if name in _BALANCERS:
         return _BALANCERS[name]
     near = difflib.get_close_matches(name, _BALANCERS, n=1)
     hint = f', did you mean "{near[0]}"?' if near else ";"
-    raise ConfigError(f'no balancer is named "{name}"{hint} registered: {", ".join(names())}')
+    raise ConfigError(
+        f'no balancer is named "{name}"{hint} registered: {", ".join(names())}; "module:function" imports one of yours'
+    )
+
+
+def _imported(module: str, function: str) -> Any:
+    """Import a function from Python's path, or from the current folder, which commands do not have there.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+    """
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        loaded = import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f'module "{module}" cannot be imported from {here} or Python\'s path: {type(error).__name__}: {error}'
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    found = getattr(loaded, function, None)
+    if not callable(found):
+        raise ConfigError(f'{loaded} has no function "{function}"')
+    return found
 
 
 def names() -> list[str]:

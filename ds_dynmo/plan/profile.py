@@ -54,7 +54,8 @@ class LayerCost:
 
     Attributes:
         forward_seconds, backward_seconds: per micro-batch; recomputation under activation checkpointing
-            belongs to backward. Median over micro-batches, slowest data-parallel replica.
+            belongs to backward. Mean over micro-batches without the largest and the smallest eighth, slowest
+            data-parallel replica.
         parameters, trainable_parameters: numbers of elements, with and without frozen ones.
         static_bytes: weights, gradients, optimizer state and buffers.
         activation_bytes: per micro-batch, what the layer saves for its backward pass; the last one's loss too.

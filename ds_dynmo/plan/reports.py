@@ -55,6 +55,7 @@ class RebalanceReport(_BetweenPlacements):
         own_schedule: the class of the schedule that the user's engine runs in place of that; "": it has none.
         search_seconds: that the decision took in a process of its own, while a batch trained; None: training waited for
             all of it.
+        stage_seconds_before, stage_seconds_after: predicted per micro-batch of each stage; None without a profile.
     """
 
     step: int
@@ -80,6 +81,8 @@ class RebalanceReport(_BetweenPlacements):
     lower_bound_seconds: float | None = None
     own_schedule: str = ""
     search_seconds: float | None = None
+    stage_seconds_before: tuple[float, ...] | None = None
+    stage_seconds_after: tuple[float, ...] | None = None
 
     @property
     def schedule(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from tests.distributed.support.checkpoints import (
     skewed,
     train_on,
 )
-from tests.distributed.support.configs import Case
-from tests.distributed.support.models import Block, Embedding, layers_tied_in_the_middle, project
-from tests.distributed.support.training import build, state, whole
+from tests.distributed.support.configs import Case, config
+from tests.distributed.support.models import Block, Embedding, layers_tied_in_the_middle, module_of, project
+from tests.distributed.support.training import build, micro_batch, state, whole
+from tests.pure.test_docs import code_blocks
 
 
 def _uniform(stages: int) -> list[int]:
@@ -50,6 +53,28 @@ def test_a_run_resumes_at_every_number_of_stages(tmp_path: Path, stages: int, pr
         assert loaded[0]["client"] == {"epoch": 4, "best": [1.5]}
         if other == stages:
             assert [r["random"] for r in loaded] == [r["random"] for r in saved]
+
+
+RECIPE = code_blocks("checkpoints.md", "Resume a run", "python")[0]
+
+
+def follow_the_recipe(case: Case, folder: str, steps: int) -> dict[str, Any]:
+    """Run the code that is printed."""
+    os.chdir(folder)
+    names: dict[str, Any] = {
+        **{"module": module_of(case), "config": config(case), "steps": steps},
+        "micro_batches": lambda first: (micro_batch(number, 0) for number in itertools.count(first)),
+    }
+    exec(RECIPE, names)
+    return {"loss": names["loss"].item(), "state": state(names["engine"]), "replica": 0}
+
+
+def test_the_printed_recipe_resumes_a_run_on_another_number_of_stages(tmp_path: Path) -> None:
+    in_one_go = run(2, follow_the_recipe, Case(), str(tmp_path), 12)
+    (tmp_path / "run" / "latest").unlink()
+    run(2, follow_the_recipe, Case(), str(tmp_path), 10)
+    resumed = run(3, follow_the_recipe, Case(stages=3), str(tmp_path), 12)
+    assert resumed[0]["loss"] == in_one_go[0]["loss"] and whole(resumed) == whole(in_one_go)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.distributed.support.checkpoints import (
 )
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import build, state
+from tests.full_disk import files_of_at_most
 
 # -- damaged files ------------------------------------------------------------------------------------
 
@@ -54,15 +56,28 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
     assert [found[-1][0] for found in results] == run(2, train_undisturbed, start)
 
 
-def test_a_malicious_pickle_is_refused(tmp_path: Path) -> None:
+def test_a_malicious_pickle_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     case = Case(stages=1)
     run(1, save_as, "stock", case, str(tmp_path))
     (tmp_path / "copies").mkdir()
-    hurts = [("mp_rank_00_model_states.pt", "evil"), ("layer_00-model_states.pt", "evil")]
+    files = ["mp_rank_00_model_states.pt", "layer_00-model_states.pt"]
+    says = {"evil": "could run code", "empty": "cannot be read: EOFError: it is empty, or ends too early"}
+    hurts = [(file, how) for file in files for how in says]
     found = run(1, refuse, case, str(tmp_path / f"global_step{STEPS}"), str(tmp_path / "copies"), hurts)[0]
-    for (message, unchanged), (file, _) in zip(found, hurts):
-        assert file in message and "could run code" in message and unchanged
+    for (message, unchanged), (file, how) in zip(found, hurts):
+        assert file in message and says[how] in message and unchanged
     assert not list(tmp_path.rglob("evil"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_a_checkpoint_that_lost_its_dynmo_folder_says_what_it_is(tmp_path: Path, precision: str) -> None:
+    case = Case(stages=2, precision=precision)
+    run(2, save_and_continue, replace(case, start=(0, 3, 8)), str(tmp_path), None)
+    (tmp_path / "copies").mkdir()
+    folder = str(tmp_path / f"global_step{STEPS}")
+    for (message, unchanged), _ in run(2, refuse, case, folder, str(tmp_path / "copies"), [("dynmo", "missing")]):
+        assert message.startswith(f"{tmp_path}/copies/0: has no folder dynmo/, so it is read as stock DeepSpeed's, of ")
+        assert "the partition [0, 4, 8]. If ds_dynmo wrote it, copy it with that folder." in message and unchanged
 
 
 def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
@@ -224,35 +239,31 @@ def failure_at_the_end(engine: Any, folder: str) -> str:
     return ""
 
 
-def save_fails(case: Case, folder: str) -> tuple[str, dict[str, Any]]:
+def save_fails(case: Case, folder: str) -> tuple[list[str], dict[str, Any]]:
     """Save while one rank's disk is full; then save a client state that cannot be loaded."""
     engine = build(case)
     train_on(engine, 0)
     engine.save_checkpoint(folder, tag="good")
-    messages = ""
-    original = torch.save
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError("No space left on device")
-
-    if engine.global_rank == 1:
-        torch.save = full
-    for client in ({}, {"evil": Evil(folder)}):
+    messages = []
+    for into, client in ((f"{folder}/new/one", {}), (folder, {}), (folder, {"evil": Evil(folder)})):
+        full = not client and engine.global_rank == 1
         try:
-            engine.save_checkpoint(folder, tag="bad", client_state=client)
+            with files_of_at_most(1000) if full else nullcontext():
+                engine.save_checkpoint(into, tag="bad", client_state=client)
         except ds_dynmo.CheckpointError as error:
-            messages += str(error)
-        torch.save = original
+            messages.append(str(error))
     assert sorted(os.listdir(folder)) == ["good", "latest"], os.listdir(folder)
     found = outcome(engine, train_on(engine, STEPS))
-    return messages + failure_at_the_end(engine, folder), found
+    return [*messages, failure_at_the_end(engine, folder)], found
 
 
 def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     case = Case(stages=2)
     results = run(2, save_fails, case, str(tmp_path))
-    for message, _ in results:
-        assert "rank 1: OSError: No space left" in message and "could run code" in message and "mp_rank_00" in message
-        assert "neither what it was nor what was saved: rank 1: IndexError" in message
+    for (to_new_folder, full, unsafe, at_the_end), _ in results:
+        for message, written in ((to_new_folder, tmp_path / "new" / "one"), (full, tmp_path)):
+            assert message.startswith(f"rank 1: OSError: [Errno 27] File too large: '{written}/.bad.writing/")
+        assert "could run code" in unsafe and "mp_rank_00" in unsafe
+        assert "neither what it was nor what was saved: rank 1: IndexError" in at_the_end
     saved = run(2, save_and_continue, case, str(tmp_path / "reference"))
     check_same(saved, [found for _, found in results])

@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.partitioners import bottleneck
+from ds_dynmo.partitioners import bottleneck, loads
 from ds_dynmo.placement import Placement
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
@@ -66,6 +66,8 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
     assert profile["partition"] == moved["old_partition"] and profile["micro_batches"] == 4
     costs = [f + b for f, b in zip(profile["forward_seconds"], profile["backward_seconds"], strict=True)]
     assert bottleneck(costs, moved["new_partition"]) == moved["bottleneck_seconds_after"]
+    assert loads(costs, moved["old_partition"]) == moved["stage_seconds_before"]
+    assert loads(costs, moved["new_partition"]) == moved["stage_seconds_after"]
     assert moved["reason"] == "interval" and moved["step"] == 3 and moved["layers_moved"] > 0
     assert moved["bottleneck_seconds_after"] < moved["bottleneck_seconds_before"]
     assert records[2]["rebalance_step"] == 3

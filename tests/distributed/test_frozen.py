@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from deepspeed.pipe import LayerSpec
 
 from tests.distributed.harness import RankError, run, run_each
-from tests.distributed.support.configs import Case
-from tests.distributed.support.models import FrozenBlock, layers
+from tests.distributed.support.configs import Case, config
+from tests.distributed.support.models import FrozenBlock, layers, module_of
 from tests.distributed.support.training import (
     batches,
     build,
@@ -20,6 +21,7 @@ from tests.distributed.support.training import (
     freeze,
     gather,
     layers_of,
+    micro_batch,
     outcome_of,
     raw,
     raw_layer,
@@ -29,6 +31,7 @@ from tests.distributed.support.training import (
     train_frozen,
     whole,
 )
+from tests.pure.test_docs import code_blocks
 
 
 def check_as_on_one_stage(case: Case, alone: Case) -> None:
@@ -110,6 +113,46 @@ def test_single_parameters_can_be_frozen(precision: str) -> None:
     results = [run(2, freeze_biases, precision, moves) for moves in ([], [[0, 2, 8], [0, 6, 8]])]
     assert results[0] == results[1]
     assert results[0][0]["changed"] == {"while frozen": False, "afterwards": True}
+
+
+EXAMPLE = code_blocks("api.md", "Freeze layers", "python")
+
+
+def follow_the_example(case: Case, partition: list[int]) -> dict[str, Any]:
+    """Run the code that is printed, then move layers."""
+    data = (micro_batch(number, 0) for number in itertools.count())
+    names: dict[str, Any] = {"module": module_of(case), "config": config(case), "steps": 4, "data_iter": data}
+    exec(EXAMPLE[0], names)
+    engine = names["engine"]
+    before = {number: raw_layer(layer) for number, layer in engine.layers().items()}
+    drop_decision(engine)
+    engine.rebalance(partition)
+    here = engine.layers()
+    assert here == layers_of(engine)  # the same modules
+    trains = {number: any(p.requires_grad for p in layer.parameters()) for number, layer in here.items()}
+    return {"before": before, "after": {n: raw_layer(layer) for n, layer in here.items()}, "trains": trains}
+
+
+def layers_of_ties(case: Case) -> tuple[list[int], bool]:
+    engine = build(case)
+    here = engine.layers()
+    return list(here), here.get(0) is here.get(7)
+
+
+def test_layers_are_found_by_number_wherever_they_are() -> None:
+    """The example freezes layers 0 to 2 of 8, of which 6 is a function; tied uses on one stage are one module."""
+    still = Case(dynmo={"interval": 0, "min_improvement": 0.99})
+    first, second = run(2, follow_the_example, still, [0, 2, 8])
+    assert [list(rank["before"]) for rank in (first, second)] == [[0, 1, 2, 3], [4, 5, 7]]
+    assert [rank["trains"] for rank in (first, second)] == [
+        {0: False, 1: False},
+        {2: False, **{number: True for number in (3, 4, 5, 7)}},
+    ]
+    assert {**first["after"], **second["after"]} == {**first["before"], **second["before"]}
+    apart, together = Case(tied=True), Case(stages=1, replicas=2, tied=True)
+    stock, shared, split = run_each(2, layers_of_ties, (replace(together, dynmo=None),), (together,), (apart,))
+    assert stock == shared == [([0, 1, 2, 3, 4, 5, 7], True)] * 2
+    assert split == [([0, 1, 2, 3], False), ([4, 5, 7], False)]
 
 
 def unfreeze_later(precision: str, moves: Sequence[Sequence[int]]) -> dict[str, Any]:

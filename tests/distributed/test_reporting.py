@@ -32,7 +32,9 @@ def _restore(path: Path) -> None:
     _kept(path).rename(path)
 
 
-def train(report: str | None, monitors: dict[str, Any], lost: str | None, back: bool = False) -> dict[str, Any]:
+def train(
+    report: str | None, monitors: dict[str, Any], lost: str | None, back: bool = False, trace: Any = None
+) -> dict[str, Any]:
     """Train three batches, with a rebalance after each.
 
     Args:
@@ -40,7 +42,7 @@ def train(report: str | None, monitors: dict[str, Any], lost: str | None, back: 
         back: whether it is restored before the third.
     """
     warnings = Warnings()
-    engine = build(Case(dynmo={"interval": 0, "report": report}), more=monitors)
+    engine = build(Case(dynmo={"interval": 0, "report": report, "trace": trace}), more=monitors)
     data, losses = batches(engine), []
     for step, move in enumerate(MOVES):
         if lost is not None and engine.global_rank == 0:
@@ -118,6 +120,9 @@ def test_all_other_keys_must_be_equal_on_every_rank(tmp_path: Path) -> None:
 
 def test_a_full_disk_gives_one_warning() -> None:
     check_trained_on(run(2, train, "/dev/full", {}, None), "/dev/full: was not written: [Errno 28] No space left")
+    trace = {"path": "/dev/full", "steps": [1, 3]}
+    results = run(2, train, None, {}, None, False, trace)
+    check_trained_on(results, "/dev/full: was not written: [Errno 28] No space left")
 
 
 def test_a_report_continues_when_its_path_is_restored(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from ds_dynmo.cli import plot
 from ds_dynmo.cli.plotting.data import (
+    ENGINES_REASONS,
     Report,
     costs,
     loads_around,
@@ -25,6 +26,7 @@ from ds_dynmo.cli.plotting.data import (
     traced,
 )
 from ds_dynmo.cli.plotting.html import rebalance_rows
+from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
@@ -40,11 +42,13 @@ def profile(step: int, partition: tuple[int, ...], slower: float = 1.0) -> dict[
 
 
 def decision(step: int, old: Sequence[int], new: Sequence[int], **changes: Any) -> dict[str, Any]:
+    """Make a record; its predictions are of layers that take other times than :func:`profile` says."""
     record = {
         **{"kind": "rebalance", "step": step, "reason": "<b>interval</b>", "old_partition": old, "new_partition": new},
         **{"bottleneck_seconds_before": 12.0, "bottleneck_seconds_after": 9.0, "imbalance_before": 0.67},
         **{"imbalance_after": 0.0, "layers_moved": int(old != new), "bytes_moved": 2**20, "profile_seconds": 0.001},
         **{"decide_seconds": 0.002, "migrate_seconds": 0.003, "load_signals": []},
+        **{"stage_seconds_before": [4.0, 12.0], "stage_seconds_after": [7.0, 9.0]},
     }
     return {**record, **changes}
 
@@ -80,6 +84,7 @@ def run_records() -> list[dict[str, Any]]:
 
 def write_report(folder: Path, records: list[dict[str, Any]]) -> Path:
     path = folder / "report.jsonl"
+    folder.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
@@ -108,16 +113,18 @@ def write_trace(folder: Path, replicas: int = 1) -> Path:
     return path
 
 
-def test_loads_around_each_move(tmp_path: Path) -> None:
+def test_loads_around_each_move_are_those_of_its_decision(tmp_path: Path) -> None:
     first, second = loads_around(read_report(write_report(tmp_path, run_records())))
     assert (first.move["step"], second.move["step"]) == (2, 6)
-    assert first[1:] == ([6.0, 12.0], [9.0, 9.0], [18.0, 18.0])  # by then all layers are twice as slow
-    assert second[1:] == ([18.0, 18.0], [12.0, 24.0], None)
+    assert first[1:] == ([4.0, 12.0], [7.0, 9.0], [18.0, 18.0])
+    bottlenecks = (first.move["bottleneck_seconds_before"], first.move["bottleneck_seconds_after"])
+    assert (max(first.before), max(first.predicted_after)) == bottlenecks  # of the table beside the picture
+    assert second.measured_after is None
 
 
-def test_a_move_before_any_profile_has_no_loads() -> None:
-    moves = (decision(1, (0, 2, 4), (0, 3, 4)),)
-    assert loads_around(Report(None, None, (), (profile(2, (0, 3, 4)),), moves)) == []
+def test_a_move_without_a_profile_has_no_loads() -> None:
+    given = decision(1, (0, 2, 4), (0, 3, 4), stage_seconds_before=None, stage_seconds_after=None)
+    assert loads_around(Report(None, None, (), (profile(2, (0, 3, 4)),), (given,))) == []
 
 
 def test_loads_after_the_next_move_do_not_count_for_this_one() -> None:
@@ -228,13 +235,31 @@ def test_a_report_with_records_of_the_engine_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path) -> None:
+def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     repacked = {"kind": "repack", "step": 3, "old_partition": [0, 2, 4], "new_partition": [0, 4]}
-    report = write_report(tmp_path, [*run_records(), repacked])
-    assert read_report(report).repacks == (repacked,)
+    froze = {**repacked, "reason": "freezing: first 3 layers"}
+    kept = decision(5, (0, 4), (0, 4), reason="freezing: first 5 layers")
+    never = write_report(tmp_path, run_records()).rename(tmp_path / "never.jsonl")
+    report = write_report(tmp_path, [*run_records(), froze, kept])
+    assert read_report(report).repacks == (froze,)
+    assert [record["step"] for record in read_report(report).changes] == [2, 4, 6, 5, 3]
+    assert plot.main([str(report), "--never", str(never), "--format", "svg", "--out", str(tmp_path)]) == 0
+    drawn = (tmp_path / "ranks.svg").read_text()
+    written = ("2 to 1 stages", "never re-packed", "&lt;b&gt;interval&lt;/b&gt;, freezing", "tokens/s")
+    assert all(f">{text}<" in drawn for text in written)
+    assert not list(tmp_path.glob("*.png"))
     assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path)]) == 0
-    assert "2 to 1 stages" in (tmp_path / "ranks.svg").read_text() and not list(tmp_path.glob("*.png"))
+    assert "never" not in (tmp_path / "ranks.svg").read_text()
+    alone = write_report(tmp_path / "alone", [profile(2, (0, 2, 4)), {**froze, "step": 2}, profile(4, (0, 4))])
+    assert plot.main([str(alone), "--never", str(never), "--out", str(tmp_path)]) == 2
+    assert f"--never {never}: only one of the two reports has tokens/s" in capsys.readouterr().err
+    assert plot.main([str(alone), "--never", str(alone), "--format", "svg", "--out", str(tmp_path)]) == 0
+    assert all(text in (tmp_path / "ranks.svg").read_text() for text in (">batch (s)<", ">never re-packed<"))
+
+
+def test_a_decision_that_the_engine_asked_for_is_no_change_of_the_model() -> None:
+    assert {reason.value for reason in Reason} - {Reason.MODEL_CHANGED.value} == ENGINES_REASONS
 
 
 @pytest.mark.filterwarnings("error")
@@ -251,8 +276,27 @@ def test_rows_of_a_benchmark_are_drawn_by_case(tmp_path: Path) -> None:
         )
     drawn = (tmp_path / "one" / "cases.svg").read_text()
     assert drawn == (tmp_path / "two" / "cases.svg").read_text()
-    assert all(word in drawn for word in ("early exit", "moe", "uniform", "partition", "makespan, zero bubble"))
+    arms = ("uniform, 1F1B", "partition, 1F1B", "makespan, 1F1B", "makespan, zero bubble")
+    assert all(f">{word}<" in drawn for word in ("early exit", "moe", *arms))
+    assert "throughput over the best static" in drawn and "partition under DeepSpeed's 1F1B" in drawn
     assert "parameters" not in drawn
+
+
+def test_simulated_rows_have_one_baseline_for_both_schedules(tmp_path: Path) -> None:
+    tokens = {"static_uniform": (4.0, 5.0), "static_profiled": (5.0, 5.5), "makespan": (6.0, 8.0)}
+    keys = ("tokens_per_second_1f1b", "tokens_per_second")
+    rows = [{"case": "moe", "balancer": name, **dict(zip(keys, both))} for name, both in tokens.items()]
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
+    found = {
+        (row["balancer"], row["schedule"]): row["speedup_over_static"] for row in read_rows(tmp_path / "rows.json")
+    }
+    expected = {"static_uniform": (0.8, 1.0), "static_profiled": (1.0, 1.1), "makespan": (1.2, 1.6)}
+    expected["best_static"] = expected["static_profiled"]
+    assert found == {
+        (name, schedule): pytest.approx(speedup)
+        for name, both in expected.items()
+        for schedule, speedup in zip(("1f1b", "zero_bubble"), both)
+    }
 
 
 def test_a_schedule_is_a_timeline_of_its_passes() -> None:

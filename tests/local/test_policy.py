@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, MoveCosts, balanced
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, LayerCost, MigrationPlan, Profile
+from tests.pure.test_docs import code_blocks
 
 
 def config(**block: Any) -> DynMoConfig:
@@ -44,6 +46,17 @@ def test_a_move_that_pays_is_accepted() -> None:
     assert decision.bottleneck_seconds_before == pytest.approx(12.0)
     assert decision.bottleneck_seconds_after == pytest.approx(9.0)
     assert decision.imbalance_after == 0.0
+
+
+def test_a_balancer_of_the_users_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that docs/balancers.md prints, named as there."""
+    (tmp_path / "my_balancers.py").write_text(code_blocks("balancers.md", "Write a balancer", "python")[0])
+    monkeypatch.chdir(tmp_path)
+    settings = config(balancer="my_balancers:one_step")
+    steps = [(0, 1, 2, 8)]
+    for _ in range(3):
+        steps.append(decide(profile([1.0] * 8, steps[-1]), settings, None).partition)
+    assert steps == [(0, 1, 2, 8), (0, 2, 3, 8), (0, 2, 4, 8), (0, 2, 5, 8)]
 
 
 def test_a_gain_below_min_improvement_is_rejected() -> None:

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynmo.config import RepackConfig, parse_block
+from ds_dynmo.config import RepackConfig, parse_block, read_dynmo_config
 from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
 from ds_dynmo.engine.elastic.release.runner import PolicyRunner
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.rank_variables import OF_MEETING, OF_RANK, set_rank_variables
 from tests.local.kubernetes_server import TOKEN, Server
 from tests.local.slurm_cluster import Cluster, skip_without_slurm
+from tests.pure.test_docs import code_blocks
 
 GONE = [RankLocation(1, "host-a", "cuda:1"), RankLocation(2, "host-b", "cuda:0")]
 STAYING = [RankLocation(0, "host-a", "cuda:0")]
@@ -328,3 +330,55 @@ def test_the_pod_is_named_by_the_downward_api_and_not_by_the_host(
         check_policy(config)
     with pytest.raises(ReleaseRefused, match=r"ranks \[1, 2\]: the environment variable POD_NAME"):
         kubernetes(server).release(GONE, [])
+
+
+def printed() -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Return the objects that docs/elastic.md prints, by kind, and the rules of the Role for each action."""
+    yaml = pytest.importorskip("yaml")
+    objects, other_rules = code_blocks("elastic.md", "kubernetes", "yaml")
+    by_kind = {each["kind"]: each for each in yaml.safe_load_all(objects)}
+    return by_kind, [by_kind["Role"]["rules"], yaml.safe_load(other_rules)["rules"]]
+
+
+def test_the_printed_objects_of_kubernetes_fit_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kubernetes import client
+
+    objects, _ = printed()
+    as_sent = client.ApiClient(client.Configuration()).sanitize_for_serialization
+    for kind, each in objects.items():  # no unknown key, no wrong type
+        assert as_sent(getattr(client, f"V1{kind}").from_dict(each)) == each
+        assert each["metadata"]["namespace"] == "training"
+    account, role, binding, service, pod = (
+        objects[kind] for kind in ("ServiceAccount", "Role", "RoleBinding", "Service", "Pod")
+    )
+    assert binding["roleRef"]["name"] == role["metadata"]["name"] and binding["roleRef"]["kind"] == "Role"
+    assert binding["subjects"] == [{"kind": "ServiceAccount", **account["metadata"]}]
+    assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    (container,) = pod["spec"]["containers"]
+    environment = {each["name"]: each for each in container["env"]}
+    for name in (*OF_RANK, *OF_MEETING):
+        monkeypatch.setenv(name, environment[name]["value"])
+    assert set_rank_variables()
+    host = f"{pod['spec']['hostname']}.{pod['spec']['subdomain']}"
+    assert environment["MASTER_ADDR"]["value"] == host and pod["spec"]["subdomain"] == service["metadata"]["name"]
+    assert environment["POD_NAME"]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
+@pytest.mark.parametrize("action", [0, 1], ids=["delete_pod", "resize"])
+def test_the_printed_role_allows_what_the_printed_configuration_asks_for(action: int, server: Server) -> None:
+    """Nothing more, nothing less."""
+    objects, rules = printed()
+    name = objects["Pod"]["metadata"]["name"]
+    server.pods[name] = objects["Pod"]
+    block = read_dynmo_config(json.loads(code_blocks("elastic.md", "kubernetes", "json")[action]))
+    assert block is not None and block.repack.enabled
+    policy_for(block.repack, server.secrets).release([RankLocation(0, "host", "cuda:0", name)], [])
+    assert (name in server.pods) == (block.repack.kubernetes.action == "resize")
+    verbs = {"GET": "get", "DELETE": "delete", "PATCH": "patch"}
+    asked = set()
+    for method, path, _ in server.requests:
+        resource, _, *subresource = path.split("?")[0].split("/")[5:]  # after /api/v1/namespaces/NAME
+        asked.add((verbs[method], "/".join([resource, *subresource])))
+    allowed = {(verb, kind) for rule in rules[action] for verb in rule["verbs"] for kind in rule["resources"]}
+    assert asked == allowed and all(rule["apiGroups"] == [""] for rule in rules[action])

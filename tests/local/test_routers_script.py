@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 import routers
 from ds_dynmo.cli import plot
-from ds_dynmo.cli.plotting.routers import loads_over_mean
+from ds_dynmo.cli.plotting.routers import COLORS, loads_over_mean
 from ds_dynmo.models.moe.expert_parallel import loads_of_replicas
 
 SETTINGS: dict[str, Any] = {
@@ -77,5 +79,12 @@ def test_choices_of_a_run_are_written_shown_and_drawn(
     assert routers.main(["--show", str(path)]) == 0
     shown = capsys.readouterr().out
     assert f"routing {routing}, 12 steps" in shown and shown == f"{path}: {figures}"
-    plot.main(["--routers", str(path), "--format", "svg", "--out", str(tmp_path / "pictures")])
-    assert (tmp_path / "pictures" / "routers.svg").is_file()
+    files = [path, tmp_path / "longer.json"]
+    for times, file in zip((2, 4), files):  # a point of the picture is the mean of 20 steps
+        busiest = {count: loads * times for count, loads in found["busiest"].items()}
+        file.write_text(json.dumps({**found, "choices": found["choices"] * times, "busiest": busiest}))
+    plot.main(["--routers", *map(str, files), "--format", "svg", "--out", str(tmp_path / "pictures")])
+    drawn = (tmp_path / "pictures" / "routers.svg").read_text()
+    of_steps = Counter(re.findall(r">(\d+)</text>", drawn))
+    assert len(of_steps) > 1 and set(of_steps.values()) == {2}  # both panels have the same scale
+    assert all(len(re.findall(rf"stroke: {color}", drawn)) == 3 for color in COLORS.values())  # two layers, the legend

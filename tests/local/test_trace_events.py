@@ -10,6 +10,7 @@ import pytest
 from ds_dynmo.engine.profiling import trace
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names, with_waits
 from ds_dynmo.placement import Placement
+from tests.full_disk import files_of_at_most
 
 
 def track(stage: int, *events: Event, replica: int = 0, part: int = 0) -> Track:
@@ -68,6 +69,20 @@ def test_the_file_is_whole_after_every_batch(tmp_path: Path) -> None:
     for count in range(4):
         assert json.loads(path.read_text())["traceEvents"] == [{"n": n} for n in range(count)]
         file.append([{"n": count}])
+
+
+def test_the_file_is_whole_after_a_batch_that_did_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with files_of_at_most(10), pytest.raises(OSError, match=f"File too large: '{path}'"):
+        TraceFile(path)
+    assert not path.exists()
+    file = TraceFile(path)
+    file.append([{"n": 0}])
+    with files_of_at_most(path.stat().st_size + 5), pytest.raises(OSError, match=f"File too large: '{path}'"):
+        file.append([{"n": 1}] * 9)
+    assert json.loads(path.read_text())["traceEvents"] == [{"n": 0}]
+    file.append([{"n": 2}])
+    assert json.loads(path.read_text())["traceEvents"] == [{"n": 0}, {"n": 2}]
 
 
 def test_a_pause_at_the_beginning_is_part_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

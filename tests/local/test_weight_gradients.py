@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+import ds_dynmo
 from ds_dynmo.engine.pipeline.weight_gradients import DeferredGradients, WeightGradients
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.weight_gradients import defer_weight_gradient
 from tests.local.split_passes import WIDTH, check_same, finish, in_one, in_two, inputs, mlp, same_bits
+from tests.pure.test_docs import code_blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -214,3 +216,13 @@ class Complex(nn.Module):
 
 def test_products_of_complex_numbers_run_in_one() -> None:
     assert check_same(Complex(), inputs(2, 5, WIDTH)) == set()
+
+
+def test_the_printed_kernel_has_the_gradients_of_autograd() -> None:
+    names: dict[str, Any] = {"torch": torch, "ds_dynmo": ds_dynmo}
+    exec(code_blocks("schedules_internals.md", "Split backward passes", "python")[0], names)
+    given, weight = torch.randn(5, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+    names["Scale"].apply(given, (weight,), torch.empty(0, requires_grad=True)).square().sum().backward()
+    expected = torch.autograd.grad((given * weight).square().sum(), (given, weight))
+    assert given.grad is not None and torch.equal(given.grad, expected[0])
+    assert weight.grad is not None and torch.allclose(weight.grad, expected[1])

@@ -20,6 +20,15 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 MOST_README_LINES = 150
 
 
+def code_blocks(page: str, heading: str, language: str) -> list[str]:
+    """Return the code blocks of ``language`` under a heading of a page in docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    marks = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
+    assert marks is not None, heading
+    section = re.split(rf"^#{{1,{len(marks[1])}}} ", text[marks.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(rf"^```{language}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
 def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
@@ -83,6 +92,25 @@ def as_json(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return "[]" if value == () else str(value)
+
+
+def test_the_page_of_the_design_lists_every_package() -> None:
+    """Those of ds_dynmo and of its engine, and the modules beside them."""
+    rows = re.findall(r"^\| (`ds_dynmo/.+?) \| ", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    package = ROOT / "ds_dynmo"
+    modules = {path for path in package.glob("*.py") if path.name != "__init__.py"}
+    packages = {init.parent for folder in (package, package / "engine") for init in folder.glob("*/__init__.py")}
+    assert sorted(name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)) == sorted(
+        str(path.relative_to(ROOT)) for path in modules | packages
+    )
+
+
+def test_what_contributors_are_told_to_change_is_in_the_file() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    told = re.findall(r"`(\w+)`(?: and `(\w+)`)? in\s+`((?:ds_dynmo|scripts|tests)/[\w/]+\.py)`", page)
+    assert len(told) >= 5
+    missing = [(name, path) for *names, path in told for name in names if name not in (ROOT / path).read_text()]
+    assert not missing
 
 
 COMMANDS = "\n".join(page.read_text() for page in PAGES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,9 @@ from ds_dynmo.partitioners import imbalance, loads, simulate
 from ds_dynmo.schedules import Kind, PassCosts, Schedule, replay
 
 Record = dict[str, Any]
+
+ENGINES_REASONS = frozenset({"initial", "interval", "by hand", "explicit", "checkpoint"})  # others are of the model
+BEST_STATIC = "best_static"
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Report:
     def moves(self) -> tuple[Record, ...]:
         """The decisions by which layers changed stage."""
         return tuple(record for record in self.rebalances if record["old_partition"] != record["new_partition"])
+
+    @property
+    def changes(self) -> tuple[Record, ...]:
+        """The decisions that the model asked for, as its work had changed."""
+        return tuple(r for r in (*self.rebalances, *self.repacks) if r["reason"] not in ENGINES_REASONS)
 
 
 PASSES = {
@@ -63,7 +71,12 @@ class Rows:
 
 
 class Loads(NamedTuple):
-    """Seconds per micro-batch of each stage, around one move; ``measured_after`` is None where no profile followed."""
+    """Seconds per micro-batch of each stage, around one move.
+
+    Attributes:
+        before, predicted_after: what the decision counted with.
+        measured_after: by the first profile under the new partition; None: there is none.
+    """
 
     move: Record
     before: list[float]
@@ -96,7 +109,9 @@ def read_report(path: Path) -> Report:
 
 
 def read_rows(path: Path) -> list[Record]:
-    """Read the rows that scripts/benchmark.py or ds-dynmo-simulate wrote, one per case and balancer.
+    """Read the rows that scripts/benchmark.py or ds-dynmo-simulate wrote, one per case, balancer and schedule.
+
+    "speedup_over_static" is over the best static partition under DeepSpeed's 1F1B.
 
     Raises:
         ConfigError: no such file, or no rows in it.
@@ -104,12 +119,26 @@ def read_rows(path: Path) -> list[Record]:
     try:
         found = json.loads(path.read_text())
         rows: list[Record] = found["rows"] if isinstance(found, dict) else found
-        cases = {row["case"] for row in rows}
+        cases = dict.fromkeys(row["case"] for row in rows)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: has no rows of a benchmark: {error!r}") from error
     if not cases:
         raise ConfigError(f"{path}: has no rows of a benchmark")
+    if "tokens_per_second_1f1b" in rows[0]:
+        return [row for case in cases for row in _by_schedule([row for row in rows if row["case"] == case])]
     return rows
+
+
+def _by_schedule(of_case: Sequence[Record]) -> Iterator[Record]:
+    """Split the rows of a simulated case, which hold two schedules each, and add the best static partition's."""
+    keys = {"1f1b": "tokens_per_second_1f1b", "zero_bubble": "tokens_per_second"}
+    statics = [row for row in of_case if row["balancer"].startswith("static_")]
+    best = {schedule: max(row[key] for row in statics) for schedule, key in keys.items()}
+    for schedule, key in keys.items():
+        tokens = {row["balancer"]: row[key] for row in of_case} | {BEST_STATIC: best[schedule]}
+        for balancer, per_second in tokens.items():
+            same = {"case": of_case[0]["case"], "balancer": balancer, "schedule": schedule}
+            yield {**same, "speedup_over_static": per_second / best["1f1b"]}
 
 
 def costs(profile: Record) -> list[float]:
@@ -118,17 +147,15 @@ def costs(profile: Record) -> list[float]:
 
 
 def loads_around(report: Report) -> list[Loads]:
-    """Give the stage loads before and after each move that has a profile before it."""
+    """Return the stage loads before and after each move that a profile led to."""
     found = []
     ends = [move["step"] for move in report.moves[1:]] + [float("inf")]
     for move, end in zip(report.moves, ends):
-        known = [profile for profile in report.profiles if profile["step"] <= move["step"]]
-        later = [profile for profile in report.profiles if move["step"] < profile["step"] <= end]
-        if not known:
+        if move["stage_seconds_before"] is None:
             continue
-        before, after = (loads(costs(known[-1]), move[which]) for which in ("old_partition", "new_partition"))
+        later = [profile for profile in report.profiles if move["step"] < profile["step"] <= end]
         measured = loads(costs(later[0]), move["new_partition"]) if later else None
-        found.append(Loads(move, before, after, measured))
+        found.append(Loads(move, move["stage_seconds_before"], move["stage_seconds_after"], measured))
     return found
 
 

@@ -19,9 +19,11 @@ from ds_dynmo.wording import counted
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8
 WINDOW = 5  # steps of the running median of tokens/s
+PROFILED = ("profiled batches", "o-", "batch (s)")
 MILLI = 1e3
 BEFORE, PREDICTED, MEASURED = "#b0b7c3", "#9ecae9", "#2a6fb0"
 MOVE = "#c0392b"
+NEVER = "#6a6a6a"
 COLORS = {
     "forward": "#4c8ed9",
     "backward": "#2f9e6e",
@@ -40,13 +42,15 @@ COLORS = {
     "migrate": "#d62728",
 }
 
+SCHEDULES = {"1f1b": "1F1B", "zero_bubble": "zero bubble"}
 ARM_COLORS = {
-    "uniform": BEFORE,
-    "partition": PREDICTED,
-    "diffusion": "#a3c76d",
-    "makespan": MEASURED,
-    "makespan, zero bubble": COLORS["weight gradient"],
-    "oracle": "#e8a838",
+    "uniform, 1F1B": BEFORE,
+    "partition, 1F1B": PREDICTED,
+    "diffusion, 1F1B": "#a3c76d",
+    "makespan, 1F1B": MEASURED,
+    "oracle, 1F1B": "#e8a838",
+    "best static, zero bubble": COLORS["weight gradient"],
+    "makespan, zero bubble": COLORS["input gradient"],
 }
 
 
@@ -109,13 +113,7 @@ def speed(report: Report) -> Figure:
     panels = 2 if report.profiles else 1
     figure = Figure(figsize=(9, 2.8 * panels), layout="constrained")
     upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
-    if report.steps:
-        _tokens(upper, report)
-    else:
-        points = [(profile["step"], profile["batch_seconds"]) for profile in report.profiles]
-        upper.plot(*zip(*points), "o-", color=MEASURED, markersize=4, label="profiled batches")
-        upper.set_ylabel("batch (s)")
-        upper.set_ylim(bottom=0)
+    _pace(upper, report)
     for axes in lower:
         steps = [profile["step"] for profile in report.profiles]
         imbalances, bubbles = zip(*(quality(profile) for profile in report.profiles))
@@ -127,12 +125,16 @@ def speed(report: Report) -> Figure:
     return figure
 
 
-def ranks(report: Report) -> Figure | None:
-    """Draw ranks at work over the run, and tokens/s; None where it did not re-pack."""
+def ranks(report: Report, never: Report | None = None) -> Figure | None:
+    """Draw ranks at work over the run, its speed, and where the model changed; None where it did not re-pack.
+
+    Args:
+        never: of the same run without re-packing, whose speed is drawn too.
+    """
     changes = [record for record in report.repacks if record["old_partition"] != record["new_partition"]]
-    if not changes or not report.steps:
+    if not changes:
         return None
-    numbers = [record["step"] for record in report.steps]
+    numbers, _ = _points(report)
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     at = [numbers[0], *(change["step"] for change in changes), numbers[-1]]
@@ -145,39 +147,57 @@ def ranks(report: Report) -> Figure | None:
     upper.set_ylim(0, max(stages) + 0.5)
     upper.yaxis.set_major_locator(MaxNLocator(integer=True))
     upper.set_ylabel("stages at work")
-    _tokens(lower, report)
-    lower.set_xlabel("step")
-    lower.legend(loc="lower left", frameon=False, fontsize=9, ncols=2)
+    if never is not None:
+        lower.plot(*_points(never), color=NEVER, linewidth=2, label="never re-packed")
+    _pace(lower, report)
     for axes in (upper, lower):
+        _mark_changes(axes, report)
         _plain(axes)
+    lower.set_xlabel("step")
+    lower.legend(loc="lower left", facecolor="white", edgecolor="none", framealpha=1, fontsize=9, ncols=4)
     return figure
 
 
-def _tokens(axes: Any, report: Report) -> None:
-    """Draw tokens per second of each step, and their running median."""
-    numbers = [record["step"] for record in report.steps]
-    tokens = [record["tokens_per_second"] for record in report.steps]
-    half = WINDOW // 2
-    smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
-    axes.plot(numbers, tokens, color=PREDICTED, linewidth=1, label="each step")
-    axes.plot(numbers, smooth, color=MEASURED, linewidth=2, label=f"median of {WINDOW} steps")
+def _mark_changes(axes: Any, report: Report) -> None:
+    """Mark the decisions that followed a change of the model, with the words before a colon as their name."""
+    names = ", ".join(dict.fromkeys(str(change["reason"]).split(":")[0] for change in report.changes))
+    for number, change in enumerate(report.changes):
+        axes.axvline(change["step"], color=MOVE, linewidth=1, linestyle=":", label=None if number else names)
+
+
+def _pace(axes: Any, report: Report) -> None:
+    """Draw tokens per second of each step and their running median, or the seconds of profiled batches."""
+    if report.steps:
+        tokens = [(record["step"], record["tokens_per_second"]) for record in report.steps]
+        axes.plot(*zip(*tokens), color=PREDICTED, linewidth=1, label="each step")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    name, line, unit = (f"median of {WINDOW} steps", "-", "tokens/s") if report.steps else PROFILED
+    axes.plot(*_points(report), line, color=MEASURED, linewidth=2, markersize=4, label=name)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("tokens/s")
-    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel(unit)
+
+
+def _points(report: Report) -> tuple[list[int], list[float]]:
+    """Return steps and the running median of tokens per second, or profiled steps and the seconds of a batch."""
+    if not report.steps:
+        return [one["step"] for one in report.profiles], [one["batch_seconds"] for one in report.profiles]
+    tokens, half = [record["tokens_per_second"] for record in report.steps], WINDOW // 2
+    smooth = [statistics.median(tokens[max(0, at - half) : at + half + 1]) for at in range(len(tokens))]
+    return [record["step"] for record in report.steps], smooth
 
 
 def cases(rows: Sequence[Record]) -> Figure:
-    """Draw the throughput of each case under each balancer over its fastest static partition, and its spread."""
+    """Draw the throughput of each case, balancer and schedule over the best static partition, and its spread."""
     names = list(dict.fromkeys(row["case"] for row in rows))
     arms = [arm for arm in ARM_COLORS if any(_arm(row) == arm for row in rows)]
-    figure = Figure(figsize=(1.6 + 1.5 * len(names), 3.6), layout="constrained")
+    figure = Figure(figsize=(2.6 + (0.3 + 0.28 * len(arms)) * len(names), 3.6), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(arms)
     for number, arm in enumerate(arms):
         found = {row["case"]: row for row in rows if _arm(row) == arm}
         shown = [place for place, name in enumerate(names) if name in found]
         heights = [found[names[place]]["speedup_over_static"] for place in shown]
-        axes.bar(
+        bars = axes.bar(
             [place + (number - (len(arms) - 1) / 2) * width for place in shown],
             heights,
             width,
@@ -186,19 +206,19 @@ def cases(rows: Sequence[Record]) -> Figure:
             yerr=_spreads([found[names[place]] for place in shown]),
             error_kw={"linewidth": 1, "capsize": 2},
         )
-    axes.axhline(1, color=MOVE, linewidth=1, linestyle="--", alpha=0.7)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, bbox={"facecolor": "white", "linewidth": 0, "pad": 0.5})
+    axes.axhline(1, color=MOVE, linewidth=1, linestyle="--", alpha=0.7, zorder=0)
     axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
-    axes.set_ylabel("throughput over the\nfastest static partition")
+    axes.set_ylabel("throughput over the best static\npartition under DeepSpeed's 1F1B")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     _plain(axes)
     return figure
 
 
 def _arm(row: Record) -> str:
-    """Shorten the names of arms; those by parameters keep theirs and are not drawn."""
+    """Name an arm and its schedule; those by parameters keep their names and are not drawn."""
     name = "uniform" if row["balancer"] == "static_uniform" else str(row["balancer"]).removesuffix("_time")
-    schedule = row.get("schedule", "1f1b")
-    return name if schedule == "1f1b" else f"{name}, {schedule.replace('_', ' ')}"
+    return f"{name.replace('_', ' ')}, {SCHEDULES[row.get('schedule', '1f1b')]}"
 
 
 def _spreads(rows: Sequence[Record]) -> list[list[float]] | None:

@@ -14,7 +14,8 @@ from ds_dynmo.errors import ConfigError
 Loads = np.ndarray[Any, np.dtype[np.float64]]  # [steps, layers]
 
 REPLICAS = "4"  # those that are drawn
-EVERY = 10  # steps that a point of the picture is the mean of
+EVERY = 20  # steps that a point of the picture is the mean of
+COLORS = {"first": "#b0b7c3", "middle": "#e8a838", "last": "#2a6fb0"}  # of a third of the blocks each
 NAMES = {"none": "no balancing", "aux_loss": "auxiliary loss", "sbase": "S-BASE", "bias": "bias"}
 
 
@@ -41,25 +42,24 @@ def loads_over_mean(found: dict[str, Any]) -> dict[str, Loads]:
 
 
 def figure(every: Sequence[dict[str, Any]]) -> Any:
-    """Draw the busiest replica's load of each layer, a panel for each routing."""
-    import matplotlib
+    """Draw the busiest replica's load of each block, a panel for each routing on the same scales."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(2.6 * len(every) + 1.0, 3.0), layout="constrained")
-    panels = drawn.subplots(1, len(every), sharey=True, squeeze=False)[0]
+    drawn = Figure(figsize=(2.4 * len(every) + 1.4, 2.8), layout="constrained")
+    panels = drawn.subplots(1, len(every), sharex=True, sharey=True, squeeze=False)[0]
     for axes, found in zip(panels, every):
         loads = loads_over_mean(found)[f"of {REPLICAS} replicas"]
         points = len(loads) // EVERY
         means = loads[: points * EVERY].reshape(points, EVERY, -1).mean(axis=1)
-        colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, means.shape[1]))
-        for layer, color in enumerate(colors):
-            steps = EVERY * np.arange(points) + EVERY / 2
-            axes.plot(steps, means[:, layer], color=color, linewidth=1, label=f"{layer + 1}")
+        steps = EVERY * np.arange(points) + EVERY / 2
+        for (name, color), blocks in zip(COLORS.items(), np.array_split(means, len(COLORS), axis=1)):
+            axes.plot(steps, blocks, color=color, linewidth=1)[0].set_label(name)
         axes.set_title(NAMES[found["routing"]], fontsize=10)
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=9)
+    panels[0].set_xlim(left=0)
     panels[0].set_ylim(bottom=1.0)
     panels[0].set_ylabel(f"busiest of {REPLICAS} replicas\nover their mean")
-    panels[-1].legend(title="block", loc="upper left", bbox_to_anchor=(1.0, 1.05), frameon=False, fontsize=7)
+    panels[-1].legend(title="third of the blocks", loc="upper right", frameon=False, fontsize=8, title_fontsize=8)
     return drawn

@@ -13,7 +13,8 @@ from ds_dynmo.cli.hardware import hardware
 from ds_dynmo.cli.simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.balancing.trigger import Reason
-from ds_dynmo.engine.reporting.files import WarnsOnce, append_line
+from ds_dynmo.engine.reporting.files import WarnsOnce
+from ds_dynmo.files import append_line
 
 OF_THE_ENGINE = {reason.value for reason in Reason if reason is not Reason.MODEL_CHANGED}
 

@@ -24,10 +24,11 @@ _TIE = 1e-9  # relative difference below which two bottlenecks are equal
 
 @dataclass(frozen=True)
 class Decision:
-    """A placement to go to, and what is predicted of it. Bottlenecks are seconds per micro-batch of the slowest stage.
+    """A placement to go to, and what is predicted of it.
 
     Attributes:
         placement: the present one, if layers stay.
+        stage_seconds_before, stage_seconds_after: per micro-batch of each stage.
         verdict: why layers move or stay, in a few words.
         missed_seconds: what a move would have saved until the next decision, where it was rejected for its cost.
         iteration_seconds_before, bubble_ratio_before: under the schedule in force.
@@ -38,10 +39,8 @@ class Decision:
     """
 
     placement: Placement
-    bottleneck_seconds_before: float
-    bottleneck_seconds_after: float
-    imbalance_before: float
-    imbalance_after: float
+    stage_seconds_before: tuple[float, ...]
+    stage_seconds_after: tuple[float, ...]
     iteration_seconds_before: float
     iteration_seconds_after: float
     verdict: str = ""
@@ -56,6 +55,26 @@ class Decision:
     def partition(self) -> tuple[int, ...]:
         """The boundaries of :attr:`placement`."""
         return self.placement.boundaries
+
+    @property
+    def bottleneck_seconds_before(self) -> float:
+        """The seconds per micro-batch of the slowest stage."""
+        return max(self.stage_seconds_before)
+
+    @property
+    def bottleneck_seconds_after(self) -> float:
+        """The seconds per micro-batch of the slowest stage."""
+        return max(self.stage_seconds_after)
+
+    @property
+    def imbalance_before(self) -> float:
+        """The paper's equation 2."""
+        return partitioners.imbalance(self.stage_seconds_before, range(len(self.stage_seconds_before) + 1))
+
+    @property
+    def imbalance_after(self) -> float:
+        """The paper's equation 2."""
+        return partitioners.imbalance(self.stage_seconds_after, range(len(self.stage_seconds_after) + 1))
 
 
 @dataclass(frozen=True)
@@ -234,13 +253,10 @@ def _predict(given: DecisionInput, placement: Placement, schedule: Schedule | No
     in_force = given.schedules.in_force if given.schedules else None
     iteration_before = predicted(given.pipeline, given.partition, in_force)
     iteration_after = predicted(given.pipeline, placement.boundaries, schedule)
-    before, after = _stage_seconds(given, given.placement), _stage_seconds(given, placement)
     return Decision(
         placement,
-        max(before),
-        max(after),
-        partitioners.imbalance(before, range(len(before) + 1)),
-        partitioners.imbalance(after, range(len(after) + 1)),
+        tuple(_stage_seconds(given, given.placement)),
+        tuple(_stage_seconds(given, placement)),
         iteration_before.seconds,
         iteration_after.seconds,
         verdict,

@@ -56,6 +56,8 @@ def rebalance_report(
         bottleneck_seconds_after=decision.bottleneck_seconds_after if decision else None,
         imbalance_before=decision.imbalance_before if decision else None,
         imbalance_after=decision.imbalance_after if decision else None,
+        stage_seconds_before=decision.stage_seconds_before if decision else None,
+        stage_seconds_after=decision.stage_seconds_after if decision else None,
         iteration_seconds_before=decision.iteration_seconds_before if decision else None,
         iteration_seconds_after=decision.iteration_seconds_after if decision else None,
         verdict=decision.verdict if decision else "",

@@ -6,8 +6,10 @@ import glob
 import math
 import os
 import shutil
+from contextlib import suppress
 
 from ds_dynmo.checkpoint_files import FOLDER
+from ds_dynmo.files import named
 
 LATEST = "latest"
 ABANDONED_SECONDS = 3600.0  # a temporary folder without writes for so long is abandoned
@@ -40,6 +42,7 @@ class CheckpointFolder:
     def __init__(self, save_dir: str, tag: str) -> None:
         self._save_dir = save_dir
         self._tag = tag
+        self._made: list[str] = []
         self._path = os.path.join(save_dir, tag)
         self.temporary = os.path.join(save_dir, f".{tag}{_WRITING}")
         self._links = os.path.join(save_dir, f".{tag}.links")
@@ -49,7 +52,7 @@ class CheckpointFolder:
 
     def begin(self) -> None:
         """Make an empty temporary folder, and finish what killed jobs left of this tag."""
-        os.makedirs(self._save_dir, exist_ok=True)
+        self._made = _make_folders(self._save_dir)
         if os.path.isdir(self._replacing):
             self._replace()
         elif os.path.lexists(self._path):
@@ -73,8 +76,11 @@ class CheckpointFolder:
             write_latest(self._save_dir, self._tag)
 
     def discard(self) -> None:
-        """Remove the temporary folder."""
+        """Remove the temporary folder, and the folders that :meth:`begin` made for it."""
         _remove(self.temporary)
+        for folder in self._made:
+            with suppress(OSError):  # another job writes there by now
+                os.rmdir(folder)
 
     def _replace(self) -> None:
         """Replace ``tag`` by ``tag.replacing``, which is complete. Earlier steps may be done already."""
@@ -131,7 +137,7 @@ def read_latest(save_dir: str, name: str = LATEST) -> str | None:
 def write_latest(save_dir: str, tag: str) -> None:
     """Let ``latest`` name ``tag``, in one rename."""
     temporary = os.path.join(save_dir, f".{LATEST}.writing")
-    with open(temporary, "w") as file:
+    with named(temporary), open(temporary, "w") as file:
         file.write(tag)
     sync(temporary)
     os.replace(temporary, os.path.join(save_dir, LATEST))
@@ -142,7 +148,8 @@ def sync(path: str) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -165,6 +172,17 @@ def _last_change(folder: str) -> float:
             except FileNotFoundError:
                 return math.inf
     return max(times, default=math.inf)
+
+
+def _make_folders(path: str) -> list[str]:
+    """Make a folder and those above it; return those that were not there, the innermost first."""
+    made = []
+    folder = os.path.abspath(path)
+    while not os.path.isdir(folder):
+        made.append(folder)
+        folder = os.path.dirname(folder)
+    os.makedirs(path, exist_ok=True)
+    return made
 
 
 def _remove(folder: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_dynmo.checkpoint_files import layer_file
+from ds_dynmo.checkpoint_files import FOLDER, layer_file
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.checkpoint import folder as folders
 from ds_dynmo.engine.checkpoint.applying import Loaded, LoadOptions, apply, client_state_of
@@ -111,7 +111,15 @@ def load(
         manifest, target = saved.manifest, _target(context, saved.manifest, options)
         present = _gather(context, present_shapes)
         digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
-        loaded = together(comm, lambda: _read(context, saved, target, present, digests, options))
+        try:
+            loaded = together(comm, lambda: _read(context, saved, target, present, digests, options))
+        except CheckpointError as error:
+            if not manifest.stock:
+                raise
+            raise CheckpointError(
+                f"{os.path.join(load_dir, tag)}: has no folder {FOLDER}/, so it is read as stock DeepSpeed's, of the "
+                f"partition {manifest.placement}. If ds_dynmo wrote it, copy it with that folder. {error}"
+            ) from error
     if target != context.stage.placement:
         context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)
     try:

@@ -15,6 +15,7 @@ from torch.serialization import safe_globals
 from ds_dynmo.engine.checkpoint.layout import SavedFile
 from ds_dynmo.engine.deepspeed_adapter.files import PICKLED, ZeroStageEnum
 from ds_dynmo.errors import CheckpointError
+from ds_dynmo.files import why_unreadable
 
 # Beyond what torch allows (tensors, OrderedDict, Counter, set, torch.Size, ...): plain containers of values that
 # DeepSpeed or its users put into checkpoints. Constructing them runs no other code.
@@ -55,11 +56,11 @@ def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = F
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = why_unreadable(error)
     if "unsupported" in text.lower():  # torch refuses a class: keep only that part of its long message
         refused = text.rpartition("trusted source.")[2].rpartition("error:")[2].partition(" Please")[0].strip()
-        text = f"it holds what could run code: {refused} (torch.serialization.add_safe_globals allows a class of yours)"
-    return f"{type(error).__name__}: {text[:400]}"
+        return f"it holds what could run code: {refused} (torch.serialization.add_safe_globals allows a class of yours)"
+    return text[:400]
 
 
 def describe(path: str) -> SavedFile:

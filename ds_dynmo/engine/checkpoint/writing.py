@@ -27,6 +27,7 @@ from ds_dynmo.engine.checkpoint.progress import random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.deepspeed_adapter import files
 from ds_dynmo.errors import CheckpointError, ConfigError
+from ds_dynmo.files import named
 
 
 def save(
@@ -97,14 +98,20 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
         extras = extras_of(module, context.origin.layers[index], weights=weights, is_shared=context.names.is_shared)
         extras = add_own(extras, module, context.stage.state)
         extras = add_left_out(extras, module) if exclude_frozen else extras
-        torch.save(extras, os.path.join(folder, layer_file(index, replica, slice_index)))
+        _write(extras, folder, layer_file(index, replica, slice_index))
     of_optimizer = optimizer_files(context.stage)
     if isinstance(of_optimizer, FlatFiles):
-        torch.save(of_optimizer.extras(), os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
+        _write(of_optimizer.extras(), folder, flat_file(engine.stage_id, replica, slice_index))
     elif isinstance(of_optimizer, MasterFiles) and replica == 0:  # every replica has all of it
         content = compact(of_optimizer.extras(named_parameters(layers)))
-        torch.save(content, os.path.join(folder, flat_file(engine.stage_id, replica, slice_index)))
-    torch.save(random_states(), os.path.join(folder, rank_file(engine.stage_id, replica, slice_index)))
+        _write(content, folder, flat_file(engine.stage_id, replica, slice_index))
+    _write(random_states(), folder, rank_file(engine.stage_id, replica, slice_index))
+
+
+def _write(content: Any, folder: str, name: str) -> None:
+    path = os.path.join(folder, name)
+    with named(path):
+        torch.save(content, path)
 
 
 def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile]:
@@ -146,7 +153,7 @@ def _manifest(
 
 def _finish(folder: CheckpointFolder, manifest: Manifest, save_latest: bool) -> None:
     path = os.path.join(folder.temporary, MANIFEST)
-    with open(path, "w") as file:
+    with named(path), open(path, "w") as file:
         file.write(manifest.to_json())
     sync(path)
     folder.commit(save_latest)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.checkpoint.constants import (
@@ -19,6 +20,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files import named
 
 __all__ = [
     "GROUP_OPTIONS",
@@ -72,9 +74,26 @@ def write(engine: Any, folder: str, tag: str, client_state: Mapping[str, Any], *
         state[GROUP_OPTIONS] = engine.optimizer.state_dict()[BASE_OPTIMIZER_STATE]["param_groups"]
         if not engine.zero_optimization():  # DeepSpeed leaves them out, and its converter needs them
             state[PARAM_SHAPES] = engine._get_zero_param_shapes()
-    engine._save_checkpoint(folder, tag, client_state=state, exclude_frozen_parameters=exclude_frozen)
-    if shards:
-        engine._save_zero_checkpoint(folder, tag)
+    with _named_files(engine.checkpoint_engine):
+        engine._save_checkpoint(folder, tag, client_state=state, exclude_frozen_parameters=exclude_frozen)
+        if shards:
+            engine._save_zero_checkpoint(folder, tag)
+
+
+@contextmanager
+def _named_files(checkpoint_engine: Any) -> Iterator[None]:
+    """Let errors of DeepSpeed's writer name the file."""
+
+    def save(state_dict: Any, path: str) -> Any:
+        with named(path):
+            return write_file(state_dict, path)
+
+    write_file = checkpoint_engine.save
+    checkpoint_engine.save = save
+    try:
+        yield
+    finally:
+        checkpoint_engine.save = write_file
 
 
 def restore_data_efficiency(engine: Any, common: Mapping[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
@@ -23,6 +25,19 @@ def layer_specs(module: Any) -> list[Any]:
 def own_layers(module: Any) -> range:
     """Return the numbers of the layers that this stage holds: one range, in a ``PipelineModule``."""
     return range(module._local_start, module._local_stop)
+
+
+def modules_of(module: Any, layers: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
+    """Iterate over ``(layer number, layer)`` of ``layers``, which this stage holds; plain functions are left out.
+
+    Where the uses of a tied layer share one module, each use comes with that module.
+    """
+    for layer in layers:
+        spec = layer_specs(module)[layer]
+        if str(layer) in module._modules:  # where uses of a tie differ, all but a stage's first are here
+            yield layer, module._modules[str(layer)]
+        elif isinstance(spec, TiedLayerSpec):
+            yield layer, module.tied_modules[spec.key]
 
 
 def has_deepspeeds_experts(module: nn.Module) -> bool:

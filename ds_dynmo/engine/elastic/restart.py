@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from ds_dynmo.engine.elastic.job_snapshot import Stateful
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.files import write_text
 from ds_dynmo.placement import Placement
 
 FILE = "launch.json"
@@ -71,10 +71,8 @@ def save_for_restart(
 
 def write_launch(folder: str, launch: Launch) -> None:
     """Write ``launch`` beside the checkpoint, in one rename."""
-    new = Path(folder) / f"{FILE}.new"
     states = {name: state if _is_json(state) else None for name, state in launch.states.items()}
-    new.write_text(json.dumps({**vars(launch), "states": states}, indent=2) + "\n")
-    os.replace(new, Path(folder) / FILE)
+    write_text(Path(folder) / FILE, json.dumps({**vars(launch), "states": states}, indent=2) + "\n")
 
 
 def _is_json(state: Any) -> bool:

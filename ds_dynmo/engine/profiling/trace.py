@@ -28,7 +28,7 @@ from ds_dynmo.engine.pipeline.instructions import Instructions, is_own_kind
 from ds_dynmo.engine.pipeline.steps import InputGradientPass, WeightGradientPass
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.engine.reporting import Reporter
-from ds_dynmo.engine.reporting.files import check_writable
+from ds_dynmo.engine.reporting.files import WarnsOnce, check_writable
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
 
@@ -85,6 +85,7 @@ class Tracer:
         self._origin: float | None = None
         self._base_error_seconds = 0.0
         self._file: TraceFile | None = None
+        self._append = WarnsOnce(config.path, self._append_batch, reporter.warn, OSError)
         # The first traced batch creates the file: a launch that joins has the same path and must not overwrite it.
         check_writable(config.path, "dynmo.trace.path", self._comm, writes=reporter.speaks)
 
@@ -170,15 +171,16 @@ class Tracer:
         tracks = self._comm.gather_on_first(Track(**self._place, clock_error_seconds=error_seconds, events=events))
         if not self._reporter.speaks:
             return
-        names = []
         if self._origin is None:
             self._origin = min(event.begin_seconds for track in tracks for event in track.events)
-            names = track_names(tracks)
-        try:
-            self._file = self._file or TraceFile(Path(self._config.path))
-            self._file.append([*names, *batch_events(step, placement, tracks, self._origin)])
-        except OSError as error:
-            self._reporter.warn(f"DynMo step {step}: the trace was not written: {error}")
+        self._append((step, placement, tracks))
+
+    def _append_batch(self, batch: tuple[int, Placement, list[Track]]) -> None:
+        step, placement, tracks = batch
+        assert self._origin is not None
+        self._file = self._file or TraceFile(Path(self._config.path))
+        names = track_names(tracks) if self._file.empty else []
+        self._file.append([*names, *batch_events(step, placement, tracks, self._origin)])
 
 
 def begin(clock: Any) -> tuple[Any, float, float]:

@@ -12,20 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_dynmo.files import overwrite, write_text
 from ds_dynmo.placement import Placement
 
 CATEGORIES = (
-    *(
-        "forward",
-        "backward",
-        "weight gradient",
-        "load",
-        "send",
-        "receive",
-        "wait",
-        "instruction",
-    ),  # the last: of the user's
-    *("reduce", "optimizer step", "loss", "profile", "decide", "migrate"),  # the first: of the user's
+    *("forward", "backward", "weight gradient", "load", "send", "receive", "wait", "reduce", "optimizer step"),
+    "instruction",  # of a kind that DeepSpeed does not have
+    *("loss", "profile", "decide", "migrate"),
 )
 _END = "\n]}\n"
 
@@ -143,7 +136,10 @@ def track_names(tracks: Iterable[Track]) -> list[dict[str, Any]]:
 
 
 class TraceFile:
-    """A trace file that grows batch by batch and is complete JSON after each.
+    """A trace file that grows batch by batch and is complete JSON after each, also after one that cannot be written.
+
+    Attributes:
+        empty: no events were written yet.
 
     Raises:
         OSError: the file cannot be written.
@@ -151,14 +147,13 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._empty = True
+        self.empty = True
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"displayTimeUnit": "ms", "traceEvents": [' + _END)
+        write_text(path, '{"displayTimeUnit": "ms", "traceEvents": [' + _END)
 
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Append ``events``."""
         lines = ",\n".join(json.dumps(event) for event in events)
-        with self._path.open("r+") as file:
-            file.seek(self._path.stat().st_size - len(_END))
-            file.write(("\n" if self._empty else ",\n") + lines + _END)
-        self._empty = False
+        end = self._path.stat().st_size - len(_END)
+        overwrite(self._path, end, ("\n" if self.empty else ",\n") + lines + _END)
+        self.empty = False

@@ -6,14 +6,13 @@ If rank 0 cannot write one, all ranks refuse to start. A failure later on does n
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files import append_line
 
 Warn = Callable[[str], None]
 
@@ -71,24 +70,6 @@ class WarnsOnce:
 def record_writer(path: Path, warn: Warn) -> Callable[[dict[str, Any]], None]:
     """Make a function that appends a record to a file of JSON lines, or warns once that it cannot."""
     return WarnsOnce(str(path), lambda record: append_line(path, json.dumps(record)), warn, OSError)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a whole line, or none of it.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    with path.open("ab", buffering=0) as file:
-        begin = file.seek(0, os.SEEK_END) if file.seekable() else 0  # a pipe or a terminal is not
-        left = (line + "\n").encode()
-        try:
-            while left:
-                left = left[file.write(left) or 0 :]
-        except OSError:
-            with suppress(OSError):  # a device
-                file.truncate(begin)
-            raise
 
 
 def guard_monitors(master: Any, warn: Warn) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from ds_dynmo.checkpoint_files import REPLICA_OWN, layer_file
 from ds_dynmo.errors import CheckpointError, ConfigError
-from ds_dynmo.models.exporting import check_is_new, load, tag_folder, weights_file
+from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
 from ds_dynmo.models.huggingface.adapter import PART, source_of
 from ds_dynmo.models.huggingface.adapter_files import SavedLayer, merged, write_adapters
 from ds_dynmo.models.huggingface.conversions import to_files
@@ -33,8 +34,8 @@ def export(
     """Write the weights of a checkpoint in the library's format, for its ``from_pretrained``.
 
     One process reads and writes one layer after the other, whatever the partition was that saved them; weights have
-    the dtype that they were trained in. The index is written last: a folder without it is not whole. Of a model with
-    adapters, those alone are written, for peft's ``from_pretrained``, with the config last.
+    the dtype that they were trained in. Of a model with adapters, those alone are written, for peft's
+    ``from_pretrained``. The folder appears when it is whole.
 
     Args:
         model, peft: what :func:`~ds_dynmo.models.huggingface.layers` made the layers of. Only configs count, unless
@@ -52,35 +53,38 @@ def export(
     source, saved, out = source_of(model, seed=0, weights=False, peft=peft), tag_folder(Path(checkpoint)), Path(folder)
     if merge and source.adapters is None:
         raise ConfigError("merge: the model has no adapters: peft says which")
-    check_is_new(out)
     files = [(layer, saved / weights_file(layer)) for layer in range(source.outline.num_layers)]
     for _, path in files:
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no such file")
-    out.mkdir(parents=True, exist_ok=True)
-    if source.adapters is not None and not merge:
-        parts = ((source.outline.paths[layer], _saved_layer(path, layer)) for layer, path in files)
-        write_adapters(source.adapters, _base_of(model, source), parts, out)
-        return
-    files = [(layer, path) for layer, path in files if source.shapes(layer)]  # a norm may have no weights
-    if merge:
-        base = source_of(model, seed=0, peft=peft)
-        dtype = next(tensor.dtype for _, path in files for tensor in load(path).values())  # a frozen layer's has none
-        made = (merged(base, layer, _saved_layer(path, layer), dtype) for layer, path in files)
-    else:
-        made = (_exported(source, layer, path) for layer, path in files)
+    with new_folder(out) as new:
+        if source.adapters is not None and not merge:
+            parts = ((source.outline.paths[layer], _saved_layer(path, layer)) for layer, path in files)
+            write_adapters(source.adapters, _base_of(model, source), parts, new)
+            return
+        files = [(layer, path) for layer, path in files if source.shapes(layer)]  # a norm may have no weights
+        if merge:
+            base = source_of(model, seed=0, peft=peft)
+            dtype = next(tensor.dtype for _, path in files for tensor in load(path).values())  # not a frozen layer's
+            made = (merged(base, layer, _saved_layer(path, layer), dtype) for layer, path in files)
+        else:
+            made = (_exported(source, layer, path) for layer, path in files)
+        _write_model(source, made, len(files), new)
+
+
+def _write_model(source: Source, layers: Iterable[dict[str, torch.Tensor]], num_files: int, folder: Path) -> None:
     weight_map: dict[str, str] = {}
     num_bytes = 0
-    for number, tensors in enumerate(made, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _write_tensors(out / name, tensors)
+    for number, tensors in enumerate(layers, start=1):
+        name = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        _write_tensors(folder / name, tensors)
         weight_map.update(dict.fromkeys(tensors, name))
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
         source.config.dtype = next(iter(tensors.values())).dtype
     source.config.architectures = [type(source.skeleton).__name__]
-    source.config.save_pretrained(out)
+    source.config.save_pretrained(folder)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _base_of(model: Any, source: Source) -> str | None:

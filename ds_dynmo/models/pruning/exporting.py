@@ -11,7 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.models.exporting import check_is_new, load, tag_folder, weights_file
+from ds_dynmo.models.exporting import load, new_folder, tag_folder, weights_file
 from ds_dynmo.models.pruning.kernels import dense
 from ds_dynmo.models.pruning.sparse_linear import PrunableLinear
 
@@ -34,7 +34,6 @@ def export(layers: Sequence[LayerSpec], checkpoint: str | os.PathLike[str], fold
         CheckpointError: the checkpoint lacks a layer's file, or it is of another model.
     """
     saved, out = tag_folder(Path(checkpoint)), Path(folder)
-    check_is_new(out)
     tied: set[str] = set()
     numbers = []
     for number, spec in enumerate(layers):
@@ -46,10 +45,10 @@ def export(layers: Sequence[LayerSpec], checkpoint: str | os.PathLike[str], fold
         if not there:
             raise CheckpointError(f"{saved / weights_file(number)}: there is no such file")
         numbers.append(number)
-    out.mkdir(parents=True, exist_ok=True)
-    for number in numbers:
-        path = saved / weights_file(number)
-        torch.save(_dense(load(path), layers[number], path), out / path.name)
+    with new_folder(out) as new:
+        for number in numbers:
+            path = saved / weights_file(number)
+            torch.save(_dense(load(path), layers[number], path), new / path.name)
 
 
 def _dense(state: dict[str, Any], spec: LayerSpec, path: Path) -> dict[str, Any]:

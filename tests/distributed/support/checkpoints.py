@@ -172,7 +172,9 @@ class Evil:
 
 def damaged(path: Path, how: str) -> None:
     if how == "missing":
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
     elif how == "truncated":
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     elif how == "garbage":

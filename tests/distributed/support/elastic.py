@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from ds_dynmo.engine.elastic.secret import VARIABLE
@@ -109,6 +110,8 @@ def train_and_repack(case: Case, sizes: Sizes, steps: int, halve_rates_at: int |
                 engine.train_batch(data)
             except ReleasedError as error:
                 found["refused"] = str(error)
+            with pytest.raises(ReleasedError, match=r"engine\.layers: this rank was released"):
+                engine.layers()
             if not engine.wait_for_recall():
                 return {**found, "state": {}, "attributes": {}}
     found["state"] = state(engine)

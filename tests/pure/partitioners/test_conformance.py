@@ -1,11 +1,16 @@
 """What every registered balancer guarantees."""
 
+import json
 import math
 import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_dynmo.config import read_dynmo_config
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.partitioners import (
     PipelineModel,
@@ -22,6 +27,7 @@ from ds_dynmo.partitioners import (
 )
 from ds_dynmo.plan import check_partition
 from tests.pure.partitioners.instances import KINDS, overshoot, random_costs, random_memory, random_start
+from tests.pure.test_docs import code_blocks
 
 
 @pytest.fixture(params=names())
@@ -180,3 +186,54 @@ def test_a_balancer_that_cannot_be_called_is_refused_with_its_signature(monkeypa
     register("newer")(lambda costs, num_stages, *, speeds, **rest: rest["start"])
     for name in ("newer", *names()[:1]):
         check_signature(name)
+
+
+PRINTED, CONFIGURATION = (
+    code_blocks("balancers.md", "Write a balancer", language)[0] for language in ("python", "json")
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Enter an empty folder. What is registered or imported there is forgotten afterwards."""
+    monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for file in tmp_path.glob("*.py"):
+        sys.modules.pop(file.stem, None)
+
+
+def test_the_printed_balancer_runs_by_the_printed_name(folder: Path) -> None:
+    (folder / "my_balancers.py").write_text(PRINTED)
+    path = list(sys.path)
+    block = read_dynmo_config(json.loads(CONFIGURATION))
+    assert block is not None and block.balancer == "my_balancers:one_step" and sys.path == path
+    given = {"start": [0, 1, 2, 8], "memory": None, "pipeline": None, "speeds": None}
+    assert propose(block.balancer, [1.0] * 8, 3, **given) == [0, 2, 3, 8]  # balanced goes to [0, 2, 5, 8] at once
+    rng = random.Random(13)
+    for case in range(120):
+        num_layers = rng.randint(1, 12)
+        start = random_start(rng, num_layers, rng.randint(1, num_layers))
+        costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
+        partition = propose(block.balancer, costs, len(start) - 1, **{**given, "start": start})
+        check_partition(partition, num_layers, len(start) - 1)
+        assert all(abs(here - there) <= 1 for here, there in zip(start, partition))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("absent:one_step", r'module "absent" cannot be imported from .*: ModuleNotFoundError: No module named'),
+        ("broken:one_step", r"SyntaxError: .*broken\.py, line 1"),
+        ("fails:one_step", r'module "fails" cannot be imported from .*: KeyError: 3$'),
+        ("fine:one_setp", r"<module 'fine' from '.*fine\.py'> has no function \"one_setp\"$"),
+        ("fine:limit", r'has no function "limit"$'),
+        ("sys:limit", r'has no function "limit"$'),
+        (":one_step", r'module "" cannot be imported'),
+    ],
+)
+def test_a_balancer_that_cannot_be_imported_is_refused(folder: Path, name: str, says: str) -> None:
+    for module, text in (("broken", "def ("), ("fails", "{}[3]"), ("fine", "limit = 3")):
+        (folder / f"{module}.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf'^dynmo\.balancer = "{name}": .*{says}'):
+        read_dynmo_config({"dynmo": {"balancer": name}})
