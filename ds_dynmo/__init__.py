@@ -1,30 +1,32 @@
 """DynMo for DeepSpeed: a pipeline that measures itself while it trains and moves layers until its stages are even.
 
-Names that need torch and DeepSpeed are loaded when first used.
+Names are loaded when first used, so that a module needs only its own dependencies: ``ds_dynmo.partitioners`` numpy
+alone.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ds_dynmo.config import DynMoConfig
-from ds_dynmo.errors import (
-    CheckpointError,
-    ConfigError,
-    MigrationError,
-    PartitionError,
-    ReleasedError,
-    ScheduleError,
-)
-from ds_dynmo.launchers import end_with_launcher
 from ds_dynmo.old_names import lookup, register_modules
-from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
-from ds_dynmo.rank_variables import set_rank_variables
 
 if TYPE_CHECKING:
     __version__: str
+    from ds_dynmo.config import DynMoConfig
     from ds_dynmo.engine import DynMoPipelineEngine, initialize, skip_shm_operator
+    from ds_dynmo.errors import (
+        CheckpointError,
+        ConfigError,
+        MigrationError,
+        PartitionError,
+        ReleasedError,
+        ScheduleError,
+    )
+    from ds_dynmo.launchers import end_with_launcher
+    from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
+    from ds_dynmo.rank_variables import set_rank_variables
     from ds_dynmo.weight_gradients import defer_weight_gradient
 
 __all__ = [
@@ -49,18 +51,29 @@ __all__ = [
     "skip_shm_operator",
 ]
 
+_MODULES = {
+    "DynMoConfig": "config",
+    "end_with_launcher": "launchers",
+    "set_rank_variables": "rank_variables",
+    "defer_weight_gradient": "weight_gradients",
+    **dict.fromkeys(("DynMoPipelineEngine", "initialize", "skip_shm_operator"), "engine"),
+    **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
+    **dict.fromkeys(("LayerCost", "MeasuredReport", "Profile", "RebalanceReport", "RepackReport"), "plan"),
+}
+"""Per name, the module that has it."""
+
 register_modules(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DynMoPipelineEngine", "initialize", "skip_shm_operator"):
-        from ds_dynmo import engine
-
-        return getattr(engine, name)
     if name == "__version__":
-        return version("ds_dynmo")
-    if name == "defer_weight_gradient":
-        from ds_dynmo.weight_gradients import defer_weight_gradient
-
-        return defer_weight_gradient
+        return version(__name__)
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in _MODULES.values():
+        return import_module(f"{__name__}.{name}")
     return lookup(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

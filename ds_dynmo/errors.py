@@ -1,6 +1,9 @@
 """The errors that users of ds_dynmo may want to catch."""
 
-__all__ = ["CheckpointError", "ConfigError", "MigrationError", "PartitionError", "ReleasedError", "ScheduleError"]
+__all__ = [
+    *("CheckpointError", "ConfigError", "MigrationError", "PackingError", "PartitionError", "ReleasedError"),
+    "ScheduleError",
+]
 
 
 class CheckpointError(RuntimeError):
@@ -15,6 +18,10 @@ class ConfigError(ValueError):
 
     Raised before a process group is created or an optimizer touched: nothing has changed.
     """
+
+
+class PackingError(ConfigError):
+    """A model in which documents that are packed into one sequence would see each other; padded ones do not."""
 
 
 class PartitionError(ValueError):

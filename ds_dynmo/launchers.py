@@ -17,7 +17,7 @@ from itertools import dropwhile
 import psutil  # comes with DeepSpeed
 
 POLL_SECONDS = 1.0
-GRACE_SECONDS = 10.0  # to end after SIGTERM
+GRACE_SECONDS = 30.0  # to end after SIGTERM, as DeepSpeed's launcher gives
 WATCHING = "end with launcher"  # name of the thread
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 
@@ -25,8 +25,8 @@ NODE_LAUNCHER = "deepspeed.launcher.launch"
 def end_with_launcher() -> None:
     """End this process and its children soon after one of its launchers dies, at once if one has died already.
 
-    It sends SIGTERM, as DeepSpeed's launcher does, and SIGKILL ten seconds later. The launchers are the unbroken line
-    of parents whose command lines end with this program and its arguments: ``deepspeed``, its launcher on the node,
+    It sends SIGTERM, and SIGKILL 30 seconds later, as DeepSpeed's launcher does. The launchers are the unbroken line of
+    parents whose command lines end with this program and its arguments: ``deepspeed``, its launcher on the node,
     ``torchrun``, ``mpirun``, ... A program without such a parent is left alone. Later calls are no-ops.
     """
     if any(thread.name == WATCHING for thread in threading.enumerate()):

@@ -27,9 +27,17 @@ import torch.distributed as dist
 from benchmarks.arms import timed, turns
 from benchmarks.machine import Machine
 from benchmarks.trained import Trained, configuration
-from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, num_processes, print_table, write_json
+from ds_dynmo.cli.command_line import (
+    CommandParser,
+    check_at_least_1,
+    num_processes,
+    print_table,
+    refusals_of,
+    write_json,
+)
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import model_layers, read_model_config
 
 WARM_UP = 3  # batches of each engine before those that count
 
@@ -91,9 +99,11 @@ def main(given: list[str]) -> None:
     parser.add_argument("--hidden-size", type=int, default=128, help="default %(default)s")
     parser.add_argument("--pairs", type=int, default=20, help="of batches, default %(default)s")
     arguments = parser.parse_args(given)
-    check_at_least_1(arguments, "hidden_size", "pairs")
-    if num_processes("2 scripts/compiled.py") != 2:
-        raise ConfigError("two ranks are needed: deepspeed --num_gpus 2 scripts/compiled.py ...")
+    with refusals_of("compiled.py"):
+        check_at_least_1(arguments, "hidden_size", "pairs")
+        if num_processes("2 scripts/compiled.py") != 2:
+            raise ConfigError("two ranks are needed: deepspeed --num_gpus 2 scripts/compiled.py ...")
+        model_layers(read_model_config(settings_of(arguments, compiled=True)))  # refuses sizes that make no model
     begin_rank()
     machine = Machine()
     figures = measure(arguments)

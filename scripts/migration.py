@@ -13,6 +13,7 @@ writes the figures.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -27,7 +28,14 @@ from torch import nn
 from benchmarks.arms import timed
 from benchmarks.emulation import pipeline_engine
 from benchmarks.machine import Machine
-from ds_dynmo.cli.command_line import CommandParser, num_processes, print_table, write_json
+from ds_dynmo.cli.command_line import (
+    CommandParser,
+    check_at_least_1,
+    num_processes,
+    print_table,
+    refusals_of,
+    write_json,
+)
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.errors import ConfigError
 
@@ -39,6 +47,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 MOVED, BIG = 4, 4_000_000  # layers that move at once, and parameters of each
 SMALL = 1_000  # parameters of the layer that moves when the cost of those that stay is measured
+STAY = 10  # layers of each stage that stay then
+LEAST = STAY * SMALL / 1e6  # millions of parameters of those
 
 
 class Weights(nn.Module):
@@ -110,9 +120,8 @@ def nothing_moves(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the optimizer's part of the move of a small layer, and a copy of the state of layers that stay."""
-    layers = 10
-    count = int(arguments.stage_parameters * 1e6 / layers)
-    engine = make_engine([count] * layers + [SMALL] + [count] * layers, layers, arguments.precision)
+    count = int(arguments.stage_parameters * 1e6 / STAY)
+    engine = make_engine([count] * STAY + [SMALL] + [count] * STAY, STAY, arguments.precision)
     settled, copied = [], []
     settle = engine.stage.state.settle
 
@@ -123,11 +132,11 @@ def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
 
     engine.stage.state.settle = clocked
     for _ in range(arguments.pairs):
-        for boundary in (layers + 1, layers):
-            engine.rebalance([0, boundary, 2 * layers + 1])
+        for boundary in (STAY + 1, STAY):
+            engine.rebalance([0, boundary, 2 * STAY + 1])
             copied.append(copy_of_state(engine))
     return {
-        "parameters": count * layers,
+        "parameters": count * STAY,
         "settle_seconds": statistics.median(settled),
         "copy_seconds": statistics.median(copied),
         "settle_over_copy": statistics.median(a / b for a, b in zip(settled, copied)),
@@ -155,8 +164,12 @@ def main(given: list[str]) -> None:
     parser.add_argument("--stage-parameters", type=float, default=10.0, help="millions per stage, default %(default)s")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of measurements, default %(default)s")
     arguments = parser.parse_args(given)
-    if num_processes("2 scripts/migration.py") != 2:
-        raise ConfigError("two ranks are needed: deepspeed --num_gpus 2 scripts/migration.py ...")
+    with refusals_of("migration.py"):
+        check_at_least_1(arguments, "pairs")
+        if not LEAST <= arguments.stage_parameters < math.inf:
+            raise ConfigError(f"--stage-parameters {arguments.stage_parameters}: should be at least {LEAST} (millions)")
+        if num_processes("2 scripts/migration.py") != 2:
+            raise ConfigError("two ranks are needed: deepspeed --num_gpus 2 scripts/migration.py ...")
     begin_rank()
     machine = Machine()
     figures = {"precision": arguments.precision}

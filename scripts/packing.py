@@ -8,7 +8,6 @@ Padding does not count, nor do labels that predict nothing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -18,10 +17,11 @@ from typing import Any
 
 import torch
 
+from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, num_processes, refusals_of
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import prepare
-from ds_dynmo.config import load_json
+from ds_dynmo.config import load_settings
 
 CONFIG = Path(__file__).resolve().parents[1] / "ds_configs" / "finetune.json"
 WAYS = ("packed", "padded")
@@ -35,20 +35,20 @@ def counted(micro_batches: Iterator[Any], counts: list[int]) -> Iterator[Any]:
 
 
 def main(given: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__, has_figures=False)
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model with a tokenizer")
     parser.add_argument("--data", required=True, help="text with documents")
     parser.add_argument("--batches", type=int, default=20, help="of each, after two that do not count")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
-    begin_rank()
-    settings = {**load_json(CONFIG), "dynmo": {"interval": 0}}
-    shared = ["--deepspeed_config", str(CONFIG), "--model", args.model, "--data", args.data]
-    engines, data = [], []
-    for documents in WAYS:
-        run = prepare(shared, {**settings, "data": {"documents": documents}})
-        engines.append(build_engine(run))
-        data.append(batches(run, engines[-1], "train"))
+    with refusals_of("packing.py"):
+        check_at_least_1(args, "batches")
+        num_processes("2 scripts/packing.py")
+        settings = {**load_settings(CONFIG), "dynmo": {"interval": 0}}
+        shared = ["--deepspeed_config", str(CONFIG), "--model", args.model, "--data", args.data]
+        runs = [prepare(shared, {**settings, "data": {"documents": documents}}) for documents in WAYS]
+        begin_rank()
+        engines = [build_engine(run) for run in runs]
+    data = [batches(run, engine, "train") for run, engine in zip(runs, engines)]
     speeds: dict[str, list[float]] = {documents: [] for documents in WAYS}
     for batch in range(args.batches + 2):
         for documents, engine, each in zip(WAYS, engines, data):

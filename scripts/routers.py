@@ -23,7 +23,7 @@ from torch import nn
 
 from ds_dynmo.cli.command_line import CommandParser, check_at_least_1, print_table, refusals_of, write_json
 from ds_dynmo.cli.plotting.routers import Loads, loads_over_mean, read_loads
-from ds_dynmo.config import load_json
+from ds_dynmo.config import load_settings
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import MixtureOfExperts, load_text, model_layers, read_model_config
 from ds_dynmo.models.gpt import language_model_losses
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> int:
         if args.show is not None:
             show({str(file): read_loads(file) for file in args.show})
             return 0
-        settings = load_json(args.deepspeed_config)
+        settings = load_settings(args.deepspeed_config)
         check(settings)
         settings = with_routing(settings, args.routing)
     torch.set_num_threads(1)

@@ -1,19 +1,31 @@
 #!/usr/bin/env bash
-# Runs the test suite against the oldest version of DeepSpeed that is allowed, or against those in VERSIONS. Each is
-# installed into a folder of its own in front of the environment's DeepSpeed. Arguments go to pytest:
+# Runs the test suite against each tested version of another package (ds_dynmo/versions.py) that is not installed, or
+# against those in VERSIONS. Each is installed into a folder of its own in front of the environment's packages. torch comes
+# with the libraries of its build: gigabytes, unless the index of the CPU build can be reached. Arguments go to pytest:
 #   scripts/test_versions.sh
-#   VERSIONS="0.18.9 0.19.0" scripts/test_versions.sh tests/local
+#   VERSIONS="deepspeed==0.19.0 torch==2.9.0" scripts/test_versions.sh tests/local
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-source scripts/setup_env.sh || exit 1
+source scripts/setup_env.sh test cpu || exit 1
 
+if [[ -z "${VERSIONS:-}" ]]; then
+    VERSIONS="$(python -c 'from importlib.metadata import version
+from ds_dynmo.versions import TESTED
+print(*(f"{name}=={tested}" for name in TESTED for tested in TESTED[name] if tested != version(name).split("+")[0]))')" || exit 1
+fi
 folder="$(mktemp -d)" || exit 1
 trap 'rm -rf "$folder"' EXIT
 failed=0
-for version in ${VERSIONS:-0.18.9}; do
-    DS_BUILD_OPS=0 python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
-        --target "$folder/$version" "deepspeed==$version" || exit 1
-    echo "test_versions.sh: deepspeed $version"
-    PYTHONPATH="$PWD:$folder/$version" python -m pytest -n 3 --dist worksteal -p no:cacheprovider "$@" || failed=1
+for package in $VERSIONS; do
+    options=(--no-deps --no-build-isolation)
+    if [[ "$package" == torch==* ]]; then
+        options=()
+        ! ds_dynmo_reached python "$ds_dynmo_cpu_index/torch/" || options=(--index-url "$ds_dynmo_cpu_index")
+    fi
+    DS_BUILD_OPS=0 python -m pip --disable-pip-version-check install --quiet "${options[@]}" \
+        --target "$folder/$package" "$package" || exit 1
+    echo "test_versions.sh: $package"
+    PYTHONPATH="$PWD:$folder/$package" python -m pytest -n 3 --dist worksteal -p no:cacheprovider "$@" || failed=1
+    rm -rf "${folder:?}/$package"
 done
 exit "$failed"

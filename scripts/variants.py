@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.arms import Arm, say, turns
-from benchmarks.trained import SIZES, Trained, configuration
+from benchmarks.trained import Trained, configuration, without_cases
 from ds_dynmo.cli.command_line import CommandParser, num_processes, print_table, refusals_of, write_json
 from ds_dynmo.cli.startup import begin_rank
 from ds_dynmo.cli.train import batches, build_engine, ends_part, validate
@@ -55,7 +55,7 @@ def build(case: str, variant: str, steps: int) -> Trained:
     settings = configuration(case)
     settings["dynmo"] = {"enabled": False, "log": False}
     if variant == DENSE:
-        settings["model"] = {key: value for key, value in settings["model"].items() if key in SIZES}
+        settings["model"] = without_cases(settings["model"])
     else:
         settings["model"][case] = {**settings["model"][case], **keys_of(variant)}
     run = prepare(["--deepspeed_config", variant, "--steps", str(steps)], settings)

@@ -14,8 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from ds_dynmo.cli.training.options import RESUME_FILE
-from ds_dynmo.config import load_json
+from ds_dynmo.cli.training.resuming import find_checkpoint, read_facts
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import huggingface, model_layers, pruning, read_model_config
 
@@ -24,19 +23,20 @@ __all__ = ["export"]
 BESIDE_WEIGHTS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json")
 
 
-def export(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
-    """Export the latest checkpoint of a run.
+def export(checkpoint: Path, folder: Path, *, tag: str | None = None, merge: bool = False) -> None:
+    """Export a checkpoint of a run.
 
     Args:
         checkpoint: the folder given to ``--save``.
         folder: is empty, or does not exist.
+        tag: of the checkpoint; None: the latest.
         merge: add adapters to the weights, and write the whole model.
 
     Raises:
         CheckpointError, ConfigError: saying what is missing or cannot be exported.
     """
-    saved = load_json(checkpoint / RESUME_FILE)
-    model, weights = read_model_config(saved), checkpoint / saved["tag"]
+    tag = find_checkpoint(checkpoint, tag)
+    model, weights = read_model_config(read_facts(checkpoint, tag)), checkpoint / tag
     if model.huggingface is not None:
         huggingface.export(model.huggingface, weights, folder, peft=model.peft, merge=merge)
         if isinstance(model.huggingface, str):
@@ -58,10 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="the folder given to --save")
     parser.add_argument("folder", type=Path, help="where to write to; empty, or not there")
+    parser.add_argument("--tag", help="export this checkpoint, not the latest")
     parser.add_argument("--merge", action="store_true", help="write the whole model, adapters added to its weights")
     args = parser.parse_args(arguments)
     try:
-        export(args.checkpoint, args.folder, merge=args.merge)
+        export(args.checkpoint, args.folder, tag=args.tag, merge=args.merge)
     except (CheckpointError, ConfigError) as error:
         print(f"ds-dynmo-export: error: {error}", file=sys.stderr)
         return 2

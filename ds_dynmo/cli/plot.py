@@ -29,6 +29,7 @@ from ds_dynmo.cli.plotting.data import (
     traced_steps,
 )
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.files import whole, write_text
 from ds_dynmo.schedules import one_f_one_b, schedule_for_equal_costs
 
 
@@ -148,18 +149,24 @@ def main(arguments: list[str] | None = None) -> int:
         figures["Losses"] = ("losses", pictures.losses(report))
     titles = {"timeline": "Timeline of a batch, measured", "simulated": "Timeline of a batch, simulated"}
     figures |= {titles[name]: (name, pictures.timelines(every)) for name, every in timelines.items() if every}
-    args.out.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    for title, (name, figure) in figures.items():
-        if figure is not None:
-            drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
-            if args.format == "svg":
-                (args.out / f"{name}.svg").write_bytes(drawn[title].svg)
-            else:
-                figure.savefig(args.out / f"{name}.png", format="png", dpi=130)
-    if report is not None:
-        (args.out / "report.html").write_text(html.page(report, drawn), encoding="utf-8")
-    print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
+    drawn, written = {}, []
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for title, (name, figure) in figures.items():
+            if figure is not None:
+                drawn[title] = html.Picture(pictures.svg(figure), figure.get_figwidth())
+                written.append(f"{name}.{args.format}")
+                with whole(args.out / written[-1]) as new:
+                    if args.format == "svg":
+                        new.write_bytes(drawn[title].svg)
+                    else:
+                        figure.savefig(new, format="png", dpi=130)
+        if report is not None:
+            written.append("report.html")
+            write_text(args.out / written[-1], html.page(report, drawn))
+    except OSError as error:
+        return refuse(f"--out {args.out}: cannot be written: {error}")
+    print(f"{args.out}: {', '.join(sorted(written))}")
     return 0
 
 

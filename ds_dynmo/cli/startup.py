@@ -13,13 +13,15 @@ from ds_dynmo.errors import ConfigError
 
 
 def take_device(local_rank: int) -> None:
-    """Use the accelerator that has the rank's number on its host.
+    """Use the accelerator that has the rank's number on its host; on a CPU, hide all others from this process.
 
     Raises:
         ConfigError: this process sees no such accelerator.
     """
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu" and local_rank >= accelerator.device_count():
+    if accelerator.device_name() == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher has put the ranks' numbers there
+    elif local_rank >= accelerator.device_count():
         raise ConfigError(
             f"LOCAL_RANK = {local_rank}: this process sees {accelerator.device_count()} accelerators. Each rank takes "
             "that with its number, so give all of a host's to each of its ranks (srun: --gpus-per-node)"

@@ -9,9 +9,9 @@ end the command with exit code 2 before a process group exists.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
+import signal
 import sys
 import time
 from typing import Any
@@ -27,7 +27,7 @@ from ds_dynmo.cli.export import export
 from ds_dynmo.cli.startup import init_distributed, take_device
 from ds_dynmo.cli.training.data import identity_of
 from ds_dynmo.cli.training.launch_facts import facts_of
-from ds_dynmo.cli.training.options import RESUME_FILE, RUN, Run, RunFacts, prepare
+from ds_dynmo.cli.training.options import Run, RunFacts, prepare
 from ds_dynmo.cli.training.recording import Recording
 from ds_dynmo.cli.training.report import (
     History,
@@ -43,6 +43,8 @@ from ds_dynmo.cli.training.report import (
     summary,
     validation_record,
 )
+from ds_dynmo.cli.training.resuming import RUN, write_facts
+from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.data import TokenBatches
 from ds_dynmo.engine.comm.hosts import check_launch
 from ds_dynmo.engine.comm.same_facts import check_same
@@ -55,7 +57,6 @@ from ds_dynmo.models import (
     EpochBatches,
     LanguageModelPipeline,
     dynamic_cases,
-    model_layers,
 )
 
 VALIDATIONS = 5
@@ -71,8 +72,7 @@ def build_engine(run: Run) -> Any:
         ConfigError: ranks were given different data or settings, or what the engine refuses.
     """
     check_same(facts_of(run))
-    layers = model_layers(run.model, packed=run.packed)
-    module = LanguageModelPipeline(layers, num_stages=run.stages, partition_method="uniform")
+    module = LanguageModelPipeline(run.layers, num_stages=run.stages, partition_method="uniform")
     engine, *_ = ds_dynmo.initialize(
         args=argparse.Namespace(local_rank=run.local_rank),
         model=module,
@@ -107,8 +107,14 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
 def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
     """Train up to ``run.stop`` on every rank. Ranks that join a run take part once it recalls them.
 
-    Rank 0 passes each step to ``record``.
+    Rank 0 passes each step to ``record``. A run that saves also ends at SIGINT or SIGTERM: ``history.stopped``.
     """
+    with StopSignals(run.save is not None) as stop:
+        return train_until(stop, run, engine, cases, record)
+
+
+def train_until(stop: StopSignals, run: Run, engine: Any, cases: list[DynamicCase], record: Record) -> History:
+    """Train up to ``run.stop``, or to the batch in which ranks agree to ``stop``."""
     history = History()
     training = batches(run, engine, "train")
     progress = Progress(run, engine)
@@ -148,9 +154,15 @@ def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = reco
             progress.say(f"step {step + 1}: validation loss {history.validation_losses[-1][1]:.3f}")
             if engine.global_rank == 0:
                 record(validation_record(history))
-        if run.save is not None and (last or (run.save_interval and (step + 1) % run.save_interval == 0)):
-            save(run, engine, cases)
-            progress.say(f"step {step + 1}: checkpoint in {run.save}")
+        history.stopped = 0 if last else stop.agreed(engine.device)
+        due = run.save_interval and (step + 1) % run.save_interval == 0
+        if run.save is not None and (last or due or history.stopped):
+            tag = save(run, engine, cases)
+            progress.say(f"step {step + 1}: checkpoint {tag} in {run.save}")
+        if history.stopped:
+            name = signal.Signals(history.stopped).name
+            progress.say(f"stopped by {name}; the same command with --resume {run.save} continues from step {step + 1}")
+            break
     if not engine.released:
         history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
     return history
@@ -178,38 +190,46 @@ def validate(engine: Any, validation: Batches | TokenBatches) -> float:
     return float(engine.eval_batch(validation.iterate()))
 
 
-def save(run: Run, engine: Any, cases: list[DynamicCase]) -> None:
-    """Save a checkpoint, then the file that names it, from which a run resumes.
+def save(run: Run, engine: Any, cases: list[DynamicCase]) -> str:
+    """Save a checkpoint, then the facts from which a run resumes, then ``latest``. Return its tag. Collective.
 
     A run that is killed in between resumes from the checkpoint before.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write the file.
+        CheckpointError: on every rank, if rank 0 cannot write the facts.
     """
     assert run.save is not None
     tag = f"global_step{engine.global_steps}"
-    engine.save_checkpoint(str(run.save), tag=tag, exclude_frozen_parameters=not run.model.save_base)
+    frozen_left_out = not run.model.save_base
+    engine.save_checkpoint(str(run.save), tag=tag, save_latest=False, exclude_frozen_parameters=frozen_left_out)
     states = {case.name: case.state_dict() for case in cases}
     failure: list[str | None] = [None]
     if engine.global_rank == 0:
-        resume = {
+        facts = {
             "step": engine.global_steps,
             "steps": run.steps,
-            "tag": tag,
+            "stages": engine.num_stages,
             "partition": engine.partition,
             "model": run.model.model_dump(mode="json"),
             "data": identity_of(run.text),
             "cases": states,
         }
         try:
-            new = run.save / f"{RESUME_FILE}.new"
-            new.write_text(json.dumps(resume, indent=2) + "\n")
-            new.replace(run.save / RESUME_FILE)
+            write_facts(run.save / tag, facts)
         except OSError as error:
             failure = [str(error)]
     torch.distributed.broadcast_object_list(failure, device=engine.device)
     if failure[0] is not None:
-        raise CheckpointError(f"{run.save / RESUME_FILE}: cannot be written: {failure[0]}")
+        raise CheckpointError(f"{run.save / tag}: the facts of the run cannot be written: {failure[0]}")
+    return tag
+
+
+def resumed_line(run: Run) -> str:
+    """Say which checkpoint a run is resumed from."""
+    assert run.resume is not None and run.resumed is not None
+    saved = run.resumed.get("stages")  # the engine does not say so in what it saves for a restart
+    stages = f"; stages: {saved} when saved, {run.stages} now" if saved is not None else f"; stages: {run.stages}"
+    return f"resuming from {run.resume / run.resumed['tag']}: step {run.first_step} of {run.steps}{stages}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -227,10 +247,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(ALONE, flush=True)
     if first_rank and run.model.huggingface is not None and run.save is None and run.record is None:
         print(UNSAVED, flush=True)
+    if first_rank and run.resumed is not None:
+        print(resumed_line(run), flush=True)
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)
     random.seed(run.model.seed)
-    record = begin_report(run.report) if first_rank else record_nothing
+    record = begin_report(run) if first_rank else record_nothing
     if first_rank:
         start = {
             "kind": "start",
@@ -255,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse(error)
     history = train(run, engine, cases, record)
-    if first_rank:
+    if first_rank and not history.stopped:
         numbers = summary(run, engine, history)
         record(numbers)
         closing = [
@@ -268,6 +290,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not engine.released:
         engine.dismiss_parked()
         deepspeed.comm.destroy_process_group()
+    if history.stopped:
+        return 128 + history.stopped  # as a shell says it of a process that a signal ended
     if first_rank and run.export is not None:
         assert run.save is not None
         try:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ds_dynmo.cli.watching.follower import Follower
 from ds_dynmo.cli.watching.plain import PlainLines
 from ds_dynmo.cli.watching.run_state import Report
+from ds_dynmo.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -160,7 +161,7 @@ def show(watch: Watch, args: argparse.Namespace) -> int:
         return refuse(f"{args.report}: has no record of a run")
     if args.svg is not None:
         try:
-            args.svg.write_text(picture(watch.view()), encoding="utf-8")
+            write_text(args.svg, picture(watch.view()))
         except ModuleNotFoundError:
             return refuse(f"--svg needs rich: {INSTALL}")
         except OSError as error:

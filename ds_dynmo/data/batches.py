@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ds_dynmo.data.config import Documents
 from ds_dynmo.data.order import Numbers, Shuffle, draw
@@ -34,7 +33,6 @@ Batch = tuple[Inputs, torch.Tensor]
 
 VALIDATION_SHARE = 20  # one token, or one document, in 20
 STRETCH = 2**20  # tokens
-SAMPLED = 2**16  # tokens
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class TokenData:
         """
         return {
             "tokens": len(self.tokens.ids),
-            "sample": _digest_of_sample(self.tokens.ids),
+            "sample": self.tokens.sample,
             "documents": self.documents,
             "boundaries": self._boundaries(self.tokens),
             "validation": self.validation is not None,
@@ -135,7 +133,7 @@ class TokenData:
     def digest(self) -> str:
         """Of the identity, and of the tokens for validation."""
         other = self.validation
-        beside = None if other is None else [len(other.ids), _digest_of_sample(other.ids), self._boundaries(other)]
+        beside = None if other is None else [len(other.ids), other.sample, self._boundaries(other)]
         return hashlib.sha256(json.dumps([self.identity, beside]).encode()).hexdigest()[:16]
 
     def batches(
@@ -238,9 +236,3 @@ def _windows(text: Tokens, split: Split, length: int, sampling: Sampling, share:
 @lru_cache(maxsize=8)
 def _shuffle(count: int, *key: int | str) -> Shuffle:
     return Shuffle(count, *key)
-
-
-def _digest_of_sample(ids: NDArray[Any]) -> str:
-    """Describe tokens at equal distances, so that other data of the same length is seen without reading all of it."""
-    sample = ids[:: -(-len(ids) // SAMPLED)].astype("<i8")
-    return hashlib.sha256(sample.tobytes()).hexdigest()[:16]

@@ -1,4 +1,7 @@
-"""Text that was tokenized once is kept in a folder, for all ranks of a machine and for later runs."""
+"""What was found once is kept in a folder, for all ranks of a machine and for later runs.
+
+Kept are tokens of text, and what all ids or bytes of large files amount to, so that they are not read at every start.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
 
 from ds_dynmo.data.config import TokenType
 from ds_dynmo.data.files import read_tokens, write_tokens
-from ds_dynmo.data.tokens import Ids, Say, Tokens, sometimes
+from ds_dynmo.data.tokens import Ids, Say, Survey, Tokens, sometimes, survey_ids
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["cached", "default_folder", "identity_of"]
+__all__ = ["LARGE", "cached", "default_folder", "identity_of", "known", "known_survey"]
 
 VERSION = 2  # another one makes all anew
+LARGE = 2**24  # ids or bytes that take longer to read than what is known of them takes to find
+FOUND = "found.npz"
 
 
 def default_folder() -> Path:
@@ -58,29 +66,80 @@ def cached(
     Raises:
         ConfigError: the folder cannot be written to, or a document cannot be read.
     """
-    digest = hashlib.sha256(json.dumps([VERSION, key, dtype], sort_keys=True).encode()).hexdigest()[:32]
-    kept = folder / digest
     try:
-        if not kept.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder / f"{digest}.lock"):
-                if not kept.is_dir():
-                    _write(kept, _counted(documents(), name, sometimes(say)), dtype)
+        kept = _kept(
+            folder,
+            [VERSION, key, dtype],
+            lambda new: write_tokens(new / "text.bin", _counted(documents(), name, sometimes(say)), dtype=dtype),
+        )
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep what was tokenized: {error}") from error
     return replace(read_tokens(kept / "text.bin"), name=name)
 
 
-def _write(kept: Path, documents: Iterable[Ids], dtype: TokenType) -> None:
-    """Write the folder ``kept``, which gets its name when it is complete."""
-    new = kept.with_name(f"{kept.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+def known(folder: Path, files: Iterable[Path], key: Any, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``find`` finds in ``files``, or what it found in them before they were last changed.
+
+    One process on a machine finds it, others wait for it. Each finds it by itself where nothing can be kept.
+
+    Args:
+        key: JSON of all else that it depends on.
+        find: returns arrays, or what becomes one.
+    """
+    found: dict[str, Any] | None = None
+
+    def write(new: Path) -> None:
+        nonlocal found
+        found = find()
+        np.savez(new / FOUND, **found)
+
     try:
-        write_tokens(new / "text.bin", documents, dtype=dtype)
-        new.rename(kept)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        with np.load(_kept(folder, [VERSION, key, identity_of(files)], write) / FOUND) as kept:
+            return dict(kept)
+    except (OSError, EOFError, ValueError, BadZipFile):  # no folder to write to, or a file in it was damaged
+        return find() if found is None else found
+
+
+def known_survey(folder: Path, tokens: Tokens, say: Say) -> Survey:
+    """Return what all ids of a text amount to. Of a large file it is read once, as long as the file is not changed.
+
+    Its ids at equal distances are read each time: a file can be changed and keep its size and time.
+    """
+    if tokens.file is None or len(tokens.ids) <= LARGE:
+        return survey_ids(tokens, say)
+
+    def find() -> dict[str, Any]:
+        survey = survey_ids(tokens, say)
+        starts = {} if survey.starts is None else {"starts": survey.starts}
+        return {"least": survey.least, "most": survey.most, **starts}
+
+    key = ["ids", str(tokens.ids.dtype), tokens.end_of_document, tokens.sample]
+    found = known(folder, [tokens.file], key, find)
+    return Survey(int(found["least"]), int(found["most"]), found.get("starts"))
+
+
+def _kept(folder: Path, key: Any, write: Callable[[Path], None]) -> Path:
+    """Return the folder of ``key`` in ``folder``. One process on a machine writes it, others wait for it.
+
+    It gets its name when it is complete, so nothing is read of one whose writing was interrupted.
+
+    Raises:
+        OSError: the folder cannot be written to. One that is there can be read where nobody may write.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    kept, new = folder / digest, folder / f"{digest}.new"
+    if not kept.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / f"{digest}.lock"):
+            if not kept.is_dir():
+                shutil.rmtree(new, ignore_errors=True)
+                new.mkdir()
+                try:
+                    write(new)
+                    new.rename(kept)
+                finally:
+                    shutil.rmtree(new, ignore_errors=True)
+    return kept
 
 
 def _counted(documents: Iterable[Ids], name: str, say: Say) -> Iterator[Ids]:

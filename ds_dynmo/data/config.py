@@ -20,10 +20,11 @@ TokenType = Literal["uint8", "uint16", "uint32", "int32"]
 class DataConfig(Block):
     """The "data" block."""
 
-    documents: Documents = Field(
+    documents: Documents | Literal["separate"] = Field(
         default="joined",
         description='"joined": documents one after the other, cut into sequences anywhere; "packed": whole documents '
-        'side by side in a sequence, each with positions and attention of its own; "padded": one in each sequence',
+        'side by side in a sequence, each with positions and attention of its own; "padded": one in each sequence; '
+        '"separate": packed where the model keeps packed documents apart, else padded',
     )
     tokenizer: str | None = Field(
         default=None,
@@ -45,7 +46,8 @@ class DataConfig(Block):
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="folder for text that was tokenized; null: ds_dynmo in the user's cache folder",
+        description="folder for text that was tokenized, and for what was found in large files; null: ds_dynmo in the "
+        "user's cache folder",
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from ds_dynmo.data.batches import Split, TokenData
-from ds_dynmo.data.cache import cached, default_folder, identity_of
+from ds_dynmo.data.cache import cached, default_folder, identity_of, known_survey
 from ds_dynmo.data.config import BLOCK, DataConfig
 from ds_dynmo.data.files import read_tokens, smallest_type
 from ds_dynmo.data.megatron import read_megatron
@@ -63,6 +64,7 @@ def open_data(
     *,
     vocabulary: int,
     tokenizer: str | os.PathLike[str] | None = None,
+    packs: bool = False,
     say: Say = say_nothing,
 ) -> TokenData:
     """Open data, and check every token id.
@@ -73,6 +75,7 @@ def open_data(
             of Hugging Face's datasets wrote.
         vocabulary: the model's: ids have to be below it.
         tokenizer: folder with the tokenizer for text, where ``config`` names none.
+        packs: does the model keep packed documents apart? Only "separate" ones depend on it.
         say: is told how far slow work is.
 
     Raises:
@@ -88,10 +91,17 @@ def open_data(
         for split, source in sources.items():
             tokens = _open(source, split, config, tokenizer, say)
             if tokens is not None:
-                opened[split] = check_ids(tokens, vocabulary, say)
+                opened[split] = check_ids(tokens, vocabulary, say, partial(known_survey, _cache(config)))
             elif split == "train" or config.validation is not None:
                 raise ConfigError(f'{source}: holds several datasets, and none is called "{split}"')
-    return TokenData(opened["train"], documents=config.documents, validation=opened.get("validation"))
+    documents = config.documents
+    if documents == "separate":
+        documents = "packed" if packs else "padded"
+    return TokenData(opened["train"], documents=documents, validation=opened.get("validation"))
+
+
+def _cache(config: DataConfig) -> Path:
+    return default_folder() if config.cache is None else Path(config.cache)
 
 
 def _splits(path: Path, config: DataConfig) -> dict[Split, Path]:
@@ -135,7 +145,7 @@ def _open(
     file = _token_file(path, split)
     if file is not None:
         return read_megatron(file) if _is_index(file) else read_tokens(file, config)
-    cache = default_folder() if config.cache is None else Path(config.cache)
+    cache = _cache(config)
     files = text_files(path) if is_dataset(path) else check_text(path)
     if is_dataset(path):
         dataset = open_dataset(path, split)

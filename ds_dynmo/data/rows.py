@@ -122,34 +122,49 @@ def document_rows(tokens: Tokens, documents: Numbers, length: int, *, packed: bo
     lengths = np.minimum(np.repeat(inputs, pieces) - piece * length, length)
     if not packed:
         return DocumentRows(tokens, length, starts, lengths, np.ones_like(starts), resets=False)
-    rows = pack(lengths.tolist(), length)
+    rows = pack(lengths, length)
     order = np.argsort(rows, kind="stable")
     return DocumentRows(tokens, length, starts[order], lengths[order], np.bincount(rows), resets=True)
 
 
-def pack(lengths: Sequence[int], space: int) -> Numbers:
-    """Put lengths into as few rows of ``space`` as best fit decreasing does; give the row of each.
+def pack(lengths: Sequence[int] | Numbers, space: int) -> Numbers:
+    """Put lengths into as few rows of ``space`` as best fit decreasing does; return the row of each.
 
-    The longest comes first, into the row where it leaves the least space.
+    The longest comes first, into the row where it leaves the least space; of rows with equal space, into the one that
+    got it last. Lengths that are equal are placed together: a row that is the best for one stays the best for the next
+    until it has no space for another.
 
     >>> pack([3, 5, 4, 4], 8).tolist()
     [0, 0, 1, 1]
     """
-    rows = np.zeros(len(lengths), np.int64)
-    with_space: list[list[int]] = [[] for _ in range(space)]
-    spaces, count = 0, 0  # bit s of spaces is set: a row has space s left
-    for number in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
-        length = lengths[number]
-        fitting = spaces >> length
-        if fitting:
-            left = (fitting & -fitting).bit_length() - 1
-            row = with_space[length + left].pop()
-            if not with_space[length + left]:
-                spaces ^= 1 << (length + left)
-        else:
-            row, left, count = count, space - length, count + 1
-        rows[number] = row
-        if left:
-            with_space[left].append(row)
-            spaces |= 1 << left
+    lengths = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort((space - lengths).astype(np.min_scalar_type(space)), kind="stable")  # small types sort faster
+    rows = np.empty(len(lengths), np.int64)
+    with_space: list[list[Numbers]] = [[] for _ in range(space)]  # rows by the space they have left
+    spaces, count, placed = 0, 0, 0  # bit s of spaces is set: a row has space s left
+    for length, number in zip(*(values[::-1].tolist() for values in np.unique(lengths, return_counts=True))):
+        waiting = number
+        while waiting:
+            fitting = spaces >> length
+            left = length + (fitting & -fitting).bit_length() - 1 if fitting else space
+            each = left // length
+            needed = -(-waiting // each)
+            if fitting:
+                held = with_space[left].pop()
+                taken = held[: -needed - 1 : -1]  # the last ones, from the end
+                if len(taken) < len(held):
+                    with_space[left].append(held[: -len(taken)])
+                elif not with_space[left]:
+                    spaces ^= 1 << left
+            else:
+                taken = np.arange(count, count + needed)
+                count += needed
+            now = min(waiting, len(taken) * each)
+            rows[order[placed : placed + now]] = np.repeat(taken, each)[:now]
+            placed, waiting = placed + now, waiting - now
+            last = now - (len(taken) - 1) * each  # lengths in the last row, perhaps fewer than in the others
+            for same, remaining in ((taken[:-1], left - each * length), (taken[-1:], left - last * length)):
+                if len(same) and remaining:
+                    with_space[remaining].append(same)
+                    spaces |= 1 << remaining
     return rows

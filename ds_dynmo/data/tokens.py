@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,13 @@ from numpy.typing import NDArray
 from ds_dynmo.data.order import Numbers
 from ds_dynmo.errors import ConfigError
 
-__all__ = ["Ids", "Say", "Tokens", "check_ids", "say_nothing", "sometimes"]
+__all__ = ["Ids", "Say", "Survey", "Tokens", "check_ids", "say_nothing", "sometimes", "survey_ids"]
 
 Ids = Sequence[int] | Numbers  # of one document
 Say = Callable[[str], None]
 
 CHUNK = 2**24  # tokens that are looked at together
+SAMPLED = 2**16  # tokens
 SECONDS_PER_LINE = 5.0
 
 
@@ -38,6 +42,21 @@ class Tokens:
     starts: Numbers | None = None
     end_of_document: int | None = None
 
+    @cached_property
+    def file(self) -> Path | None:
+        """The file that ``ids`` map, all of it; None: they are something else."""
+        ids = self.ids
+        if not isinstance(ids, np.memmap) or ids.filename is None or not ids.flags.c_contiguous:
+            return None
+        file = Path(ids.filename)
+        return file if file.stat().st_size == ids.nbytes else None
+
+    @cached_property
+    def sample(self) -> str:
+        """Digest of ids at equal distances, by which other data of the same length is seen without reading all."""
+        sample = self.ids[:: -(-len(self.ids) // SAMPLED)].astype("<i8")
+        return hashlib.sha256(sample.tobytes()).hexdigest()[:16]
+
 
 def say_nothing(line: str) -> None:
     """Drop the line: another rank says it."""
@@ -56,12 +75,53 @@ def sometimes(say: Say) -> Say:
     return pass_on
 
 
-def check_ids(tokens: Tokens, vocabulary: int, say: Say = say_nothing) -> Tokens:
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What there is to know of all ids of a text.
+
+    Attributes:
+        least, most: the smallest and the largest id.
+        starts: where documents begin, and at the end the number of ids; None: nothing says where they end.
+    """
+
+    least: int
+    most: int
+    starts: Numbers | None
+
+
+def survey_ids(tokens: Tokens, say: Say = say_nothing) -> Survey:
+    """Read every id, of a mapped file a chunk at a time, so that the rest of it need not stay in memory.
+
+    Args:
+        say: is told how far this is, every few seconds.
+    """
+    ids, end = tokens.ids, tokens.end_of_document
+    progress, least, most = sometimes(say), [], []
+    found: list[Numbers] = [np.zeros(1, np.int64)]
+    for first in range(0, len(ids), CHUNK):
+        chunk = _read(tokens, first, CHUNK)
+        least.append(int(chunk.min()))
+        most.append(int(chunk.max()))
+        if end is not None:
+            found.append(first + 1 + np.flatnonzero(chunk == end))
+        done = first + len(chunk)
+        progress(f"{tokens.name}: checked {done:,} of {len(ids):,} tokens ({done / len(ids):.0%})")
+    starts = None if end is None else np.unique(np.concatenate([*found, [len(ids)]])).astype(np.int64)
+    return Survey(min(least), max(most), starts)
+
+
+def check_ids(
+    tokens: Tokens,
+    vocabulary: int,
+    say: Say = say_nothing,
+    survey: Callable[[Tokens, Say], Survey] = survey_ids,
+) -> Tokens:
     """Check every id, and find the documents where ``end_of_document`` ends them.
 
     Args:
         vocabulary: ids have to be below it.
         say: is told how far the check is, every few seconds.
+        survey: reads the ids, or knows what is in them.
 
     Raises:
         ConfigError: naming the first id that the model does not know, its position, and what is allowed; or an
@@ -75,21 +135,29 @@ def check_ids(tokens: Tokens, vocabulary: int, say: Say = say_nothing) -> Tokens
         )
     if not len(ids):
         raise ConfigError(f"{tokens.name}: there is not one token in it")
-    progress, found = sometimes(say), []
+    found = survey(tokens, say)
+    if found.most >= vocabulary or found.least < 0:
+        place, wrong = _first_outside(ids, vocabulary)
+        raise ConfigError(
+            f"{tokens.name}: token {place} of {len(ids)} is {wrong}: the model's vocabulary has {vocabulary} entries, "
+            f"0 to {vocabulary - 1}"
+        )
+    return tokens if tokens.starts is not None or found.starts is None else replace(tokens, starts=found.starts)
+
+
+def _first_outside(ids: NDArray[Any], vocabulary: int) -> tuple[int, int]:
+    """Find the first id outside the vocabulary, and its position."""
     for first in range(0, len(ids), CHUNK):
         chunk = ids[first : first + CHUNK]
-        if int(chunk.max()) >= vocabulary or int(chunk.min()) < 0:
-            place = int(np.flatnonzero((chunk >= vocabulary) | (chunk < 0))[0])
-            raise ConfigError(
-                f"{tokens.name}: token {first + place} of {len(ids)} is {int(chunk[place])}: the model's vocabulary "
-                f"has {vocabulary} entries, 0 to {vocabulary - 1}"
-            )
-        if tokens.starts is None and end is not None:
-            found.append(first + 1 + np.flatnonzero(chunk == end))
-        done = first + len(chunk)
-        progress(f"{tokens.name}: checked {done:,} of {len(ids):,} tokens ({done / len(ids):.0%})")
-    if not found:
-        return tokens
-    ends = np.concatenate(found)
-    starts = np.unique(np.concatenate(([0], ends, [len(ids)]))).astype(np.int64)
-    return replace(tokens, starts=starts)
+        outside = np.flatnonzero((chunk >= vocabulary) | (chunk < 0))
+        if len(outside):
+            return first + int(outside[0]), int(chunk[outside[0]])
+    raise AssertionError("every id is in the vocabulary")
+
+
+def _read(tokens: Tokens, first: int, count: int) -> NDArray[Any]:
+    """Return some ids; of a mapped file read into memory of their own."""
+    ids = tokens.ids
+    if tokens.file is None:
+        return ids[first : first + count]
+    return np.fromfile(tokens.file, dtype=ids.dtype, count=count, offset=first * ids.itemsize)

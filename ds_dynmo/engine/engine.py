@@ -62,14 +62,16 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
 
         Raises:
             ReleasedError: this rank was released: it has no layers any more.
-            ConfigError: layers were frozen without :meth:`model_changed`, or an instruction of the user's does not
-                work with frozen layers; nothing was trained. Or ``train_batch`` ran no schedule of the engine's.
+            ConfigError: there is no optimizer, layers were frozen without :meth:`model_changed`, or an instruction of
+                the user's does not work with frozen layers; nothing was trained. Or ``train_batch`` ran no schedule of
+                the engine's.
         """
         given = args if data_iter is None and not args else (data_iter, *args)  # the user's may take no argument
         train = partial(super().train_batch, *given, **kwargs)
         if self.dynmo is None:
             return train()
         check_at_work(self, "train_batch")
+        self.stage.optimizer.check_given()
         self.repacker.data.before_batch(data_iter)
         return self._parts.step.run(train)
 
@@ -146,6 +148,16 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         if partition is None:
             return self.balancer.rebalance_by_hand(self.train_batch)
         return self.balancer.rebalance_to(self.stage.placement.at(partition), Request(Reason.EXPLICIT))
+
+    @at_work
+    def on_layer_arrival(self, callback: Callable[[int, nn.Module], None]) -> None:
+        """Call ``callback(number, layer)`` for each layer that a move brings to this rank. Call it on every rank.
+
+        It sets again what cannot be sent: a lambda, a hook that is a closure. It is called before anything moves: the
+        layer is complete, but its tensors have no values yet, and the move may still be refused. A layer that then is
+        not what was sent stays where it is.
+        """
+        self.stage.on_arrival.append(callback)
 
     def model_changed(self, reason: str) -> None:
         """Tell the engine that the model's work just changed: the next batch is profiled and a decision follows.

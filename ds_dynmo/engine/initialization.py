@@ -16,6 +16,7 @@ from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.comm.communicator import check_hosts
 from ds_dynmo.engine.compilation import compiler
 from ds_dynmo.engine.deepspeed_adapter.engine_class import engine_class as built_upon
+from ds_dynmo.engine.deepspeed_adapter.logs import warning_once
 from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
 from ds_dynmo.engine.deepspeed_adapter.shm_operator import warn_of_shm_operator
@@ -24,6 +25,7 @@ from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
 from ds_dynmo.engine.profiling import layer_sizes
+from ds_dynmo.versions import newer_than_tested
 
 
 def initialize(
@@ -80,6 +82,8 @@ def initialize(
             config_params=config_params,
         )
     warn_of_shm_operator()
+    if engine.global_rank == 0 and (newer := newer_than_tested()) is not None:
+        warning_once(newer)
     if dynmo is not None:
         _go_to_first_partition(engine, dynmo)
     return engine, used_optimizer, loader, scheduler

@@ -6,10 +6,12 @@ needs, when it is constructed. None of them reaches into the engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ds_dynmo.config import DynMoConfig
 from ds_dynmo.engine import validation
@@ -99,6 +101,7 @@ class StageContext:
         schedule: in which order passes run.
         compiled: runs the layers compiled, where that is asked for.
         gradient_flags: which tensors between stages get a gradient.
+        on_arrival: callbacks of the user's for layers that arrive, called with their number and module.
     """
 
     engine: DeepSpeedPipeline
@@ -115,6 +118,7 @@ class StageContext:
     schedule: ScheduleInForce = field(default_factory=ScheduleInForce)
     compiled: CompiledLayers = field(default_factory=CompiledLayers)
     gradient_flags: GradientFlags = field(default_factory=GradientFlags)
+    on_arrival: list[Callable[[int, nn.Module], None]] = field(default_factory=list)
 
     @property
     def state(self) -> OptimizerState:

@@ -12,12 +12,12 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynmo.config import DynMoConfig, parse_type_partition
+from ds_dynmo.config import DynMoConfig, load_settings, parse_type_partition
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.comm.replicas import has_own
 from ds_dynmo.engine.deepspeed_adapter.module import has_deepspeeds_experts, layer_specs
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers, is_dual_pipe_v
-from ds_dynmo.engine.deepspeed_adapter.settings import read_settings, removed_blocks
+from ds_dynmo.engine.deepspeed_adapter.settings import removed_blocks
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.plan import check_partition
@@ -30,12 +30,7 @@ def load_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
         source = getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("no DeepSpeed configuration: pass config=..., or args with deepspeed_config")
-    if isinstance(source, dict):
-        return source
-    try:
-        return read_settings(source)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"DeepSpeed configuration {source!r} cannot be read: {error}") from error
+    return load_settings(source)
 
 
 def check_module(model: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
+from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.config import BLOCK, BYTES, ModelConfig
@@ -43,14 +44,14 @@ def model_layers(config: ModelConfig, *, packed: bool = False) -> list[LayerSpec
         packed: inputs are (token numbers, positions); a document begins at position 0, and attention does not cross it.
 
     Raises:
-        ConfigError: the model that "huggingface" names cannot be loaded, or attends across packed documents; nothing
-            has been built.
+        PackingError: the model attends across packed documents.
+        ConfigError: the model that "huggingface" names cannot be loaded; nothing has been built.
     """
     if config.huggingface is not None:
         return _huggingface_layers(config, packed=packed)
     for key in NOT_PACKED:
         if packed and getattr(config, key) is not None:
-            raise ConfigError(f"{BLOCK}.{key}: cannot be combined with packed documents: it attends across them")
+            raise PackingError(f"{BLOCK}.{key}: cannot be combined with packed documents: it attends across them")
     if config.early_exit is not None:
         return exit_layers(config, config.early_exit)
     return gpt_layers(config, [spec for layer in range(1, config.layers + 1) for spec in _block(config, layer, packed)])
@@ -87,7 +88,7 @@ def _huggingface_layers(config: ModelConfig, *, packed: bool) -> list[LayerSpec]
         if config.freezing is not None and config.freezing.egeria is not None:
             huggingface.check_blocks_draw_nothing(config.huggingface, "freezing.egeria runs blocks beside the training")
     except ConfigError as error:
-        raise ConfigError(f"{BLOCK}.huggingface: {error}") from error
+        raise type(error)(f"{BLOCK}.huggingface: {error}") from error
     if config.freezing is not None:
         if any(isinstance(spec, TiedLayerSpec) for spec in layers):
             raise ConfigError(
@@ -130,7 +131,7 @@ def dynamic_cases(config: ModelConfig, engine: Any, *, total_steps: int) -> list
         total_steps: of the run: schedules are fractions of it.
     """
     cases: list[DynamicCase] = []
-    layers = model_layers(config)
+    layers = layer_specs(engine.module)
     num_layers, blocks = len(layers), block_numbers(layers)
     if config.pruning is not None:  # first, so that the others see no gradients of what is pruned
         cases.append(Pruning(config.pruning, engine, num_layers=num_layers, total_steps=total_steps))

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from ds_dynmo.config import load_json, parse_block
+from ds_dynmo.config import load_settings, parse_block
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.early_exit.criteria import EarlyExitConfig
 from ds_dynmo.models.freezing.prefix import FreezingConfig
@@ -297,7 +297,7 @@ def read_model_config(config: str | os.PathLike[str] | dict[str, Any]) -> ModelC
     Raises:
         ConfigError: the file cannot be read, or the block is missing or invalid; a line for each problem.
     """
-    settings = config if isinstance(config, dict) else load_json(config)
+    settings = load_settings(config)
     if BLOCK not in settings:
         nearest = difflib.get_close_matches(BLOCK, [key for key in settings if isinstance(key, str)], n=1)
         hint = f'; is "{nearest[0]}" meant to be it?' if nearest else ""

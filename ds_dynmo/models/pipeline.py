@@ -31,7 +31,8 @@ class LanguageModelPipeline(PipelineModule):
     """
 
     def __init__(self, layers: Sequence[LayerSpec], **settings: Any) -> None:
-        super().__init__(layers=layers, loss_fn=self._loss, **settings)
+        with torch.no_grad():  # else torch warns of gradients through DeepSpeed's broadcast of tied parameters
+            super().__init__(layers=layers, loss_fn=self._loss, **settings)
         nothing = torch.zeros(())
         self._reported = {LANGUAGE_MODEL_LOSS: nothing, AUXILIARY_LOSS: nothing}
 

@@ -1,34 +1,92 @@
 """Bytes of real text as training data: every micro-batch is reached by its number.
 
+A text is not held in memory: what a micro-batch needs is read from its files.
+
 The n-th micro-batch depends on (seed, n, replica, replicas) alone. The first and the last stage, which read inputs and
 labels each for themselves, agree without communication, and a resumed run goes on with what would have come next.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.seeding import generator_for
 from ds_dynmo.text_files import readable, text_files
 
-__all__ = ["Batches", "ByteText", "EpochBatches", "RandomBatches", "Sampling", "load_text"]
+__all__ = ["Batches", "ByteText", "EpochBatches", "FileBytes", "RandomBatches", "Sampling", "load_text"]
 
 Sampling = Literal["random", "epochs"]
 
 STDLIB_BYTES = 16 * 2**20  # enough to learn from, read in a fraction of a second
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 STRETCH_BYTES = 2**20
+MAPPED_FILES = 64  # at a time: systems have a limit
 VALIDATION_SHARE = 20  # one byte in 20
+
+
+class FileBytes:
+    """Bytes of files, one after the other, of which those that are read are mapped into memory.
+
+    Args:
+        most: how many; None: all.
+
+    Attributes:
+        files: those that the bytes are in.
+    """
+
+    def __init__(self, files: Iterable[Path], most: int | None = None) -> None:
+        self.files: list[Path] = []
+        begins = [0]
+        for file in files:
+            with readable(file), file.open("rb") as content:
+                begins.append(begins[-1] + os.fstat(content.fileno()).st_size)
+            self.files.append(file)
+            if most is not None and begins[-1] >= most:
+                break
+        self._begins = np.array(begins)
+        self._count = begins[-1] if most is None else min(most, begins[-1])
+        self._map = lru_cache(maxsize=MAPPED_FILES)(partial(np.memmap, dtype=np.uint8, mode="r"))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def first(self, count: int) -> FileBytes:
+        """Return the first ``count`` bytes."""
+        fewer = copy.copy(self)
+        fewer._count = count
+        return fewer
+
+    def __getitem__(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the bytes at ``places``, int64 of any shape, as uint8."""
+        wanted = places.numpy().ravel()
+        found = np.empty(len(wanted), dtype=np.uint8)
+        numbers = np.searchsorted(self._begins, wanted, side="right") - 1
+        order = np.argsort(numbers, kind="stable")
+        for of_file in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            number = numbers[of_file[0]]
+            found[of_file] = self._map(self.files[number])[wanted[of_file] - self._begins[number]]
+        return torch.from_numpy(found).view(places.shape)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Iterate over all bytes, a megabyte at a time."""
+        left = self._count
+        for file in self.files:
+            with readable(file), file.open("rb") as content:
+                while piece := content.read(min(left, 2**20)):
+                    left -= len(piece)
+                    yield piece
 
 
 @dataclass(frozen=True)
@@ -39,7 +97,7 @@ class Batches(ABC):
         tokens: the whole text.
     """
 
-    tokens: torch.Tensor
+    tokens: torch.Tensor | FileBytes
     sequence_length: int
     key: tuple[int | str, ...]
 
@@ -94,17 +152,18 @@ class EpochBatches(Batches):
 
 
 class ByteText:
-    """A text as one uint8 tensor, cut into equal stretches whose last twentieth is for validation.
+    """A text as bytes, cut into equal stretches whose last twentieth is for validation.
 
     Args:
-        tokens: uint8 ``[bytes]``.
+        tokens: its bytes, uint8 if they are a tensor.
         name: where the text came from, for messages.
     """
 
-    def __init__(self, tokens: torch.Tensor, name: str) -> None:
+    def __init__(self, tokens: torch.Tensor | FileBytes, name: str) -> None:
         stretches = max(1, len(tokens) // STRETCH_BYTES)
         self.stretch = len(tokens) // stretches
-        self.tokens = tokens[: stretches * self.stretch]
+        count = stretches * self.stretch
+        self.tokens = tokens.first(count) if isinstance(tokens, FileBytes) else tokens[:count]
         self.name = name
 
     def batches(
@@ -171,10 +230,10 @@ class ByteText:
 
 
 def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
-    """Read a text.
+    """Open a text.
 
     Args:
-        path: a file, or a folder of which every regular file at any depth is read whatever its suffix, in the order of
+        path: a file, or a folder of which every regular file at any depth counts whatever its suffix, in the order of
             their names. None: the sources of Python's standard library, without its tests, up to 16 MiB.
 
     Raises:
@@ -183,8 +242,8 @@ def load_text(path: str | os.PathLike[str] | None = None) -> ByteText:
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in sorted(root.rglob("*.py")) if not STDLIB_EXCLUDED & set(file.relative_to(root).parts)]
-        return _read(files, str(root), STDLIB_BYTES)
-    return _read(text_files(Path(path)), str(Path(path)), None)
+        return _open(files, str(root), STDLIB_BYTES)
+    return _open(text_files(Path(path)), str(Path(path)), None)
 
 
 @lru_cache(maxsize=2)
@@ -193,14 +252,8 @@ def _shuffled(count: int, *key: int | str) -> torch.Tensor:
     return torch.randperm(count, generator=generator_for(*key, "order"))
 
 
-def _read(files: Iterable[Path], name: str, most_bytes: int | None) -> ByteText:
-    content = bytearray()
-    for file in files:
-        with readable(file):
-            content += file.read_bytes()
-        if most_bytes is not None and len(content) >= most_bytes:
-            del content[most_bytes:]
-            break
-    if not content:
+def _open(files: Iterable[Path], name: str, most_bytes: int | None) -> ByteText:
+    content = FileBytes(files, most_bytes)
+    if not len(content):
         raise ConfigError(f"{name}: there is not one byte of text in it")
-    return ByteText(torch.frombuffer(content, dtype=torch.uint8), name)
+    return ByteText(content, name)

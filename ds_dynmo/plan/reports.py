@@ -56,6 +56,7 @@ class RebalanceReport(_BetweenPlacements):
         search_seconds: that the decision took in a process of its own, while a batch trained; None: training waited for
             all of it.
         stage_seconds_before, stage_seconds_after: predicted per micro-batch of each stage; None without a profile.
+        model_changed: ``reason`` is what the model gave to ``model_changed``, which may be any text.
     """
 
     step: int
@@ -83,6 +84,7 @@ class RebalanceReport(_BetweenPlacements):
     search_seconds: float | None = None
     stage_seconds_before: tuple[float, ...] | None = None
     stage_seconds_after: tuple[float, ...] | None = None
+    model_changed: bool = False
 
     @property
     def schedule(self) -> str:
@@ -155,6 +157,7 @@ class RepackReport(_BetweenPlacements):
         verdict: why ranks were released, taken back or neither.
         replica_multiplier: the number of replicas afterwards over that of the launch: more than 1 where freed ranks
             became replicas. ``copies`` is its old name, also in JSON lines.
+        model_changed: as in a :class:`RebalanceReport`.
     """
 
     step: int
@@ -172,6 +175,7 @@ class RepackReport(_BetweenPlacements):
     world_seconds: float
     verdict: str = ""
     replica_multiplier: int = 1
+    model_changed: bool = False
 
     @property
     def copies(self) -> int:

@@ -8,7 +8,7 @@ from benchmarks.arms import engines_end_here, say
 from ds_dynmo.cli.command_line import print_table
 from ds_dynmo.cli.train import batches, build_cases, build_engine, train
 from ds_dynmo.cli.training.options import Run, prepare
-from ds_dynmo.config import load_json, read_dynmo_config
+from ds_dynmo.config import load_settings, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.partitioners import MemoryModel
 
@@ -21,7 +21,7 @@ def prepare_runs(flags: list[str], config: str) -> tuple[Run, dict[str, Any]]:
     Raises:
         ConfigError: naming the option, key or path, its value and what is allowed.
     """
-    settings = load_json(config)
+    settings = load_settings(config)
     dynmo = read_dynmo_config(settings)
     if dynmo is None or not dynmo.repack.enabled:
         raise ConfigError(f"{config}: dynmo.repack.enabled = false: should be true, so that ranks can be given back")

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, say, timed
 from benchmarks.rows import passes_of
+from ds_dynmo.cli.simulation.loads import CASES
 from ds_dynmo.cli.simulation.statics import Statics
 from ds_dynmo.cli.train import batches, build_engine
 from ds_dynmo.cli.training.options import Run, prepare
@@ -19,7 +20,6 @@ from ds_dynmo.models import dynamic_cases
 from ds_dynmo.partitioners import PipelineModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
-SIZES = ("layers", "hidden_size", "heads", "sequence_length", "mlp_ratio", "tied_embedding", "seed", "vocab_size")
 FIRST_PROFILE = 3  # batches of the profile that static partitions are taken from
 
 
@@ -35,10 +35,10 @@ class Trained:
 
     @classmethod
     def build(cls, name: str, case: str, block: dict[str, Any], steps: int) -> Trained:
-        """Build the case's model with this "dynmo" block. "dense" is one of its size that never changes."""
+        """Build the case's model with this "dynmo" block. "dense" is the same one without what changes it."""
         settings = {**configuration(case), "dynmo": block}
         if name == "dense":
-            settings["model"] = {key: value for key, value in settings["model"].items() if key in SIZES}
+            settings["model"] = without_cases(settings["model"])
         return cls.of(name, settings, steps)
 
     @classmethod
@@ -70,6 +70,11 @@ class Trained:
 def configuration(case: str) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads((CONFIGS / f"{case}.json").read_text())
     return settings
+
+
+def without_cases(model: dict[str, Any]) -> dict[str, Any]:
+    """Leave the dynamic cases out of a "model" block."""
+    return {key: value for key, value in model.items() if key not in CASES}
 
 
 def statics_of(case: str, steps: int) -> Statics:

@@ -1,7 +1,7 @@
 """The accelerators of this machine, and ranks that have one each.
 
 These tests are skipped on a machine without accelerators, and in a run of other tests, which uses the CPU. On a machine
-with accelerators run ``scripts/test.sh -n 0 tests/accelerator``.
+with accelerators run ``scripts/test.sh --accelerator``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
 
 MODULES = [
     "torch._dynamo",
-    "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
     "ds_dynmo.engine.initialization",
     "ds_dynmo.models",
@@ -29,7 +28,8 @@ MODULES = [
     "tests.distributed.support.script",
     "tests.distributed.support.told_clock",
 ]
-OPTIONAL = [  # not every version of DeepSpeed has all of these
+OPTIONAL = [  # not every version of torch or DeepSpeed has all of these
+    "torch.profiler._cupti_monitor",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by ZeRO's constructor, with torch's compiler: seconds
     "deepspeed.module_inject.auto_ep_config",  # imported by the constructor of DeepSpeed's engine: 0.05 s per rank
     "deepspeed.module_inject.auto_ep_layer",

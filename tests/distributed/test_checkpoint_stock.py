@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 import ds_dynmo
 from tests.distributed.harness import RankError, run
@@ -20,13 +21,20 @@ from tests.distributed.support.models import module_of
 from tests.distributed.support.training import batches, build, raw
 
 
+def decay_and_rise(optimizer: torch.optim.Optimizer) -> Any:
+    """Make a scheduler that runs as many others as there are groups, with a function for each group."""
+    factors = [lambda step: 0.25 * (step + 1), lambda step: 0.5 * (step + 1)][-len(optimizer.param_groups) :]
+    runs = [ExponentialLR(optimizer, 0.5), LambdaLR(optimizer, factors)]
+    return SequentialLR(optimizer, runs, milestones=[2])
+
+
 def stock_with_an_empty_group(case: Case, folder: str) -> list[list[float]]:
     """Return losses of DeepSpeed's engine after it saved, and of ours after it loaded that checkpoint."""
 
     def engine_of(initialize: Any, case: Case) -> Any:
         module = module_of(case)
         groups = [{"params": [], "weight_decay": 0.3}, {"params": list(module.parameters()), "weight_decay": 0.1}]
-        return initialize(model=module, model_parameters=groups, config=config(case))[0]
+        return initialize(model=module, model_parameters=groups, lr_scheduler=decay_and_rise, config=config(case))[0]
 
     stock = engine_of(deepspeed.initialize, replace(case, dynmo=None))
     train_on(stock, 0)

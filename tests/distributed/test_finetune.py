@@ -32,14 +32,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def finetune(made: Path, out: Path, documents: str) -> list[str]:
-    """Write ds_configs/finetune.json, smaller, and return the flags of a run that exports."""
+def finetune(made: Path, out: Path, documents: str = "") -> list[str]:
+    """Write ds_configs/finetune.json, smaller, and return the flags of a run that exports.
+
+    Args:
+        documents: "": as shipped, so packed.
+    """
     settings = json.loads((ROOT / "ds_configs" / "finetune.json").read_text())
     settings["train_micro_batch_size_per_gpu"] = SEQUENCES
     settings["gradient_accumulation_steps"] = MICRO_BATCHES
     settings["optimizer"]["params"]["lr"] = settings["scheduler"]["params"]["warmup_max_lr"] = 0.02
     settings["model"]["sequence_length"] = LENGTH
-    settings["data"] = {"documents": documents, "cache": str(out / "cache")}
+    settings["data"] |= {**({"documents": documents} if documents else {}), "cache": str(out / "cache")}
     (out / "finetune.json").write_text(json.dumps(settings))
     given = ["--deepspeed_config", str(out / "finetune.json"), "--data", str(made / "text.jsonl")]
     given += ["--model", str(made / "model"), "--steps", "10", "--report", str(out / "report.jsonl")]
@@ -95,7 +99,7 @@ def test_what_was_finetuned_is_exported_and_generates(documents: str, made: Path
 
 @torch.no_grad()
 def test_adapters_are_exported_alone_or_merged(made: Path, tmp_path: Path) -> None:
-    assert run(2, command, [*finetune(made, tmp_path, "packed"), "--peft", "lora"]) == [0, 0]
+    assert run(2, command, [*finetune(made, tmp_path), "--peft", "lora"]) == [0, 0]
     base = AutoModelForCausalLM.from_pretrained(made / "model")
     untrained = validation_loss(base, made, tmp_path, "packed")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "exported")

@@ -27,6 +27,8 @@ MOVES = [[0, 1, 6], [0, 4, 6], [0, 2, 6], [0, 5, 6], [0, 3, 6]]
 def train(case: Case, moves: list[list[int]], again: bool = False) -> dict[str, Any]:
     """Train with a late optimizer and moves. ``again``: another optimizer replaces it in the middle."""
     engine = without_optimizer(case)
+    with pytest.raises(ConfigError, match=r"^optimizer: the engine has none to train with"):
+        engine.train_batch(batches(engine))
     give_optimizer(engine)
 
     def after(step: int) -> None:

@@ -55,6 +55,18 @@ def test_a_killed_run_leaves_nothing(killed: str, tmp_path: Path) -> None:
         assert not command.left(), command.output()
 
 
+@pytest.mark.fuzz
+def test_a_run_stopped_by_ctrl_c_saves_and_leaves_nothing(tmp_path: Path) -> None:
+    """The launcher dies of it at once, and its launcher on the node sends SIGTERM to the ranks."""
+    report, saved = tmp_path / "report.jsonl", tmp_path / "saved"
+    with WatchedCommand(tmp_path, [*QUICKSTART, "--report", str(report), "--save", str(saved)]) as command:
+        command.until(lambda: report.exists() and '"kind": "step"' in report.read_text())
+        os.killpg(command.launcher.pid, signal.SIGINT)
+        assert not command.left(), command.output()
+        assert f"stopped by SIGINT; the same command with --resume {saved} continues" in command.output()
+        assert (saved / (saved / "latest").read_text()).is_dir()
+
+
 def test_a_run_killed_before_its_ranks_start_leaves_nothing(tmp_path: Path) -> None:
     """Ranks that its child processes still start find that the launcher has died."""
     with WatchedCommand(tmp_path, QUICKSTART) as command:

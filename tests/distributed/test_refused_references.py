@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -47,8 +49,25 @@ class Declared(Counting):
     rank_attributes = ("counter",)
 
 
-KINDS = {"counter": Counting, "declared": Declared}
+class BuiltOnce(Block):
+    """A block that cannot be pickled, whose constructor draws and then fails when it is built again."""
+
+    fails = False
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.function = lambda hidden: hidden
+        if self.fails:
+            random.random(), numpy.random.rand(), torch.rand(1)
+            raise RuntimeError("built once before")
+
+
+KINDS = {"counter": Counting, "declared": Declared, "constructor": BuiltOnce}
 PARTITIONS = {1: [0, 7], 2: [0, 4, 7]}  # by stages; measured times would move other layers from run to run
+
+
+def random_states() -> list[str]:
+    return [repr(random.getstate()), repr(numpy.random.get_state()), repr(torch.get_rng_state().tolist())]
 
 
 def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]:
@@ -67,16 +86,20 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
             layer.peeks.append(peeks[how])
     data = batches(engine)
     losses = [engine.train_batch(data).item()]
+    BuiltOnce.fails = True
+    before = random_states()
     try:
         engine.rebalance([0, 2, 7])
         message, harmless = "moved", False
     except MigrationError as error:
         message, harmless = str(error), error.harmless
+    drawn = random_states() != before
     losses.append(engine.train_batch(data).item())
     counters = [m.counter for m in layers_of(engine).values() if isinstance(m, Counting)]
     return {
         "message": message,
         "harmless": harmless,
+        "drawn": drawn,
         "partition": engine.partition,
         "counters": [counter is the_counter() for counter in counters],
         "losses": losses,
@@ -91,13 +114,14 @@ def move_or_refuse(how: str, rank_attributes: tuple[str, ...]) -> dict[str, Any]
         ("view", "peeks[0]['of'] is up.weight of layer 1"),
         ("meta", "peeks[0] is on the meta device"),
         ("left behind", "layer 1 stays and its peeks[0] is up.weight of layer 2"),
+        ("constructor", "built once before"),
     ],
 )
 def test_references_that_would_become_copies_are_refused_by_name(how: str, expected: str) -> None:
     for found in run(2, move_or_refuse, how, ()):
         assert expected in found["message"] and found["message"].startswith("ranks [0] could not get")
         assert found["harmless"] and found["partition"] == [0, 4, 7]
-        assert len(found["losses"]) == 2
+        assert len(found["losses"]) == 2 and not found["drawn"]
 
 
 def _refusal_to_repack(engine: Any, stages: int, stay: bool) -> tuple[bool, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.engine.checkpoint.context import universal_info
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import LanguageModelPipeline, ModelConfig, model_layers
 from tests.distributed.harness import RankError, run, run_each
 from tests.distributed.support.checkpoints import pipeline, train_on
 from tests.distributed.support.configs import Case, config
@@ -61,6 +63,21 @@ def train(case: Case, way: str, moves: Sequence[Sequence[int]], steps: int) -> d
     losses = train_and_move(engine, batches(engine), moves, steps, after)
     known = [float(norm) for norm in norms if norm is not None]
     return {**outcome_of(engine, losses), "norms": known, "evaluations": evaluations}
+
+
+def warnings_of_tied_weights() -> tuple[bool, list[str]]:
+    """Return whether a language model's first weight is tied, and what torch warns of in a backward pass through it."""
+    layers = model_layers(ModelConfig(layers=1, hidden_size=8, heads=2, sequence_length=4, tied_embedding=True))
+    module = LanguageModelPipeline(layers, num_stages=2)
+    weight = next(iter(module.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weight.sum().backward()
+    return bool(module.tied_comms) and weight.grad is not None, [str(warning.message) for warning in caught]
+
+
+def test_torch_does_not_warn_of_the_tied_weights_of_a_language_model() -> None:
+    assert run(2, warnings_of_tied_weights) == [(True, [])] * 2
 
 
 @pytest.mark.parametrize(

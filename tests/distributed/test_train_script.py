@@ -5,24 +5,78 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ds_dynmo
 from ds_dynmo.cli.simulation.loads import Recorded
 from ds_dynmo.cli.train import batches, build_cases, build_engine, train
-from ds_dynmo.cli.training.options import RESUME_FILE, prepare
+from ds_dynmo.cli.training.options import prepare
 from ds_dynmo.cli.training.report import begin_report, record_nothing
+from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint
 from ds_dynmo.errors import CheckpointError
-from ds_dynmo.models import language_model_loss, model_layers
+from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
 from tests.distributed.support.training import state, whole
 
 STEPS = 8
+
+
+def signalled(arguments: list[str], received: dict[int, tuple[int, int]]) -> dict[str, Any]:
+    """Run the script.
+
+    Args:
+        received: by rank, the step in which it gets a signal, counted from 1, and the signal.
+    """
+    step, number = received.get(int(os.environ["RANK"]), (0, 0))
+    return run_script(arguments, before={step: lambda: os.kill(os.getpid(), number)})
+
+
+def test_a_run_stopped_by_signals_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """They come to ranks in different batches; a launcher's SIGTERM follows a SIGINT."""
+    arguments = [*flags(tmp_path, "moe auxiliary loss", STEPS), "--report", str(tmp_path / "report.jsonl")]
+    folder = tmp_path / "saved"
+    saving = ["--save", str(folder), "--save-interval", "2"]
+    in_one_go = run(2, run_script, arguments)
+    received = {0: (6, signal.SIGTERM), 1: (5, signal.SIGINT)}
+    begun = run(2, signalled, [*arguments, *saving], received)
+    assert [rank["stopped"] for rank in begun] == [signal.SIGINT, signal.SIGINT]
+    assert begun[0]["losses"] == in_one_go[0]["losses"][:5]
+    assert find_checkpoint(folder) == (folder / "latest").read_text() == "global_step5"
+    resumed = run(2, run_script, [*arguments, "--resume", str(folder)])
+    assert resumed[0]["losses"] == in_one_go[0]["losses"][5:] and whole(resumed) == whole(in_one_go)
+
+
+def left_alone(arguments: list[str], folder: Path) -> list[str]:
+    """Lose rank 1 after SIGTERM came to rank 0; return what is in the folder of checkpoints in the end."""
+    if os.environ["RANK"] == "0":
+        begin = {3: lambda: os.kill(os.getpid(), signal.SIGTERM)}
+    else:
+        begin = {3: leave}
+    with contextlib.suppress(RuntimeError, Left):
+        run_script(arguments, before=begin)
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Left(Exception):
+    """A rank takes no further part."""
+
+
+def leave() -> None:
+    raise Left
+
+
+def test_nothing_is_saved_when_a_rank_is_lost(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run(2, left_alone, [*flags(tmp_path, "dense", STEPS), "--save", str(folder)], folder)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(("name", "killed_in"), [("freezing and pruning", None), ("egeria", 7)])
@@ -35,13 +89,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, killed_in: int | N
     if killed_in is None:
         begun = run(2, run_script, [*arguments, *saving, "--stop-at", "4"])
         assert begun[0]["losses"] == in_one_go[0]["losses"][:4]
-        (folder / "latest").write_text("global_step3")  # the checkpoint that the run's own file names counts instead
         done = 4
     else:
         run(2, run_script, [*arguments, *saving], killed_in)
         done = 6
     assert {path.name for path in folder.glob("global_step*")} == {"global_step3", f"global_step{done}"}
-    assert json.loads((folder / RESUME_FILE).read_text())["step"] == done
+    assert json.loads((folder / find_checkpoint(folder) / FACTS_FILE).read_text())["step"] == done
     resumed = run(2, run_script, [*flags(tmp_path, name), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][done:]
     assert resumed[0]["validation"] == [(step, loss) for step, loss in in_one_go[0]["validation"] if step > done]
@@ -60,20 +113,37 @@ def test_a_run_that_stopped_for_a_restart_is_resumed(tmp_path: Path) -> None:
     run(2, run_script, [*arguments, "--save", str(folder), "--save-interval", "2"], None, None, 5)
     launch = json.loads((folder / "launch.json").read_text())
     assert (launch["ranks"], launch["step"], launch["tag"]) == (1, 5, "global_step5")
-    assert json.loads((folder / RESUME_FILE).read_text())["step"] == 4
+    assert json.loads((folder / "global_step4" / FACTS_FILE).read_text())["step"] == 4
+    assert find_checkpoint(folder) == "global_step5"
     resumed = run(1, run_script, [*flags(tmp_path, "freezing and pruning"), "--resume", str(folder)])
     assert resumed[0]["losses"] == in_one_go[0]["losses"][5:]
     assert whole(resumed) == whole(in_one_go)
 
 
+class Announcing(DynamicCase):
+    """Gives a reason that the engine's own decisions have too."""
+
+    name = "announcing"
+
+    def before_batch(self, step: int) -> None:
+        if step == 1:
+            self.engine.model_changed("interval")
+
+
 def reported(arguments: list[str]) -> tuple[list[float], str, list[tuple[int, float]]]:
-    """Return the losses of a run that writes its report from rank 0, what rank 0 printed, and validation losses."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    """Train with a model that changes once, and let rank 0 write the report.
+
+    Returns:
+        losses, what rank 0 printed, and validation losses.
+    """
+    said, specify = io.StringIO(), LayerSpec.__init__
+    with contextlib.redirect_stderr(said), patch.object(LayerSpec, "__init__", autospec=True) as specified:
+        specified.side_effect = specify
         run = prepare(arguments)
         engine = build_engine(run)
-        record = begin_report(run.report) if engine.global_rank == 0 else record_nothing
-        history = train(run, engine, build_cases(run, engine), record)
+        record = begin_report(run) if engine.global_rank == 0 else record_nothing
+        history = train(run, engine, [*build_cases(run, engine), Announcing(engine)], record)
+        assert specified.call_count == engine.partition[-1]  # each layer once
         return history.losses, said.getvalue(), history.validation_losses
 
 
@@ -85,19 +155,27 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> N
     assert said.count("ds-dynmo-train: /dev/full: was not written: [Errno 28]") == 1
 
 
-def test_a_report_and_monitors_get_speeds_and_losses_as_the_run_goes(tmp_path: Path) -> None:
-    arguments = flags(tmp_path, "dense", 3)
+def test_reports_monitors_and_recordings_are_written_as_the_run_goes(tmp_path: Path) -> None:
+    arguments = flags(tmp_path, "dense", 4)
     path = tmp_path / "config.json"
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **monitors}))
-    losses, said, validations = run(2, reported, [*arguments, "--report", str(tmp_path / "report.jsonl")])[0]
+    (tmp_path / "report.jsonl").write_text("of another run\n")
+    arguments += ["--report", str(tmp_path / "report.jsonl")]
+    saving = ["--save", str(tmp_path / "saved"), "--stop-at", "3", "--record", str(tmp_path / "loads.jsonl")]
+    begun = run(2, reported, [*arguments, *saving])[0]
+    resumed = run(2, reported, [*arguments, "--resume", str(tmp_path / "saved")])[0]  # goes on with the report
+    losses, said, validations = (first + second for first, second in zip(begun, resumed, strict=True))
     records = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["train_loss"] for record in steps] == losses and said == ""
     found = [(record["step"], record["validation_loss"]) for record in records if record["kind"] == "validation"]
-    assert found == validations and found[-1][0] == 3
-    rows = (tmp_path / "job" / "Train_Samples_tokens_per_second.csv").read_text().splitlines()[1:]
-    assert [float(row.split(",")[1]) for row in rows] == [record["tokens_per_second"] for record in steps]
+    assert found == validations and found[-1][0] == 4
+    rows = (tmp_path / "job" / "Train_Samples_tokens_per_second.csv").read_text().splitlines()
+    speeds = [float(row.split(",")[1]) for row in rows if row[0].isdigit()]  # each launch writes a header
+    assert speeds == [record["tokens_per_second"] for record in steps]
+    loads = [json.loads(line) for line in (tmp_path / "loads.jsonl").read_text().splitlines()[1:]]
+    assert [(line["step"], line.get("changed")) for line in loads] == [(2, "interval"), (3, None)]
 
 
 def test_a_recording_has_the_loads_of_every_batch_and_changes_no_number(tmp_path: Path) -> None:
@@ -129,9 +207,9 @@ def failure_to_save(arguments: list[str]) -> str:
 
 def test_a_resume_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    (folder / f"{RESUME_FILE}.new").mkdir(parents=True)
+    (folder / "latest").mkdir(parents=True)
     for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), "--save", str(folder)]):
-        assert message.startswith(f"{folder / RESUME_FILE}: cannot be written: [Errno 21] Is a directory")
+        assert message.startswith(f"{folder / 'global_step3'}: the facts of the run cannot be written: [Errno 21]")
 
 
 def losses_apart(arguments: list[str]) -> dict[str, Any]:

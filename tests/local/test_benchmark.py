@@ -15,11 +15,14 @@ from benchmarks.arms import chosen
 from benchmarks.emulated import Benchmark, until_settled
 from benchmarks.emulation import EmulatedBlock
 from benchmarks.machine import Machine
+from benchmarks.trained import configuration, without_cases
 from ds_dynmo.cli.simulation.loads import CASES, Phase, Recorded
 from ds_dynmo.cli.simulation.runs import ARMS
 from ds_dynmo.cli.simulation.statics import Statics
+from ds_dynmo.config import parse_block
 from ds_dynmo.engine.pipeline.weight_gradients import WeightGradients
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.models import ModelConfig
 from ds_dynmo.partitioners import PipelineModel
 from tests.recordings import write_recording
 
@@ -62,6 +65,14 @@ def test_real_models_run_on_a_core_for_each_stage_or_on_request(monkeypatch: pyt
     assert checked_cases(parse(real)) == [CASES["moe"]]
     monkeypatch.setattr("benchmark.num_cores", lambda: 2)
     assert checked_cases(parse([*real, "--few-cores"])) == [CASES["moe"]]
+
+
+@pytest.mark.parametrize("name", ["huggingface", "split_blocks", *CASES])
+def test_the_dense_model_is_the_same_one_without_what_changes_it(name: str) -> None:
+    block = configuration(name)["model"]
+    dense, whole = (parse_block(ModelConfig, one, "model") for one in (without_cases(block), block))
+    for key in ModelConfig.model_fields:
+        assert getattr(dense, key) == (None if key in CASES else getattr(whole, key)), key
 
 
 def test_engines_are_the_requested_ones_and_their_baselines() -> None:

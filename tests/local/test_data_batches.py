@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import islice
 from typing import Any
 
@@ -215,6 +216,44 @@ def test_packing_is_best_fit_decreasing() -> None:
     used = np.bincount(rows, weights=lengths)
     assert used.max() <= 64 and used.sum() == sum(lengths)
     assert len(used) <= 1.01 * -(-sum(lengths) // 64)
+
+
+def one_by_one(lengths: list[int], space: int) -> list[int]:
+    """Pack as :func:`pack` does, one after the other: of rows with equal space the one that got it last comes first."""
+    rows, order, count = [0] * len(lengths), sorted(range(len(lengths)), key=lambda number: -lengths[number]), 0
+    with_space: dict[int, list[int]] = {}
+    for number in order:
+        fitting = [left for left, held in with_space.items() if held and left >= lengths[number]]
+        left = min(fitting, default=space)
+        if not fitting:
+            with_space.setdefault(space, []).append(count)
+            count += 1
+        rows[number] = with_space[left].pop()
+        with_space.setdefault(left - lengths[number], []).append(rows[number])
+    return rows
+
+
+def test_packing_equals_packing_one_after_the_other() -> None:
+    generator = np.random.default_rng(1)
+    for _ in range(300):
+        space = int(generator.integers(1, 40))
+        most = int(generator.integers(1, space + 1))
+        lengths = generator.integers(1, most + 1, generator.integers(1, 120)).tolist()
+        assert pack(lengths, space).tolist() == one_by_one(lengths, space)
+
+
+@pytest.mark.parametrize(
+    ("length", "digest"), [(8, "8a9a569f06eed874"), (64, "77eb1836527d3cf4"), (1000, "6f2b102682486523")]
+)
+def test_packed_micro_batches_are_the_same_in_every_version(length: int, digest: str) -> None:
+    """A resumed run depends on them."""
+    lengths = [1 + 13 * number % 97 for number in range(500)]
+    batches = train(documents(lengths, documents="packed"), sampling="epochs", sequence_length=length)
+    found = hashlib.sha256()
+    for number in batches.epoch:
+        (ids, positions), labels = batches.micro_batch(number)
+        found.update(torch.stack([ids, positions, labels]).numpy().tobytes())
+    assert found.hexdigest()[:16] == digest
 
 
 def test_every_twentieth_document_is_for_validation() -> None:

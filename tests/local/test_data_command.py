@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_dynmo.cli.training.data import identity_of
-from ds_dynmo.cli.training.options import RESUME_FILE, Run, prepare
+from ds_dynmo.cli.training.options import Run, prepare
+from ds_dynmo.cli.training.resuming import write_facts
 from ds_dynmo.data import TokenData, Tokens
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models import ByteText
+from ds_dynmo.models import ByteText, load_text
+from ds_dynmo.models.huggingface.trial import random_model
+from families import tiny_values
 from tests.local.test_data_text import tokenizer
 
 OURS = {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 4}
@@ -54,6 +59,7 @@ def text(tmp_path: Path) -> Path:
 def prepared(folder: Path, model: dict[str, Any], *flags: str, **data: Any) -> Run:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD"},
         "dynmo": {},
         "model": model,
         **({"data": {"cache": str(folder / "cache"), **data}} if data else {}),
@@ -69,7 +75,8 @@ def huggingface(path: Path, **changes: Any) -> dict[str, Any]:
 def test_our_own_gpt_reads_bytes_by_default(tmp_path: Path, text: Path) -> None:
     for given in (text, tmp_path):  # a folder too, whatever is in it
         run = prepared(tmp_path, OURS, "--data", str(given))
-        assert isinstance(run.text, ByteText) and run.text.tokens[-14:].tolist() == list(b"one two three ")
+        assert isinstance(run.text, ByteText)
+        assert bytes(run.text.tokens[len(run.text.tokens) - 14 + torch.arange(14)].tolist()) == b"one two three "
     assert isinstance(prepared(tmp_path, OURS).text, ByteText)
 
 
@@ -99,6 +106,47 @@ def test_a_folders_own_tokenizer_reads_text(tmp_path: Path, folder: Path, text: 
     assert capsys.readouterr().out == f"{text}: 301 tokens\n"
     run = prepared(tmp_path, huggingface(folder, tokens=None), "--data", str(text), documents="joined")
     assert isinstance(run.text, TokenData)
+
+
+SHIPPED = json.loads((Path(__file__).parents[2] / "ds_configs" / "finetune.json").read_text())["data"]
+
+
+def lines_of(tmp_path: Path) -> Path:
+    (tmp_path / "text.jsonl").write_text('{"text": "one two three"}\n' * 60)
+    return tmp_path / "text.jsonl"
+
+
+def test_separate_documents_are_packed_where_the_model_keeps_them_apart(
+    tmp_path: Path, folder: Path, capsys: Any
+) -> None:
+    assert SHIPPED == {"documents": "separate"}
+    run = prepared(tmp_path, huggingface(folder), "--data", str(lines_of(tmp_path)), **SHIPPED)
+    assert run.packed and run.text.documents == "packed" and '"separate"' not in capsys.readouterr().out
+    run = prepared(tmp_path, huggingface(folder, verified=False), "--data", str(lines_of(tmp_path)), **SHIPPED)
+    assert not run.packed and run.text.documents == "padded"
+    assert '"separate": "padded", one document in each sequence: model.verified = false\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_separate_documents_are_padded_where_packed_ones_would_see_each_other(
+    rank: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    tokenizer(tmp_path / "model")
+    random_model(tiny_values("gpt_oss"), "eager").save_pretrained(tmp_path / "model")
+    model, given = huggingface(tmp_path / "model"), ("--data", str(lines_of(tmp_path)))
+    run = prepared(tmp_path, model, *given, **SHIPPED)
+    assert not run.packed and run.text.documents == "padded"
+    said = [line for line in capsys.readouterr().out.splitlines() if '"separate"' in line]
+    assert len(said) == (1 if rank == "0" else 0)
+    assert all(': "padded", one document' in line and "gpt_oss" in line for line in said)
+    with pytest.raises(ConfigError, match=r'packed documents see each other.*should be "padded".* or "joined"'):
+        prepared(tmp_path, model, *given, documents="packed")
+    own = {**OURS, "early_exit": {"method": "calm", "depths": [1]}}
+    data = {"tokenizer": str(tmp_path / "model")}
+    assert prepared(tmp_path, own, *given, **SHIPPED, **data).text.documents == "padded"
+    with pytest.raises(ConfigError, match=r'early_exit: cannot be combined with packed .*should be "padded"'):
+        prepared(tmp_path, own, *given, documents="packed", **data)
 
 
 def test_our_own_gpt_reads_text_with_a_tokenizer_that_is_named(tmp_path: Path, folder: Path, text: Path) -> None:
@@ -192,6 +240,12 @@ def test_a_model_can_be_named_by_a_flag_and_exported(tmp_path: Path, folder: Pat
             prepared(tmp_path, model, *flags)
 
 
+def save_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """Let ``folder`` hold a checkpoint whose run has these facts."""
+    (folder / "global_step5").mkdir(exist_ok=True)
+    write_facts(folder / "global_step5", facts)
+
+
 def short(text: Path) -> Path:
     """Give a text of 100 tokens."""
     path = text.with_name("short.txt")
@@ -202,22 +256,26 @@ def short(text: Path) -> Path:
 def test_a_run_is_resumed_on_the_same_tokens(tmp_path: Path, folder: Path, text: Path) -> None:
     model = huggingface(folder)
     run = prepared(tmp_path, model, "--data", str(text), documents="joined")
-    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
     said["model"] = run.model.model_dump(mode="json")
     resume = ("--resume", str(tmp_path))
     assert isinstance(run.text, TokenData)
     for kept in ({}, {"data": run.text.identity}):  # saved before there was such a key, and since
-        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, **kept}))
+        save_facts(tmp_path, {**said, **kept})
         prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
     (other := run.text.tokens.ids.copy())[150] ^= 1
     others = {**run.text.identity, "tokens": 300}, TokenData(replace(run.text.tokens, ids=other)).identity
     assert others[1]["sample"] != run.text.identity["sample"]
     older = {key: value for key, value in run.text.identity.items() if key != "boundaries"}
-    (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": older}))
+    save_facts(tmp_path, {**said, "data": older})
     prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
-    for data, was in ((others[0], ".*'tokens': 300.*"), (others[1], ".*'sample'.*"), (None, "raw bytes")):
-        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, "data": data}))
-        with pytest.raises(ConfigError, match=f"--resume .*: was trained on {was}, this run has .*'tokens': 301"):
+    for data, was in (
+        (others[0], "other data than this run has: tokens was 300, is 301$"),
+        (others[1], "other data than this run has: sample was [0-9a-f]*, is [0-9a-f]*$"),
+        (None, "raw bytes, this run has token ids$"),
+    ):
+        save_facts(tmp_path, {**said, "data": data})
+        with pytest.raises(ConfigError, match=f"--resume .*: was trained on {was}"):
             prepared(tmp_path, model, "--data", str(text), *resume, documents="joined")
 
 
@@ -234,14 +292,14 @@ def test_a_run_is_resumed_on_the_same_documents_if_they_are_kept_apart() -> None
 
 
 def test_a_resume_file_with_other_things_in_it_is_refused(tmp_path: Path, text: Path) -> None:
-    said: dict[str, Any] = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said: dict[str, Any] = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
     said["model"] = prepared(tmp_path, OURS, "--data", str(text)).model.model_dump(mode="json")
     for change, message in (
-        ({"step": "5"}, r"dynmo_train\.json lacks step"),
-        ({"steps": None, "cases": []}, r"dynmo_train\.json lacks cases, steps"),
-        ({"data": "x"}, "was trained on x, this run has"),
+        ({"step": "5"}, r"dynmo_train\.json: lacks step"),
+        ({"steps": None, "cases": []}, r"dynmo_train\.json: lacks cases, steps"),
+        ({"data": "x"}, "was trained on token ids, this run has raw bytes"),
     ):
-        (tmp_path / RESUME_FILE).write_text(json.dumps({**said, **change}))
+        save_facts(tmp_path, {**said, **change})
         with pytest.raises(ConfigError, match=message):
             prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
 
@@ -254,12 +312,32 @@ def test_an_empty_path_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_on_bytes_is_resumed_on_the_same_bytes(tmp_path: Path, text: Path) -> None:
     run = prepared(tmp_path, OURS, "--data", str(text))
-    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 4], "cases": {}}
+    said = {"step": 5, "steps": 8, "partition": [0, 4], "cases": {}}
     said |= {"model": run.model.model_dump(mode="json"), "data": identity_of(run.text)}
     for kept in (said, {**said, "data": None}):  # None: saved by an earlier version
-        (tmp_path / RESUME_FILE).write_text(json.dumps(kept))
+        save_facts(tmp_path, kept)
         prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
-    (tmp_path / RESUME_FILE).write_text(json.dumps(said))
+    save_facts(tmp_path, said)
     text.write_text("two one three " * 100)
-    with pytest.raises(ConfigError, match=r"was trained on {'bytes': 1400, 'sha256': .*, this run has {'bytes': 1400"):
+    with pytest.raises(ConfigError, match=r"on other data than this run has: sha256 was [0-9a-f]*, is [0-9a-f]*$"):
         prepared(tmp_path, OURS, "--data", str(text), "--resume", str(tmp_path))
+
+
+def test_bytes_of_a_large_text_are_hashed_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    with text.open("wb") as file:
+        file.truncate(2**25)
+    expected = {"bytes": 2**25, "sha256": hashlib.sha256(bytes(2**25)).hexdigest()[:16]}
+    assert identity_of(load_text(text)) == expected
+    (kept,) = (tmp_path / "cache").rglob("*.npz")
+    written = kept.stat().st_mtime_ns
+    assert identity_of(load_text(text)) == expected and kept.stat().st_mtime_ns == written
+    with text.open("r+b") as file:
+        file.seek(3)
+        file.write(b"x")
+    changed = hashlib.sha256(b"\0\0\0x" + bytes(2**25 - 4)).hexdigest()[:16]
+    assert identity_of(load_text(text)) == {"bytes": 2**25, "sha256": changed}
+    assert len([*(tmp_path / "cache").rglob("*.npz")]) == 2

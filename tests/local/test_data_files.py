@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,3 +245,68 @@ def test_the_check_finds_documents_over_chunks_and_says_how_far_it_is(monkeypatc
     assert len(lines) == 3
     nowhere = check_ids(Tokens(np.array(IDS), "x", end_of_document=77), 78)
     assert read(nowhere) == (IDS, [0, 12])
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a sparse file of more ids than are read at every start, of which every reading says so."""
+    monkeypatch.setattr(checking, "SECONDS_PER_LINE", 0.0)
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.truncate(2 * (2**24 + 9))
+    return tmp_path / "train.bin"
+
+
+def lines_of(path: Path, vocabulary: int = 10, cache: str = "cache", **config: Any) -> list[str]:
+    """Open a file, and return what was said: a line for each of its two chunks that was read."""
+    lines: list[str] = []
+    settings = DataConfig(dtype="uint16", cache=str(path.parent / cache), **config)
+    open_data(path, settings, vocabulary=vocabulary, say=lines.append)
+    return lines
+
+
+def put(path: Path, place: int, value: int, *, later: bool) -> None:
+    """Write an id into a file; its time stays as it was, or is a second later."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(2 * place)
+        file.write(struct.pack("<H", value))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + later * 10**9))
+
+
+def test_a_large_file_is_read_once_until_it_changes(large: Path) -> None:
+    assert len(lines_of(large)) == 2 and lines_of(large) == lines_of(large, vocabulary=11) == []
+    put(large, 5, 10, later=True)
+    with pytest.raises(ConfigError, match=r"train\.bin: token 5 of 16777225 is 10: .* has 10 entries"):
+        lines_of(large)
+    assert lines_of(large, vocabulary=11) == []  # what was read then is known too
+    with pytest.raises(ConfigError, match=r"token 5 of 16777225 is 10"):
+        lines_of(large)
+    put(large, 257 * 4, 12, later=False)  # of those that are compared
+    with pytest.raises(ConfigError, match=r"token 1028 of 16777225 is 12: .* has 11 entries"):
+        lines_of(large, vocabulary=11)
+    with large.open("ab") as file:
+        file.write(struct.pack("<H", 13))
+    assert len(lines_of(large, vocabulary=14)) == 2
+
+
+def test_documents_of_a_large_file_are_found_once(large: Path) -> None:
+    put(large, 7, 3, later=True)
+    put(large, 2**24 + 1, 3, later=True)
+    settings = DataConfig(dtype="uint16", end_of_document=3, cache=str(large.parent / "cache"))
+    for _ in range(2):
+        starts = open_data(large, settings, vocabulary=10).tokens.starts
+        assert starts is not None and starts.tolist() == [0, 8, 2**24 + 2, 2**24 + 9]
+    assert lines_of(large, end_of_document=3) == [] and len(lines_of(large)) == 2
+
+
+def test_ranks_of_a_machine_read_a_large_file_once(large: Path) -> None:
+    with ThreadPoolExecutor(4) as ranks:
+        assert sorted(map(len, ranks.map(lines_of, [large] * 4))) == [0, 0, 0, 2]
+
+
+def test_a_large_file_is_read_at_every_start_where_nothing_can_be_kept(large: Path) -> None:
+    assert [len(lines_of(large, cache="train.bin/cache")) for _ in range(2)] == [2, 2]
+    lines_of(large)
+    (kept,) = (large.parent / "cache").rglob("*.npz")
+    kept.write_bytes(b"")  # damaged
+    assert len(lines_of(large)) == 2

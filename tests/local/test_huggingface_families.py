@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import huggingface
 from ds_dynmo.models.huggingface import adapter, tiny, verification
 from ds_dynmo.models.huggingface import source as source_module
@@ -62,6 +62,16 @@ def test_layers_that_leave_out_what_the_library_computes_are_refused_with_the_di
     for wrong in ({"has_entry": False}, {"has_exit": False}):
         with pytest.raises(ConfigError, match=r"granite with sdpa attention .*logits of a tiny model differ by \d"):
             verify(values, **wrong)
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_layers_can_be_made_where_gradients_are_off(without_gradients: Any) -> None:
+    verification._compare.cache_clear()
+    with without_gradients():
+        specs = huggingface.layers(tiny_values("olmo"))
+    layers = BuiltLayers(specs).train()
+    layers(torch.arange(8).view(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
 class Detached(Surroundings):
@@ -125,7 +135,7 @@ def test_another_router_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_packed_documents_that_see_each_other_are_refused() -> None:
     values = tiny_values("minimax")
     verify(values)
-    with pytest.raises(ConfigError, match=r"packed documents see each other, as in the library: logits .* differ by"):
+    with pytest.raises(PackingError, match=r"packed documents see each other, as in the library: logits .* differ by"):
         verify(values, inputs=("position_ids",))
 
 

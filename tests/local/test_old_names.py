@@ -1,9 +1,12 @@
-"""Imports that users wrote for earlier versions still work."""
+"""Names of the package, and imports that users wrote for earlier versions."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +58,15 @@ def test_an_old_module_is_an_attribute_of_its_package_and_covers_nothing_new() -
 def test_a_name_that_never_was_is_refused(module: str) -> None:
     with pytest.raises(ImportError, match="cannot import name 'longest'"):
         exec(f"from {module} import longest")
+
+
+def test_every_name_of_the_package_is_the_one_that_type_checkers_see() -> None:
+    tree = ast.parse(Path(str(ds_dynmo.__file__)).read_text())
+    (seen,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    modules = {
+        alias.name: node.module for node in seen.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert sorted([*modules, "__version__"]) == sorted(ds_dynmo.__all__) and {*modules} <= {*dir(ds_dynmo)}
+    for name, module in modules.items():
+        assert getattr(ds_dynmo, name) is getattr(importlib.import_module(str(module)), name)
+        assert getattr(ds_dynmo, str(module).rpartition(".")[2]) is sys.modules[str(module)]

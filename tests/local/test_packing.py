@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
 from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.optimizer.state import PerParameterState
+
+CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
@@ -54,9 +57,10 @@ def send(
     place: Callable[[int], torch.Tensor | None] = unprepared,
 ) -> LayerContent:
     arrival = ArrivingLayer(packed.header)
-    arrival.allocate(torch.device("cpu"), place)
+    arrival.allocate(CPU, place)
+    arrival.load(build, CPU)
     transmit(packed.tensors, arrival.recv_buffers)
-    return arrival.materialize(build)
+    return arrival.materialize()
 
 
 def transmit(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
@@ -240,6 +244,10 @@ def test_an_unpicklable_submodule_that_the_spec_does_not_build_is_refused(layer:
         travel(layer)
 
 
+def doubled(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
 def halve(gradient: torch.Tensor) -> torch.Tensor:
     return gradient / 2
 
@@ -259,6 +267,18 @@ def test_hooks_on_a_parameter_move(layer: Layer, frozen: bool) -> None:
     module.requires_grad_(True)
     module.linear(torch.ones(1, 3)).sum().backward()
     assert module.linear.weight.grad.eq(0.5).all() and module.linear.bias.grad.eq(10.0).all()
+
+
+def test_a_hook_that_is_registered_later_replaces_none_that_arrived(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = layer.linear.register_forward_hook(doubled)
+    packed = pack(PerParameterState(None).content(layer), type(layer))
+    monkeypatch.setattr(RemovableHandle, "next_id", handle.id)  # as in a process that has registered fewer
+    module = send(packed, type(layer)).module
+    module.linear.register_forward_hook(doubled)
+    inputs = torch.ones(1, 3)
+    assert torch.equal(module.linear(inputs), layer.linear(inputs) * 2)
 
 
 def test_a_hook_that_cannot_travel_is_refused(layer: Layer) -> None:
@@ -299,14 +319,16 @@ def travel_in_two_parts(
     state, build = PerParameterState(optimizer), type(layer)
     ahead = pack(state.content(layer), build)
     first = ArrivingLayer(ahead.header)
-    first.allocate(torch.device("cpu"), unprepared)
+    first.allocate(CPU, unprepared)
+    first.load(build, CPU)
     transmit(ahead.constants, first.constants)
     change()
     rest = pack(state.content(layer), build, sent_ahead=ahead)
     arrival = ArrivingLayer(rest.header)
-    arrival.allocate(torch.device("cpu"), unprepared, first)
+    arrival.allocate(CPU, unprepared, first)
+    arrival.load(build, CPU)
     transmit(rest.tensors, arrival.recv_buffers)
-    return arrival.materialize(build), rest
+    return arrival.materialize(), rest
 
 
 def test_weights_and_moments_are_sent_first_and_the_rest_later(layer: Layer) -> None:

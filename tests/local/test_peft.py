@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from ds_dynmo.engine.pipeline.split_modules import forwards
 from ds_dynmo.errors import CheckpointError, ConfigError
 from ds_dynmo.models import ModelConfig, huggingface, language_model_loss, model_layers
 from ds_dynmo.models.exporting import weights_file
+from ds_dynmo.models.huggingface import adapter, lora_targets
 from ds_dynmo.models.huggingface.configs import experts_key, families
 from ds_dynmo.models.huggingface.lora import plain_name
 from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
@@ -128,8 +130,13 @@ def compare_family(kind: str) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2)
+    compare_with_pefts(model, BuiltLayers(huggingface.layers(model, attn_implementation="eager", verified=False)))
+
+
+def compare_with_pefts(model: Any, layers: BuiltLayers) -> None:
+    """Compare logits and gradients with those of peft's model."""
     tokens, _ = next(iter(trial_batches(model.config.vocab_size, ())))
-    layers = BuiltLayers(huggingface.layers(model, attn_implementation="eager", verified=False)).train()
+    layers.train()
     torch.manual_seed(1)
     expected = model(input_ids=tokens, use_cache=False).logits
     torch.manual_seed(1)
@@ -154,6 +161,71 @@ def test_at_least_60_families_take_adapters() -> None:
         compare_family(kind)
         working.append(kind)
     assert len(working) >= 60
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+DENSE = ["gate_proj", "up_proj", "down_proj"]
+# By family that peft has no default for, its linear layers but those of routers, of experts, and those that peft takes
+# for experts.
+CHOSEN = {
+    "olmo": [*ATTENTION, *DENSE],
+    "deepseek_v3": LATENT,
+    "gpt_oss": ATTENTION,
+    "phi3": ["o_proj", "qkv_proj", "gate_up_proj", "down_proj"],
+    "axk2": ["q_a_proj", "q_gate_proj", *LATENT[2:], *(f"mlp.{name}" for name in DENSE)],  # experts have these too
+    "glm4": [*ATTENTION, "gate_up_proj", "down_proj"],
+    "granite": [*ATTENTION, *DENSE],
+    "qwen2_moe": ATTENTION,
+    "olmo_hybrid": [*DENSE, *ATTENTION[:3], "a_proj", "b_proj", "g_proj", "o_proj"],
+    "starcoder2": [*ATTENTION, "c_fc", "c_proj"],
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("olmo", "deepseek_v3") else pytest.param(kind, marks=pytest.mark.fuzz) for kind in CHOSEN]
+)
+def test_without_targets_all_linear_layers_but_of_routers_and_experts_train_as_pefts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(adapter.logger, "warning", said.append)
+    base = tiny_model(kind)
+    specs = huggingface.layers(base, attn_implementation="eager", verified=False, peft={"r": 2})
+    assert said == [
+        f"peft has no default target_modules for model_type {base.config.model_type}: LoRA adapters are on "
+        + ", ".join(CHOSEN[kind])
+    ]
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=CHOSEN[kind], r=2, task_type="CAUSAL_LM"))
+    layers = BuiltLayers(specs)
+    own, reference = layers.named_weights(base), dict(base.named_parameters())
+    assert own.keys() == reference.keys()
+    with torch.no_grad():
+        for name, parameter in reference.items():
+            if "lora_" in name:  # fresh ones are drawn in other ways, and change nothing
+                own[name].copy_(nn.init.normal_(parameter, std=0.2))
+    compare_with_pefts(model, layers)
+    for parameters in (own, reference):
+        torch.optim.AdamW([one for one in parameters.values() if one.requires_grad], lr=0.01).step()
+    for name, parameter in reference.items():
+        torch.testing.assert_close(own[name], parameter, rtol=1e-4, atol=1e-5)
+        own[name].grad = parameter.grad = None
+    compare_with_pefts(model, layers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_without_targets_pefts_default_stays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter.logger, "warning", pytest.fail)
+    values = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL}[kind]
+    found = BuiltLayers(huggingface.layers(values, peft={})).named_weights(library_model(values))
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in found if "lora_" in name}
+    assert adapted == ({"c_attn"} if kind == "gpt2" else {"q_proj", "v_proj"})
+
+
+def test_a_family_without_any_layer_that_suits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_targets, "LEFT_OUT", re.compile(""))
+    with pytest.raises(ConfigError, match=f"peft has no default for model_type olmo, .*; the model has {NAMES}$"):
+        huggingface.layers({"model_type": "olmo", **SIZES}, peft={})
 
 
 def weights(specs: list[Any]) -> dict[str, nn.Parameter]:
@@ -205,6 +277,7 @@ def test_a_base_in_bf16_with_adapters_in_fp32_becomes_fp32() -> None:
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
 MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 4}
+NAMES = "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
 
 
 @pytest.mark.parametrize(
@@ -222,9 +295,12 @@ MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 4}
             r"peft.trainable_token_indices = \[1\]: does not work layer by layer",
         ),
         (LLAMA, {"inference_mode": True}, "inference_mode = true: no adapter would train"),
-        (LLAMA, {"target_modules": ["nope"]}, "peft: Target modules .*nope.* not found"),
-        (LLAMA, {"target_modules": ["q_proj", "nope"]}, "peft.target_modules: the model has no module nope"),
-        (LLAMA, {"modules_to_save": ["nope"]}, "peft.modules_to_save: the model has no module nope"),
+        (LLAMA, {"target_modules": ["nope"]}, f"peft.target_modules: the model has no module nope; it has {NAMES}$"),
+        (LLAMA, {"target_modules": ["q_proj", "nope"]}, "peft.target_modules: the model has no module nope; it has"),
+        (LLAMA, {"target_modules": ".*nope"}, rf"the model has no module \.\*nope; it has {NAMES}$"),
+        (GPT2, {"target_modules": ["nope"]}, "it has wte, wpe, c_attn, c_proj, c_fc, lm_head$"),
+        (LLAMA, {"target_modules": "(q_proj"}, "peft: missing \\), unterminated"),
+        (LLAMA, {"modules_to_save": ["nope"]}, "peft.modules_to_save: the model has no module nope; it has .*norm,"),
         (LLAMA, {"peft_type": "IA3"}, "peft_type IA3: works in no pipeline, LORA alone does"),
         (TIED, {"modules_to_save": ["lm_head"]}, "lm_head is a target.*one weight with model.embed_tokens"),
         (TIED, {"target_modules": ["embed_tokens"]}, "embed_tokens is a target.*one weight with lm_head"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ import pytest
 
 from ds_dynmo.cli import plot
 from ds_dynmo.cli.plotting.data import (
-    ENGINES_REASONS,
     Report,
     costs,
     loads_around,
@@ -26,12 +26,12 @@ from ds_dynmo.cli.plotting.data import (
     traced,
 )
 from ds_dynmo.cli.plotting.html import rebalance_rows
-from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.engine.profiling.trace_events import Event, TraceFile, Track, batch_events, track_names
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import LayerCost, Profile
 from ds_dynmo.schedules import zb_h1
+from tests.full_disk import files_of_at_most
 
 SECONDS = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (3.0, 6.0)]
 
@@ -238,15 +238,15 @@ def test_a_report_with_records_of_the_engine_only(tmp_path: Path) -> None:
 def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     repacked = {"kind": "repack", "step": 3, "old_partition": [0, 2, 4], "new_partition": [0, 4]}
-    froze = {**repacked, "reason": "freezing: first 3 layers"}
-    kept = decision(5, (0, 4), (0, 4), reason="freezing: first 5 layers")
+    froze = {**repacked, "reason": "freezing: first 3 layers", "model_changed": True}
+    kept = decision(5, (0, 4), (0, 4), reason="<b>thawing</b>: all", model_changed=True)
     never = write_report(tmp_path, run_records()).rename(tmp_path / "never.jsonl")
     report = write_report(tmp_path, [*run_records(), froze, kept])
     assert read_report(report).repacks == (froze,)
-    assert [record["step"] for record in read_report(report).changes] == [2, 4, 6, 5, 3]
+    assert [record["step"] for record in read_report(report).changes] == [5, 3]
     assert plot.main([str(report), "--never", str(never), "--format", "svg", "--out", str(tmp_path)]) == 0
     drawn = (tmp_path / "ranks.svg").read_text()
-    written = ("2 to 1 stages", "never re-packed", "&lt;b&gt;interval&lt;/b&gt;, freezing", "tokens/s")
+    written = ("2 to 1 stages", "never re-packed", "&lt;b&gt;thawing&lt;/b&gt;, freezing", "tokens/s")
     assert all(f">{text}<" in drawn for text in written)
     assert not list(tmp_path.glob("*.png"))
     assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path)]) == 0
@@ -256,10 +256,6 @@ def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: py
     assert f"--never {never}: only one of the two reports has tokens/s" in capsys.readouterr().err
     assert plot.main([str(alone), "--never", str(alone), "--format", "svg", "--out", str(tmp_path)]) == 0
     assert all(text in (tmp_path / "ranks.svg").read_text() for text in (">batch (s)<", ">never re-packed<"))
-
-
-def test_a_decision_that_the_engine_asked_for_is_no_change_of_the_model() -> None:
-    assert {reason.value for reason in Reason} - {Reason.MODEL_CHANGED.value} == ENGINES_REASONS
 
 
 @pytest.mark.filterwarnings("error")
@@ -333,13 +329,26 @@ def test_both_parts_of_a_traced_backward_pass_have_a_colour() -> None:
 @pytest.mark.filterwarnings("error")
 def test_schedules_are_drawn_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
+    (tmp_path / "of_another_run.svg").touch()
     assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: schedules.svg\n"  # what it drew, not all that is there
     drawn = (tmp_path / "schedules.svg").read_text()
     committed = (Path(__file__).parents[2] / "docs" / "images" / "schedules.svg").read_text()
     for text in ("1F1B, 57 forward passes", "zero bubble, 43 forward passes", "weight gradient", "input gradient"):
         assert text in drawn and text in committed
     assert plot.main(["--schedules", "0", "12"]) == 2
     assert "--schedules 0 12: should be at least 1 each" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    for out, why in ((tmp_path / "file" / "out", "Not a directory"), (tmp_path / "full", "File too large")):
+        with files_of_at_most(1000):
+            assert plot.main(["--schedules", "8", "12", "--format", "svg", "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"ds-dynmo-plot: error: --out {out}: cannot be written: ") and why in said
+    assert os.listdir(tmp_path / "full") == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[1]", '{"rows": [{}]}'])

@@ -90,11 +90,11 @@ def test_another_layers_weight_is_refused_in_layers_given_as_modules() -> None:
 
 
 def test_shared_objects_that_hold_named_ones_are_refused_too() -> None:
-    grid = Thing(lock=threading.Lock())
-    shared = Thing(grid=grid)
+    grid, settings = Thing(lock=threading.Lock()), Thing()
+    shared = Thing(grid=grid, settings=settings)
     layers = [Layer(held=shared), Layer(held=shared)]
     with pytest.raises(TypeError, match=r"held, a .*Thing, is shared with layer 1"):
-        packed(layers[0], names_of(layers, grid=grid))
+        packed(layers[0], names_of(layers, grid=grid, settings=settings))
 
 
 def test_an_unpicklable_name_is_refused_before_anything_is_sent() -> None:

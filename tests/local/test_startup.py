@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 
@@ -31,10 +32,12 @@ class Accelerator:
 def test_a_rank_takes_the_accelerator_with_its_number(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU ranks share what there is."""
+    """On a CPU ranks share what there is, and see no GPU, although DeepSpeed's launcher shows them some."""
     monkeypatch.setattr(startup, "get_accelerator", lambda: accelerator)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     startup.take_device(1)
     assert accelerator.taken == [1]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if accelerator.device_name() == "cpu" else "0,1")
 
 
 def test_a_rank_that_sees_one_accelerator_of_its_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

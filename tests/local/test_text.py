@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.text import STRETCH_BYTES, Batches, ByteText, load_text
+from ds_dynmo.models.text import STRETCH_BYTES, Batches, ByteText, FileBytes, load_text
 
 
 def counting(length: int) -> ByteText:
     """Make a text whose byte at position i is i % 251."""
     return ByteText((torch.arange(length) % 251).to(torch.uint8), "counting")
+
+
+def content(text: ByteText) -> bytes:
+    assert isinstance(text.tokens, FileBytes)
+    found = b"".join(text.tokens.pieces())
+    assert len(found) == len(text.tokens) and found[:99] == bytes(text.tokens[torch.arange(len(found[:99]))].tolist())
+    return found
 
 
 def train_batches(text: ByteText, **changes: Any) -> Batches:
@@ -84,23 +91,41 @@ def test_a_folder_is_read_whole_whatever_the_suffix(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one")
     (tmp_path / "c.bin").write_bytes(b"")
     (tmp_path / ".hidden").write_bytes(b"zero")
-    assert bytes(load_text(tmp_path).tokens.tolist()) == b"zeroonetwo\xff"
+    assert content(load_text(tmp_path)) == b"zeroonetwo\xff"
+
+
+@pytest.mark.parametrize("sampling", ["random", "epochs"])
+def test_micro_batches_of_files_are_those_of_their_bytes_in_memory(sampling: Any, tmp_path: Path) -> None:
+    """Also where a sequence begins in one file and ends in another, and where more files are read than stay mapped."""
+    written = (torch.arange(5000) ** 2 % 251).to(torch.uint8)
+    for number, piece in enumerate(written.split(40)):
+        (tmp_path / f"{number:03}").write_bytes(bytes(piece.tolist()))
+    in_memory, of_files = ByteText(written, "memory"), load_text(tmp_path)
+    for number in range(20):
+        expected, found = (train_batches(text, sampling=sampling).micro_batch(number) for text in (in_memory, of_files))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_text_is_not_held_in_memory(tmp_path: Path) -> None:
+    with (tmp_path / "text").open("wb") as file:
+        file.truncate(2**40)  # sparse
+    inputs, _ = train_batches(load_text(tmp_path / "text")).micro_batch(0)
+    assert not inputs.any()
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)))
     text = load_text(path)
-    assert text.tokens.dtype == torch.uint8
-    assert text.tokens.tolist() == list(range(256))
+    assert content(text) == bytes(range(256))
 
 
 def test_the_default_text_is_pythons_sources_without_tests() -> None:
     text = load_text()
-    content = bytes(text.tokens.numpy())
-    assert 2**20 < len(content) <= 16 * 2**20
-    assert b"import os" in content
-    assert torch.equal(text.tokens, load_text().tokens)
+    found = content(text)
+    assert 2**20 < len(found) <= 16 * 2**20
+    assert b"import os" in found
+    assert found == content(load_text())
 
 
 def test_bad_paths_are_named(tmp_path: Path) -> None:
@@ -122,7 +147,7 @@ def test_what_a_folder_would_leave_out_is_refused(tmp_path: Path, monkeypatch: p
     (folder / "a.txt").write_bytes(b"one")
     (tmp_path / "b.txt").write_bytes(b"two")
     (folder / "linked.txt").symlink_to(tmp_path / "b.txt")
-    assert bytes(load_text(folder).tokens.tolist()) == b"onetwo"
+    assert content(load_text(folder)) == b"onetwo"
     for target in (tmp_path / "nowhere", tmp_path, folder / "link"):
         (folder / "link").symlink_to(target)
         with pytest.raises(ConfigError, match="texts/link: is a link to a folder or to nothing"):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_dynmo.cli import train
-from ds_dynmo.cli.training.options import RECORDING, RESUME_FILE, Run, prepare
-from ds_dynmo.cli.training.recording import Recording
-from ds_dynmo.engine.balancing.trigger import Reason
+from ds_dynmo.cli.training.options import RECORDING, Run, prepare
+from ds_dynmo.cli.training.resuming import FACTS_FILE, write_facts
+from ds_dynmo.cli.training.stopping import StopSignals
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.models import read_model_config
 
@@ -66,16 +66,43 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             "--record r.jsonl: needs dynmo.repack.enab",
         ),
         ({}, ["--record", "/dev/null/r.jsonl"], "--record /dev/null/r.jsonl: cannot be written"),
-        ({}, ["--trace", "t.json", "5", "4"], r"--trace.steps = \[5, 4\]: should be \[first, last\]"),
-        ({}, ["--trace", "t.json", "1", "all"], r'--trace.steps = \[1, "all"\]: should be \[first, last\]'),
+        ({}, ["--trace", "t.json", "5", "4"], "^--trace t.json 5 4: should be FILE FIRST LAST with 1 <= FIRST <= LAST"),
+        ({}, ["--trace", "t.json", "1", "all"], "^--trace t.json 1 all: should be FILE FIRST LAST"),
+        ({}, ["--trace", "/dev/null/t.json", "1", "2"], "^--trace /dev/null/t.json: cannot be written"),
+        ({}, ["--tag", "global_step3"], "^--tag global_step3: needs --resume DIR"),
+        ({"optimizer": None}, [], "^optimizer: is missing"),
+        ({"optimizer": {"params": {}}}, [], "^optimizer.type = null: should be a name"),
+        ({"optimizer": {"type": "Nope"}}, [], '^optimizer.type = "Nope": is neither'),
+        ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, [], "^DeepSpeed refuses .*'momentun'"),
+        ({"scheduler": {"type": "Nope"}}, [], '^scheduler.type = "Nope": is neither'),
+        ({"gradient_accumulation_steps": "8"}, [], '^gradient_accumulation_steps = "8": should be an int'),
+        ({"gradient_accumulation_steps": 0}, [], "^gradient_accumulation_steps = 0: should be an int of at least 1"),
+        ({"train_micro_batch_size_per_gpu": None}, [], "^train_micro_batch_size_per_gpu: is missing; give it"),
+        (
+            {"train_batch_size": 9},
+            ["--stages", "1"],
+            "^train_batch_size = 9: should be train_micro_batch_size_per_gpu 1 x gradient_accumulation_steps 2 x repli"
+            "cas 2 = 4$",
+        ),
+        ({"gradient_clipping": "1"}, [], '^gradient_clipping = "1": should be a number of at least 0'),
+        ({"bf16": True}, [], "^bf16 = true: should be an object"),
+        ({"zero_optimization": {"stage": 7}}, [], "^DeepSpeed refuses zero_optimization.stage = 7: Input should"),
     ],
 )
 def test_wrong_configs_and_flags_are_refused(
     tmp_path: Path, changes: dict[str, Any], flags: list[str], message: str
 ) -> None:
     path = write(tmp_path, **changes)
-    with pytest.raises((ConfigError, PartitionError), match=message):
+    with pytest.raises((ConfigError, PartitionError), match=message) as error:
         prepare(["--deepspeed_config", str(path), *flags])
+    assert "\n" not in str(error.value)
+
+
+def test_a_configuration_may_have_comments_as_deepspeeds_may(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    plain = prepare(["--deepspeed_config", str(path)])
+    path.write_text("// why\n" + path.read_text().replace("{", "{ # what follows\n", 1))
+    assert prepare(["--deepspeed_config", str(path)]).settings == plain.settings
 
 
 def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> None:
@@ -92,15 +119,6 @@ def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> 
     path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
     with pytest.raises(ConfigError, match=r'^--record r\.jsonl: needs a "dynmo" block'):
         prepare(["--deepspeed_config", str(path), "--record", "r.jsonl"])
-
-
-@pytest.mark.parametrize("reason", [*Reason, "freezing: first 2 layers"])
-def test_a_recording_names_what_the_model_announced_alone(reason: Reason | str) -> None:
-    said = reason.value if isinstance(reason, Reason) else reason
-    counts = reason is Reason.MODEL_CHANGED or said == reason
-    recording = Recording(SimpleNamespace(), SimpleNamespace(reports=[SimpleNamespace(reason=said)]), None)
-    assert recording._change() == ({"changed": said} if counts else {})
-    assert recording._change() == {}  # it was said once
 
 
 def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:
@@ -154,12 +172,17 @@ CONSTANT = {
 }
 
 
+def save_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
+    checkpoint.mkdir(exist_ok=True)
+    write_facts(checkpoint, facts)
+
+
 def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> Run:
     """Prepare to resume at step 5 of 8."""
     path = write(folder, model={**SIZES, **case})
     model = prepare(["--deepspeed_config", str(path)]).model.model_dump(mode="json")
-    said = {"step": 5, "steps": 8, "tag": "global_step5", "partition": [0, 3, 7], "model": model, "cases": {}}
-    (folder / RESUME_FILE).write_text(json.dumps({**said, **changes}))
+    facts = {"step": 5, "steps": 8, "partition": [0, 3, 7], "model": model, "cases": {}}
+    save_facts(folder / "global_step5", {**facts, **changes})
     return prepare(["--deepspeed_config", str(path), "--resume", str(folder), *flags])
 
 
@@ -198,9 +221,44 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             resumed(tmp_path, {}, *flags, **changes)
-    (tmp_path / RESUME_FILE).write_text(json.dumps({"step": 5, "partition": [0, 3, 7], "model": {}, "cases": {}}))
-    with pytest.raises(ConfigError, match=f"{RESUME_FILE} lacks steps, tag"):
+    save_facts(tmp_path / "global_step5", {"step": 5, "partition": [0, 3, 7], "model": {}, "cases": []})
+    with pytest.raises(ConfigError, match=f"^--resume .*global_step5/{FACTS_FILE}: lacks cases, steps"):
         prepare(["--deepspeed_config", str(tmp_path / "config.json"), "--resume", str(tmp_path)])
+
+
+def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, problem in (("empty", "holds no checkpoint of ds-dynmo-train"), ("nowhere", "no such folder")):
+        with pytest.raises(ConfigError, match=f"^--resume .*{folder}: {problem}"):
+            prepare(["--deepspeed_config", str(write(tmp_path)), "--resume", str(tmp_path / folder)])
+    run = resumed(tmp_path, {})
+    assert train.resumed_line(run) == f"resuming from {tmp_path}/global_step5: step 5 of 8; stages: 2"
+    latest = tmp_path / "latest"
+    latest.unlink()  # of a folder with one checkpoint it is plain which is meant
+    flags = ["--deepspeed_config", str(tmp_path / "config.json"), "--resume", str(tmp_path)]
+    assert prepare(flags).first_step == 5
+    facts = json.loads((tmp_path / "global_step5" / FACTS_FILE).read_text())
+    save_facts(tmp_path / "global_step3", {**facts, "step": 3, "stages": 3})
+    assert prepare(flags).first_step == 3
+    there = "there are global_step3, global_step5; --tag TAG chooses one"
+    for names, problem in ((None, 'has no file "latest", and'), ("global_step7", '"latest" names global_step7, which')):
+        latest.unlink() if names is None else latest.write_text(names)
+        with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: {problem}.* {there}$"):
+            prepare(flags)
+        run = prepare([*flags, "--tag", "global_step3"])
+        assert train.resumed_line(run).endswith("global_step3: step 3 of 8; stages: 3 when saved, 2 now")
+    with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag global_step4, which is not there; {there}$"):
+        prepare([*flags, "--tag", "global_step4"])
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -> None:
+    child = os.fork()
+    if child == 0:
+        with StopSignals(True):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
 
 
 # -- a whole run --------------------------------------------------------------------------------------------

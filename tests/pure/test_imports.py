@@ -138,6 +138,14 @@ def test_light_modules_load_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
+@pytest.mark.parametrize("module", ["ds_dynmo", "ds_dynmo.partitioners", "ds_dynmo.plan", "ds_dynmo.schedules"])
+def test_decisions_need_numpy_alone(module: str) -> None:
+    packages = ("deepspeed", "psutil", "pydantic", "torch")
+    code = f"import sys; sys.modules.update(dict.fromkeys({packages})); import {module}"  # None: importing it fails
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_version_is_that_of_the_package_metadata() -> None:
     written = (PACKAGE.parent / "pyproject.toml").read_text()
     assert f'\nversion = "{ds_dynmo.__version__}"\n' in written

@@ -15,7 +15,6 @@ from ds_dynmo.schedules import Kind, PassCosts, Schedule, replay
 
 Record = dict[str, Any]
 
-ENGINES_REASONS = frozenset({"initial", "interval", "by hand", "explicit", "checkpoint"})  # others are of the model
 BEST_STATIC = "best_static"
 
 
@@ -38,7 +37,7 @@ class Report:
     @property
     def changes(self) -> tuple[Record, ...]:
         """The decisions that the model asked for, as its work had changed."""
-        return tuple(r for r in (*self.rebalances, *self.repacks) if r["reason"] not in ENGINES_REASONS)
+        return tuple(r for r in (*self.rebalances, *self.repacks) if r.get("model_changed"))
 
 
 PASSES = {

@@ -8,23 +8,29 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_dynmo.data import DataConfig, TokenData, check_text, holds_ids, lacks_dtype, open_data, read_data_config
+from ds_dynmo.data.cache import LARGE, default_folder, known
 from ds_dynmo.data.tokenizing import TOKENIZER
+from ds_dynmo.data.tokens import SAMPLED
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models import ByteText, ModelConfig, huggingface, load_text, vocabulary_of
+from ds_dynmo.models.text import FileBytes
 from ds_dynmo.text_files import readable
 
-__all__ = ["check_same_data", "describe", "identity_of", "load_data"]
+__all__ = ["check_same_data", "describe", "identity_of", "load_data", "say"]
 
 TO_BYTES = '"tokens": "bytes" in the "model" block trains on its bytes'
 
 
-def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig) -> ByteText | TokenData:
+def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig, *, packed: bool) -> ByteText | TokenData:
     """Read what ``--data`` names, and check it against the model. Rank 0 says what it found.
 
     Args:
         path: None: Python's standard library, as bytes.
         settings: the DeepSpeed configuration, whose "data" block says more.
+        packed: are the model's layers built for packed documents?
 
     Raises:
         ConfigError: naming the path or key, and what is wrong.
@@ -34,7 +40,7 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig) ->
         raise ConfigError('--data "": should name a file or a folder')
     folder = _folder(model)
     if model.tokens is None and path is not None and holds_ids(path, config):
-        return _open(path, config, model)
+        return _open(path, config, model, packed)
     if model.tokens == "bytes" or (config.tokenizer is None and folder is None):
         given = sorted(config.model_fields_set)
         if given:
@@ -54,7 +60,7 @@ def load_data(path: str | None, settings: dict[str, Any], model: ModelConfig) ->
         )
     if path is None:
         raise ConfigError(f"--data: should name text or token ids for a model with a tokenizer; {TO_BYTES}")
-    return _open(path, config, model)
+    return _open(path, config, model, packed)
 
 
 def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | TokenData) -> None:
@@ -67,8 +73,12 @@ def check_same_data(resume: Path, resumed: dict[str, Any], data: ByteText | Toke
     before = resumed.get("data", now)
     if before is None and isinstance(data, ByteText):  # saved by an earlier version, like one without all keys
         return
-    if not isinstance(before, dict) or {**now, **before} != now:
-        raise ConfigError(f"--resume {resume}: was trained on {before or 'raw bytes'}, this run has {now}")
+    if not isinstance(before, dict) or not before.keys() <= now.keys():
+        kind, other = ("raw bytes", "token ids") if isinstance(data, ByteText) else ("token ids", "raw bytes")
+        raise ConfigError(f"--resume {resume}: was trained on {other}, this run has {kind}")
+    changed = [f"{key} was {value}, is {now[key]}" for key, value in before.items() if value != now[key]]
+    if changed:
+        raise ConfigError(f"--resume {resume}: was trained on other data than this run has: {'; '.join(changed)}")
 
 
 def identity_of(data: ByteText | TokenData) -> dict[str, Any]:
@@ -85,21 +95,35 @@ def describe(data: ByteText | TokenData) -> str:
     return f"{len(data.tokens)} bytes ({_digest(data)})"
 
 
+def say(line: str) -> None:
+    """Print a line on rank 0, before ranks have met."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(line, flush=True)
+
+
 @lru_cache(maxsize=1)
 def _digest(text: ByteText) -> str:
-    return hashlib.sha256(text.tokens.numpy().data).hexdigest()[:16]
+    """Hash all bytes. Those of a large text are read once on a machine, as long as its files are not changed."""
+    tokens = text.tokens
+    assert isinstance(tokens, FileBytes), "load_text gives these"
+
+    def find() -> dict[str, str]:
+        whole = hashlib.sha256()
+        for piece in tokens.pieces():
+            whole.update(piece)
+        return {"sha256": whole.hexdigest()[:16]}
+
+    if len(tokens) <= LARGE:
+        return find()["sha256"]
+    sample = tokens[torch.arange(0, len(tokens), -(-len(tokens) // SAMPLED))]
+    key = ["bytes", len(tokens), hashlib.sha256(sample.numpy().data).hexdigest()]
+    return str(known(default_folder(), tokens.files, key, find)["sha256"])
 
 
-def _open(path: str, config: DataConfig, model: ModelConfig) -> TokenData:
-    first_rank = int(os.environ.get("RANK", 0)) == 0
-
-    def say(line: str) -> None:
-        if first_rank:
-            print(line, flush=True)
-
+def _open(path: str, config: DataConfig, model: ModelConfig, packed: bool) -> TokenData:
     folder = _folder(model)
     tokenizer = folder if _has_tokenizer(folder) else None
-    data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, say=say)
+    data = open_data(path, config, vocabulary=vocabulary_of(model), tokenizer=tokenizer, packs=packed, say=say)
     say(data.describe(model.sequence_length))
     return data
 

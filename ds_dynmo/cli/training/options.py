@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_dynmo.cli.command_line import check_at_least_1, path_of
-from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data
-from ds_dynmo.config import TraceConfig, load_json, parse_block, read_dynmo_config
+from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
+from ds_dynmo.cli.training.resuming import read_resumed, total_steps
+from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.data import TokenData, read_data_config
-from ds_dynmo.errors import ConfigError
+from ds_dynmo.engine.deepspeed_adapter.settings import check_settings
+from ds_dynmo.errors import ConfigError, PackingError
 from ds_dynmo.models import ByteText, ModelConfig, model_layers, read_model_config
 from ds_dynmo.models.exporting import check_is_new
-from ds_dynmo.text_files import readable
 
-RESUME_FILE = "dynmo_train.json"
-LAUNCH_FILE = "launch.json"  # written by the engine when it stops a run for a restart
-RESUMED = {"step": int, "steps": int, "tag": str, "partition": list, "model": dict, "cases": dict}  # what it has
-RUN = "run"  # name under which RunFacts is shared
 STEPS = 150
 START = (
     "Start one process per accelerator, by deepspeed, torchrun, srun or mpirun. Without them it is one process, so one "
@@ -45,11 +42,12 @@ class Run:
 
     Attributes:
         name: of the configuration.
+        layers: the LayerSpecs of ``model``.
         steps: batches of the whole run, of which schedules are fractions.
         packed: sequences hold several documents, and inputs their positions.
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
-        resumed: the content of :data:`RESUME_FILE` of the resumed run; None for a new run.
+        resumed: the facts of the resumed run: :func:`read_resumed`; None for a new run.
         join: HOST:PORT of the run that these processes join; None: they are their own run.
         record: where to record what layers cost; None: nowhere.
         interval: between decisions, as configured: a recording has one after every batch.
@@ -58,6 +56,7 @@ class Run:
     name: str
     settings: dict[str, Any]
     model: ModelConfig
+    layers: list[Any]
     text: ByteText | TokenData
     packed: bool
     steps: int
@@ -122,6 +121,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
     parser.add_argument("--export", type=path_of, metavar="DIR", help="write a Hugging Face model's weights at the end")
     parser.add_argument("--resume", type=path_of, metavar="DIR", help="continue from the latest checkpoint in DIR")
+    parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="join these processes to the run there, started with the same arguments"
     )
@@ -141,9 +141,12 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     args = parse_arguments(arguments)
     world_size = int(os.environ["WORLD_SIZE"])
     if settings is None:
-        settings = load_json(args.deepspeed_config)
+        settings = load_settings(Path(args.deepspeed_config))
     settings = with_model(args, settings)
     dynmo = read_dynmo_config(settings)
+    check_deepspeed_keys(settings)
+    stages = check_stages(args.stages, world_size)
+    check_batch_sizes(settings, world_size // stages)
     model = read_model_config(settings)
     if dynmo is None:
         check_without_block(args, model)
@@ -156,24 +159,24 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         if not 0 <= args.seed < 2**32:
             raise ConfigError(f"--seed {args.seed}: should be in 0 to 2**32 - 1")
         model = model.model_copy(update={"seed": args.seed})
-    packed = read_data_config(settings).documents == "packed"
-    stages = check_stages(args.stages, world_size, len(model_layers(model, packed=packed)))
-    text = load_data(args.data, settings, model)
+    layers, packed = build_layers(model, read_data_config(settings).documents)
+    if stages > len(layers):
+        raise ConfigError(f"--stages {stages}: the model has {len(layers)} layers, at most one stage each")
+    check_settings(settings)
+    if args.trace is not None:
+        settings = {**settings, "dynmo": {**settings["dynmo"], "trace": read_trace(*args.trace)}}
+    if args.tag is not None and args.resume is None:
+        raise ConfigError(f"--tag {args.tag}: needs --resume DIR, the folder of the checkpoint")
+    resumed = None if args.resume is None else read_resumed(args.resume, args.tag, model)
+    text = load_data(args.data, settings, model, packed=packed)
     text.check_length(model.sequence_length)
     settings = dict(settings)
     if dynmo is not None:
         settings["dynmo"] = dict(settings["dynmo"])
-    if args.trace is not None:
-        path, *numbers = args.trace
-        trace = {"path": path, "steps": [int(number) if number.isdecimal() else number for number in numbers]}
-        parse_block(TraceConfig, trace, "--trace")
-        settings["dynmo"]["trace"] = trace
-    resumed = None
-    if args.resume is not None:
-        resumed = read_resume_file(args.resume, model)
+    first_step, steps = 0, STEPS if args.steps is None else args.steps
+    if resumed is not None:
         check_same_data(args.resume, resumed, text)
-    first_step = resumed["step"] if resumed else 0
-    steps = total_steps(args, model, resumed)
+        first_step, steps = resumed["step"], total_steps(args.steps, args.resume, resumed, model)
     stop = steps if args.stop_at is None else args.stop_at
     if not first_step < stop <= steps:
         raise ConfigError(f"--stop-at {stop}: should be in {first_step + 1} to {steps}, the steps that are left")
@@ -199,7 +202,8 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         settings["dynmo"] |= RECORDING
         if dynmo.initial_partition == "profile":
             settings["dynmo"]["initial_partition"] = None
-    for option, path in (("--report", report), ("--record", args.record)):
+    trace = None if args.trace is None else Path(args.trace[0])
+    for option, path in (("--report", report), ("--record", args.record), ("--trace", trace)):
         if path is not None:
             with refusing(option, path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,6 +212,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         name=Path(args.deepspeed_config).stem,
         settings=settings,
         model=model,
+        layers=layers,
         text=text,
         packed=packed,
         steps=steps,
@@ -233,6 +238,30 @@ def with_model(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, 
     if args.peft is not None and isinstance(block, dict):
         given["peft"] = block.get("peft") or {}
     return {**settings, "model": {**block, **given}} if given and isinstance(block, dict) else settings
+
+
+def build_layers(model: ModelConfig, documents: str) -> tuple[list[Any], bool]:
+    """Build the model's layers, and tell whether they are for packed documents.
+
+    Args:
+        documents: of the "data" block.
+
+    Raises:
+        ConfigError: as :func:`model_layers`, or the model cannot have documents "packed".
+    """
+    if documents == "packed" or (documents == "separate" and model.verified):
+        try:
+            return model_layers(model, packed=True), True
+        except PackingError as error:
+            if documents == "packed":
+                raise ConfigError(
+                    f'{error}; data.documents = "packed": should be "padded", one document in each sequence, or '
+                    '"joined", over whose borders all models attend'
+                ) from error
+            say(f'data.documents = "separate": "padded", one document in each sequence: {error}')
+    elif documents == "separate":
+        say('data.documents = "separate": "padded", one document in each sequence: model.verified = false')
+    return model_layers(model), False
 
 
 def check_export(args: argparse.Namespace, model: ModelConfig) -> None:
@@ -272,64 +301,25 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
             raise ConfigError(f'{name}: needs a "dynmo" block, {why}')
 
 
-def check_stages(stages: int | None, world_size: int, num_layers: int) -> int:
+def read_trace(path: str, *steps: str) -> dict[str, Any]:
+    """Return the object "trace" of the "dynmo" block that ``--trace`` stands for.
+
+    Raises:
+        ConfigError: naming ``--trace``.
+    """
+    first, last = (int(step) if step.isdecimal() else 0 for step in steps)
+    if not path or not 1 <= first <= last:
+        raise ConfigError(f"--trace {path} {' '.join(steps)}: should be FILE FIRST LAST with 1 <= FIRST <= LAST")
+    return {"path": path, "steps": [first, last]}
+
+
+def check_stages(stages: int | None, world_size: int) -> int:
     """Return the number of pipeline stages: the requested number, or one per process."""
     if stages is None:
         stages = world_size
     if stages < 1 or world_size % stages:
         raise ConfigError(f"--stages {stages}: should divide the number of processes, {world_size}")
-    if stages > num_layers:
-        raise ConfigError(f"--stages {stages}: the model has {num_layers} layers, at most one stage each")
     return stages
-
-
-def total_steps(args: argparse.Namespace, model: ModelConfig, resumed: dict[str, Any] | None) -> int:
-    """Return the batches of the whole run. A resumed run keeps its number if the model changes at fractions of it."""
-    if resumed is None:
-        return STEPS if args.steps is None else int(args.steps)
-    steps: int = resumed["steps"] if args.steps is None else args.steps
-    if steps != resumed["steps"] and model.scheduled:
-        raise ConfigError(
-            f"--steps {steps}: the run in {args.resume} has {resumed['steps']} steps in total, and "
-            f"model.{', model.'.join(model.scheduled)} would change at others than it did, at fractions of {steps}; "
-            f"leave --steps out, --stop-at ends a run earlier"
-        )
-    if resumed["step"] >= steps:
-        raise ConfigError(f"--resume {args.resume}: is at step {resumed['step']}, --steps {steps} leaves nothing to do")
-    return steps
-
-
-def read_resume_file(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """Read the facts of the resumed run, and check that this one can continue it."""
-    with readable(folder):
-        if not folder.is_dir():
-            raise ConfigError(f"--resume {folder}: no such folder")
-        resumed = {"in_step": False, **latest_part(folder)}
-    missing = [key for key, kind in RESUMED.items() if not isinstance(resumed.get(key), kind)]
-    if missing:
-        raise ConfigError(f"--resume {folder}: {RESUME_FILE} lacks {', '.join(sorted(missing))}")
-    saved_model = read_model_config(resumed)
-    for key in ModelConfig.model_fields:
-        if key in ("tokens", "verified"):  # the data that the one leads to are compared; the other changes nothing
-            continue
-        if getattr(model, key) != getattr(saved_model, key):
-            raise ConfigError(
-                f"--resume {folder}: was trained with model.{key} = {getattr(saved_model, key)}, "
-                f"this run has {getattr(model, key)}"
-            )
-    return resumed
-
-
-def latest_part(folder: Path) -> dict[str, Any]:
-    """Read the run's last save: its own, or that of the engine when it stopped for a restart at another size."""
-    path = folder / LAUNCH_FILE
-    if not path.is_file():
-        return load_json(folder / RESUME_FILE)
-    launch = load_json(path)
-    cases = dict(launch.get("states", {}))
-    stopped = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
-    saved = load_json(folder / RESUME_FILE) if (folder / RESUME_FILE).is_file() else {"step": -1}
-    return stopped if stopped.get("step", 0) > saved.get("step", -1) else saved
 
 
 @contextmanager

@@ -12,11 +12,8 @@ from typing import Any
 from ds_dynmo.cli.hardware import hardware
 from ds_dynmo.cli.simulation.loads.recorded import BACKWARD, FORWARD, KIND, TRAINABLE
 from ds_dynmo.cli.training.options import Run
-from ds_dynmo.engine.balancing.trigger import Reason
 from ds_dynmo.engine.reporting.files import WarnsOnce
 from ds_dynmo.files import append_line
-
-OF_THE_ENGINE = {reason.value for reason in Reason if reason is not Reason.MODEL_CHANGED}
 
 
 class Recording:
@@ -78,7 +75,7 @@ class Recording:
         """Say what the model announced before this batch."""
         reports = self._engine.reports[self._reports_seen :]
         self._reports_seen += len(reports)
-        reasons = [report.reason for report in reports if report.reason not in OF_THE_ENGINE]
+        reasons = [report.reason for report in reports if report.model_changed]
         return {"changed": reasons[-1]} if reasons else {}
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ds_dynmo.cli.training.options import Run
@@ -30,6 +29,7 @@ class History:
         auxiliary_losses: losses that training added to them, or 0.
         ranks: ranks at work in each step.
         cases: numbers of each dynamic case, known at the end.
+        stopped: the signal that ended the run early; 0: none.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -38,6 +38,7 @@ class History:
     ranks: list[int] = field(default_factory=list)
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
     cases: dict[str, dict[str, float]] = field(default_factory=dict)
+    stopped: int = 0
     profiles: list[Profile | None] = field(default_factory=list)  # for each report, the profile of its decision
 
     def decisions_seen(self, engine: Any) -> None:
@@ -181,10 +182,15 @@ def record_nothing(record: dict[str, Any]) -> None:
     """Drop the record: there is no report, or another rank writes it."""
 
 
-def begin_report(path: Path | None) -> Record:
-    """Empty the file, and return a function that appends a record to it, or warns once that it cannot."""
+def begin_report(run: Run) -> Record:
+    """Return a function that appends a record to the run's report, or warns once that it cannot.
+
+    A new run empties the file first; a resumed one goes on with it.
+    """
+    path = run.report
     if path is None:
         return record_nothing
-    with suppress(OSError):  # the first record will warn
-        path.write_text("")
+    if run.resumed is None:
+        with suppress(OSError):  # the first record will warn
+            path.write_text("")
     return record_writer(path, lambda message: print(f"ds-dynmo-train: {message}", file=sys.stderr, flush=True))

@@ -319,7 +319,7 @@ class Balancer:
                 plan,
                 decision,
                 step=self._stage.engine.global_steps,
-                reason=str(request),
+                request=request,
                 bytes_moved=moved_bytes,
                 seconds=(*profile_and_decide_seconds, migrate_seconds),
                 search_seconds=search_seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_dynmo import partitioners
 from ds_dynmo.engine.balancing.policy import Decision
+from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.plan import MeasuredReport, MigrationPlan, Profile, RebalanceReport
 
 
@@ -32,7 +33,7 @@ def rebalance_report(
     decision: Decision | None,
     *,
     step: int,
-    reason: str,
+    request: Request,
     bytes_moved: int,
     seconds: tuple[float, float, float],
     load_signals: tuple[float | None, ...],
@@ -49,7 +50,7 @@ def rebalance_report(
     """
     return RebalanceReport(
         step=step,
-        reason=reason,
+        reason=str(request),
         old_placement=plan.old,
         new_placement=plan.new,
         bottleneck_seconds_before=decision.bottleneck_seconds_before if decision else None,
@@ -73,4 +74,5 @@ def rebalance_report(
         load_signals=load_signals,
         own_schedule=own_schedule,
         search_seconds=search_seconds,
+        model_changed=request.reason is Reason.MODEL_CHANGED,
     )

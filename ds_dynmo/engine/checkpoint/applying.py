@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_random_states
 from ds_dynmo.engine.deepspeed_adapter import files
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import set_loss_scale_state
+from ds_dynmo.engine.optimizer.scheduler_lists import fill_state
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Loaded:
         optimizer: what :meth:`OptimizerFiles.read` gave; None: it is not loaded.
         common: the content of the file at ``path``.
         random: states of this rank's random number generators; None: they are not loaded.
-        groups: numbers of the parameter groups that the LR scheduler's lists are of; None: those that are not empty.
+        groups: numbers of the parameter groups that the LR scheduler's lists are of; None: all.
         loss_scale: state of a dynamic loss scale; empty: there is none, or ``optimizer`` has it.
     """
 
@@ -45,7 +47,7 @@ class Loaded:
     optimizer: Any | None
     common: dict[str, Any]
     random: dict[str, Any] | None
-    groups: list[int | None] | None = None
+    groups: Sequence[int | None] | None = None
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +90,7 @@ def _put_progress(context: CheckpointContext, manifest: Manifest | None, loaded:
     common = loaded.common
     if not options.module_only:
         if options.scheduler and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(copy.deepcopy(_for_all_groups(context, loaded)))
+            engine.lr_scheduler.load_state_dict(copy.deepcopy(_scheduler_state(context, loaded)))
         files.restore_data_efficiency(engine, common)
         engine.global_steps = common["global_steps"]
         engine.global_samples = common.get("global_samples", engine.global_steps * engine.train_batch_size())
@@ -101,22 +103,13 @@ def _put_progress(context: CheckpointContext, manifest: Manifest | None, loaded:
         restore_random_states(loaded.random)
 
 
-def _for_all_groups(context: CheckpointContext, loaded: Loaded) -> dict[str, Any]:
-    """Fill in the present entries for groups that stock DeepSpeed had dropped, as they were empty on a stage."""
-    groups = context.engine.basic_optimizer.param_groups if context.engine.basic_optimizer is not None else []
-    saved = loaded.groups
-    if saved is None:
-        saved = [number for number, group in enumerate(groups) if group["params"]]
-    state = loaded.common["lr_scheduler"]
-    filled = dict(state)
-    for name, value in state.items():
-        own = getattr(context.engine.lr_scheduler, name, None)
-        if isinstance(value, list) and isinstance(own, list) and len(value) == len(saved) < len(own) == len(groups):
-            filled[name] = list(own)
-            for number, entry in zip(saved, value):
-                if number is not None:
-                    filled[name][number] = entry
-    return filled
+def _scheduler_state(context: CheckpointContext, loaded: Loaded) -> dict[str, Any]:
+    """Return the LR scheduler's state, with present entries for groups that it was saved without."""
+    state: dict[str, Any] = loaded.common["lr_scheduler"]
+    optimizer = context.engine.basic_optimizer
+    if loaded.groups is None or optimizer is None:
+        return state
+    return fill_state(context.engine.lr_scheduler, state, loaded.groups, len(optimizer.param_groups))
 
 
 def client_state_of(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> dict[str, Any]:

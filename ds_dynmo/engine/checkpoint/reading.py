@@ -232,7 +232,10 @@ def _read(
     random = None
     if not manifest.stock and same_stages and same_replicas and not options.module_only:
         random = saved.read_to(engine.device, rank_file(stage, replica, saved.slice_index))
-    return Loaded(path, layers, optimizer, common, random)
+    groups = None
+    if manifest.stock:  # DeepSpeed drops those that are empty on a stage
+        groups = sorted({slot.group for slot in saved.layout.stages[source].slots if not slot.parked})
+    return Loaded(path, layers, optimizer, common, random, groups)
 
 
 def _read_common(

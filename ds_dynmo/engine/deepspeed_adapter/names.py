@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-OLDEST, NEWEST = "0.18.9", "0.19.8"
-TESTED = (OLDEST, NEWEST)  # what the suite was run against: docs/versions.md has the results
+from ds_dynmo import versions
+
+TESTED = versions.TESTED["deepspeed"]
+OLDEST, NEWEST = TESTED
 BELOW = "0.20"  # the first that is refused unseen
 
 
@@ -89,8 +91,10 @@ NEEDED: tuple[Name, ...] = (
     ),
     Name(f"{_PIPE}.engine:PipelineEngine", "_backward_prologue_per_tensor", ("grad",)),
     Name(f"{_PIPE}.engine:PipelineEngine", "checkpoint_mp_rank", since=NEWEST),
-    *_of("deepspeed.runtime.config:DeepSpeedConfig", "_param_dict"),
-    *_of("deepspeed.runtime.config_utils", "", dict_raise_error_on_duplicate_keys="ordered_pairs"),
+    *_of(
+        "deepspeed.runtime.config:DeepSpeedConfig",
+        "_param_dict optimizer_name optimizer_params scheduler_name scheduler_params",
+    ),
     *_of(
         "deepspeed.utils.debug", "", debug_clear_module_and_param_names="", debug_extract_module_and_param_names="model"
     ),

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.layer_list import LayerList
@@ -21,6 +20,7 @@ from ds_dynmo.engine.deepspeed_adapter.tied_aliases import TiedAliases
 from ds_dynmo.engine.deepspeed_adapter.tied_gradients import tied_comms
 from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, tied_weight
 from ds_dynmo.engine.serialization.object_graph import copy_of_modules
+from ds_dynmo.engine.serialization.pickling import stand_in
 from ds_dynmo.placement import Placement
 
 try:
@@ -50,6 +50,8 @@ class StageLayers(LayerList):
         self._module = module
         self._placement = Placement.chain(module.parts)
         self._stage = int(module.stage_id)
+        given = {index: spec for index, spec in enumerate(module._layer_specs) if isinstance(spec, nn.Module)}
+        self._given = {index: _without_values(layer) for index, layer in given.items()}
         self.tied_aliases = TiedAliases()
 
     # -- which layers ---------------------------------------------------------------------------------
@@ -172,9 +174,12 @@ class StageLayers(LayerList):
     # -- rebuilding -----------------------------------------------------------------------------------
 
     def build(self, index: int, device: torch.device) -> nn.Module:
-        """Build layer ``index`` afresh from its spec: a shell for a layer that cannot be pickled."""
-        spec = self.spec(index)
-        built: nn.Module = spec.build() if isinstance(spec, LayerSpec) else copy_of_modules(spec)
+        """Build layer ``index`` afresh from its spec: a shell for a layer that cannot be pickled.
+
+        Of a layer that was given as a module it is what was given: the list holds what the layer has become since.
+        """
+        given = self._given.get(index)
+        built: nn.Module = self.spec(index).build() if given is None else copy_of_modules(given)
         held = (*built.parameters(), *built.buffers())
         return built.to(device) if not any(tensor.is_meta for tensor in held) else built
 
@@ -288,6 +293,15 @@ class StageLayers(LayerList):
 def is_dual_pipe_v(model: Any) -> bool:
     """Tell whether it is a ``DualPipeVModule``, a PipelineModule whose stages hold two ranges of layers each."""
     return DualPipeVModule is not None and isinstance(model, DualPipeVModule)
+
+
+def _without_values(layer: nn.Module) -> nn.Module:
+    """Copy a layer's modules, with tensors that take no memory; return the layer if it cannot be copied."""
+    tensors = {id(tensor): stand_in(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    try:
+        return copy_of_modules(layer, tensors)
+    except Exception:  # whatever a user's module raises; :meth:`StageLayers.build` raises it where it is needed
+        return layer
 
 
 def _sent_away(*_: Any) -> Any:

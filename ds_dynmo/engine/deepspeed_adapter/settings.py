@@ -1,15 +1,18 @@
-"""DeepSpeed's configuration: read it, and find what the newest DeepSpeed refuses in it."""
+"""DeepSpeed's configuration: find what DeepSpeed refuses in it, and read an engine's."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import hjson  # comes with DeepSpeed, which reads its configuration with it
-from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.utils import logger
+from pydantic import ValidationError
+
+from ds_dynmo.config import BATCH_KEYS
+from ds_dynmo.errors import ConfigError
 
 # What DeepSpeed 0.19.8 refuses by name (runtime/config.py), and older versions do not: each of them depends on which
 # layers a stage has, or was never tried with layers that move.
@@ -28,20 +31,58 @@ REMOVED = (
 )
 
 
-def read_settings(source: Any) -> dict[str, Any]:
-    """Read a DeepSpeed configuration from a file, or from the base64 text that DeepSpeed's launchers pass on.
+_BLOCKS = {  # of DeepSpeed's pydantic models; the last one reads several
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "CompileConfig": "compile",
+    "DeepSpeedMonitorConfig": "",
+}
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse, by the checks of DeepSpeed and torch, what would be refused while an engine is built.
+
+    Batch sizes are not looked at: they depend on the number of replicas. Nor are parameters of DeepSpeed's own
+    optimizers, which have to be compiled.
 
     Raises:
-        ValueError, TypeError, OSError: it is neither, or no JSON.
+        ConfigError: one line.
     """
-    text = os.fspath(source)
-    if os.path.exists(text):
-        with open(text) as file:
-            return dict(hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys))
+    others = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
+    read = _tried("", lambda: DeepSpeedConfig({**others, "train_micro_batch_size_per_gpu": 1}))
+    weight = [torch.nn.Parameter(torch.zeros(1))]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(weight)
+    name, params = str(read.optimizer_name), dict(read.optimizer_params or {})
+    if params.pop("torch_adam", False):
+        name = "AdamW"
+        params = {key: value for key, value in params.items() if key not in ("adam_w_mode", "fp32_optimizer_states")}
+    kind = getattr(torch.optim, name, None)
+    if isinstance(kind, type):
+        optimizer = _tried("optimizer.params: ", lambda: kind(weight, **params))
+    elif name not in DEEPSPEED_OPTIMIZERS:
+        raise ConfigError(f"optimizer.type = \"{name}\": is neither one of DeepSpeed's nor of torch's")
+    name = read.scheduler_name
+    if name is not None:
+        scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+        if scheduler is None:
+            raise ConfigError(f"scheduler.type = \"{name}\": is neither one of DeepSpeed's nor of torch's")
+        _tried("scheduler.params: ", lambda: scheduler(optimizer, **(read.scheduler_params or {})))
+
+
+def _tried(what: str, make: Callable[[], Any]) -> Any:
+    disabled, logger.disabled = logger.disabled, True  # what it logs is logged once more when the engine is built
     try:
-        return dict(hjson.loads(base64.urlsafe_b64decode(text).decode()))
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise ValueError("there is no such file, and it is no base64 text") from error
+        return make()
+    except ValidationError as error:
+        found = error.errors()[0]
+        block = _BLOCKS.get(error.title, error.title)
+        key = ".".join([block, *map(str, found["loc"])] if block else map(str, found["loc"]))
+        raise ConfigError(f"DeepSpeed refuses {key} = {found['input']!r}: {found['msg']}") from error
+    except Exception as error:  # whatever DeepSpeed or torch checks by
+        raise ConfigError(f"DeepSpeed refuses the configuration: {what}{' '.join(str(error).split())}") from error
+    finally:
+        logger.disabled = disabled
 
 
 def removed_blocks(settings: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,6 @@ All replicas of a stage hold the same. A rank receives its copy from the rank th
 from __future__ import annotations
 
 import pickle
-from functools import partial
 
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
 from ds_dynmo.engine.migration.content import LayerContent
@@ -42,8 +41,9 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
         arrival = ArrivingLayer(header)
         arrival.bind(context.names, context.device)
         arrival.allocate(context.device, lambda position: None)
+        context.load(index, arrival)
         context.comm.p2p.exchange([], [(source, flat) for flat in arrival.recv_buffers])
-        arrived[index] = arrival.materialize(partial(context.layers.build, index, context.device))
+        arrived[index] = arrival.materialize()
     if not has_layers:
         modules = {index: content.module for index, content in arrived.items()}
         context.layers.rebuild(placement, context.stage, modules)

@@ -257,6 +257,7 @@ class Repacker:
             world_seconds=done.world_seconds,
             verdict=verdict,
             replica_multiplier=self.world.replica_multiplier,
+            model_changed=request.reason is Reason.MODEL_CHANGED,
         )
         self._reporter.repacked(report, engine.global_samples)
         return report

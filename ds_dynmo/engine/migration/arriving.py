@@ -11,14 +11,15 @@ from torch import nn
 
 from ds_dynmo.engine.migration.content import LayerContent, register_hooks
 from ds_dynmo.engine.migration.references import References
+from ds_dynmo.engine.migration.shell import Build
 from ds_dynmo.engine.migration.tensors import TensorMeta, bytes_of, restored, restored_sparse
-from ds_dynmo.engine.serialization.pickling import Dismantled, assemble, load, random_state_kept
 
+Complete = Callable[[nn.Module], None]
 RecvBufferOf = Callable[[int], torch.Tensor | None]
 
 
 class ArrivingLayer:
-    """A layer on its way: :meth:`allocate`, receive into the buffers, :meth:`materialize`.
+    """A layer on its way: :meth:`allocate`, :meth:`load`, receive into the buffers, :meth:`materialize`.
 
     Attributes:
         constants, changing: what :attr:`PackedLayer.constants` and :attr:`PackedLayer.changing` are received into.
@@ -26,7 +27,8 @@ class ArrivingLayer:
 
     def __init__(self, header: bytes) -> None:
         self._shell, self._metas, self._references = pickle.loads(header)
-        self._counterparts: list[Any] = []
+        self._counterparts: dict[int, Any] = {}
+        self._content: LayerContent | None = None
         self._makers: list[Callable[[], torch.Tensor]] = []
         self._data: dict[int, torch.Tensor] = {}
         self._constant_data: list[torch.Tensor] = []
@@ -44,7 +46,7 @@ class ArrivingLayer:
         Raises:
             LookupError: something is not here, or is something else.
         """
-        self._counterparts = [names.resolve(reference, device) for reference in self._references]
+        self._counterparts = {n: names.resolve(reference, device) for n, reference in enumerate(self._references)}
 
     def allocate(self, device: torch.device, buffer_of: RecvBufferOf, sent_ahead: ArrivingLayer | None = None) -> None:
         """Allocate the receive buffers.
@@ -64,7 +66,7 @@ class ArrivingLayer:
         return known
 
     def _free(self) -> None:
-        self._makers, self._data, self._constant_data = [], {}, []
+        self._content, self._makers, self._data, self._constant_data = None, [], {}, []
         self.constants, self.changing = [], []
 
     def _maker(
@@ -106,13 +108,26 @@ class ArrivingLayer:
         base = self._data[meta.base]
         return base.as_strided(meta.shape, meta.strides, base.storage_offset() + meta.offset)
 
-    def materialize(self, build: Callable[[], nn.Module]) -> LayerContent:
-        """Build the layer, once its buffers are filled. ``build`` makes one that cannot be pickled from its spec."""
-        content: LayerContent = load(self._shell, [make() for make in self._makers], self._counterparts)
-        if isinstance(content.module, Dismantled):
-            with random_state_kept():
-                shell = build()
-            content.module = assemble(shell, content.module)
+    def load(self, build: Build, device: torch.device, complete: Complete = lambda module: None) -> None:
+        """Build the layer around its buffers, which are not filled yet. Changes no other layer.
+
+        Args:
+            build: makes a layer that cannot be pickled from its spec.
+            complete: does what a user wants done to a layer that arrives.
+
+        Raises:
+            Exception: whatever an object of the user's raises, or a :class:`TypeError`: it is not what was sent.
+        """
+        tensors = [make() for make in self._makers]
+        content = self._shell.load(tensors, self._counterparts, build, device)
+        complete(content.module)
+        self._shell.check(content, tensors, self._counterparts)
+        self._content = content
+
+    def materialize(self) -> LayerContent:
+        """Give the layer that was built, once its buffers are filled, what belongs to its parameters."""
+        content = self._content
+        assert content is not None, "load comes first"
         for parameter, gradient, attributes, hooks in zip(
             content.parameters, content.gradients, content.attributes, content.hooks
         ):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import bound_by_wrapper
-from ds_dynmo.engine.serialization.pickling import can_be_pickled
+from ds_dynmo.engine.serialization.description import can_be_sent, why_it_stays
 
 _HOOKS = {
     "register_hook": "_backward_hooks",
@@ -44,9 +44,7 @@ class LayerContent:
 
 def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Collect what was set on a parameter and can travel."""
-    return {
-        name: value for name, value in vars(parameter).items() if not bound_by_wrapper(name) and can_be_pickled(value)
-    }
+    return {name: value for name, value in vars(parameter).items() if not bound_by_wrapper(name) and can_be_sent(value)}
 
 
 def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
@@ -57,10 +55,11 @@ def parameter_hooks(parameter: nn.Parameter) -> dict[str, list[Any]]:
     """
     found = user_hooks(parameter)
     for hook in (hook for hooks in found.values() for hook in hooks):
-        if not can_be_pickled(hook):
+        reason = why_it_stays(hook)
+        if reason is not None:
             raise TypeError(
                 f"a parameter of shape {list(parameter.shape)} has the hook {hook!r}, which cannot be pickled and "
-                "would be lost: use a function of a Python module, or a method of the layer"
+                f"would be lost: use a function of a Python module, or a method of the layer ({reason})"
             )
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ class MigrationContext:
         device: where arriving layers go.
         check: raises what would make a move wrong; called before anything is changed.
         rebuilt: called when the stage's modules are in place, before the optimizer settles.
+        on_arrival: callbacks of the user's for layers that arrive, called with their number and module.
     """
 
     stage: int
@@ -46,6 +47,7 @@ class MigrationContext:
     comm: Communicator
     check: Callable[[], None]
     rebuilt: Callable[[], None]
+    on_arrival: Sequence[Callable[[int, nn.Module], None]]
 
     @classmethod
     def of(cls, stage: StageContext, names: References) -> MigrationContext:
@@ -60,6 +62,7 @@ class MigrationContext:
             comm=stage.comm,
             check=stage.optimizer.check,
             rebuilt=stage.optimizer.name_parameters,
+            on_arrival=stage.on_arrival,
         )
 
     # -- which layers ---------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ class MigrationContext:
             sent_ahead: what it was when its constant tensors were sent.
         """
         build = partial(self.layers.build, index, self.device)
-        return pack(self.state.content(module), build, self.names, sent_ahead)
+        return pack(self.state.content(module), build, self.names, sent_ahead, completed=bool(self.on_arrival))
 
     def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
         """Make the layers ready that are sent from here.
@@ -122,7 +125,7 @@ class MigrationContext:
     def receive(
         self, arrivals: Mapping[int, ArrivingLayer], sent_ahead: Mapping[int, ArrivingLayer] | None = None
     ) -> None:
-        """Find what arriving layers refer to, and allocate their receive buffers.
+        """Find what arriving layers refer to, and build them around receive buffers.
 
         Args:
             sent_ahead: have the constant tensors that arrived before.
@@ -131,15 +134,18 @@ class MigrationContext:
             arrival.bind(self.names, self.device)
             buffer_of = partial(self.state.recv_buffer_of, index)
             arrival.allocate(self.device, buffer_of, (sent_ahead or {}).get(index))
+            self.load(index, arrival)
+
+    def load(self, index: int, arrival: ArrivingLayer) -> None:
+        """Build a layer around its receive buffers, and let the user's callbacks complete it."""
+
+        def complete(module: nn.Module) -> None:
+            for callback in self.on_arrival:
+                callback(index, module)
+
+        arrival.load(partial(self.layers.build, index, self.device), self.device, complete)
 
     # -- changing places ------------------------------------------------------------------------------
-
-    def materialize(self, arrivals: Mapping[int, ArrivingLayer]) -> dict[int, LayerContent]:
-        """Build the layers that arrived."""
-        return {
-            index: arrival.materialize(partial(self.layers.build, index, self.device))
-            for index, arrival in arrivals.items()
-        }
 
     def free(self, sent: Iterable[int], plan: MigrationPlan) -> None:
         """Free the memory of layers that were sent, except where a tied layer that stays shares the module."""

@@ -1,7 +1,8 @@
 """Carry out a migration plan in four phases: layers are packed, travel, and arrive with all that belongs to them.
 
 1. :meth:`Migrator.prepare`: the ranks, which have agreed on the plan, tell each other what their layers consist of, and
-   allocate what they will receive. All that can fail without harm fails here, on every rank alike; nothing has changed.
+   build what they will receive, without its values. All that can fail without harm fails here, on every rank alike;
+   nothing has changed.
 2. :meth:`Migrator.start`: what is constant between two steps of the optimizer begins to travel: weights, and the
    optimizer's state of them. From here on an exception is fatal, and says so.
 3. :meth:`Migrator.poll`: has it arrived? Batches may train meanwhile.
@@ -237,7 +238,7 @@ class Migrator:
             for pending in migration.pending:
                 pending.wait()
         with self._no_way_back("rebuilding the stage"):
-            arrived = context.materialize(migration.arrivals)
+            arrived = {index: arrival.materialize() for index, arrival in migration.arrivals.items()}
             context.free(migration.packed, migration.plan)
             migration.packed.clear()
             context.rebuild(migration.plan, arrived)

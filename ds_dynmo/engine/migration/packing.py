@@ -13,7 +13,6 @@ packed once more, with what is there by then.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +21,9 @@ from torch import nn
 
 from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.references import Outside, References
+from ds_dynmo.engine.migration.shell import Build, Shell
 from ds_dynmo.engine.migration.tensors import TensorMeta, describe, find_bases, meta_of
 from ds_dynmo.engine.serialization.object_graph import is_constant
-from ds_dynmo.engine.serialization.pickling import NOT_PICKLABLE, dismantle, dump, missing_in, random_state_kept
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,11 @@ class PackedLayer:
 
 def pack(
     content: LayerContent,
-    build: Callable[[], nn.Module],
+    build: Build,
     names: References | None = None,
     sent_ahead: PackedLayer | None = None,
+    *,
+    completed: bool = False,
 ) -> PackedLayer:
     """Pack ``content`` into a header and tensors, which are views of the layer's own memory where they can be.
 
@@ -81,14 +82,15 @@ def pack(
         build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
         names: of what the layer refers to and does not own; None: everything in it is its own.
         sent_ahead: the layer as it was when its constant tensors were sent; those that changed since are sent again.
+        completed: a callback of the user's will complete the layer where it arrives.
 
     Raises:
-        TypeError: a part of the layer can neither be pickled nor be built by the receiver, it refers to something of
+        TypeError: a part of the layer can neither be sent nor be built by the receiver, it refers to something of
             another layer's that has no name, or the user has compiled a part in place.
     """
     _check_not_compiled_in_place(content.module)
     outside = names.outside(content.module, _marks(content)) if names is not None else Outside()
-    shell, tensors = _dump(content, build, outside)
+    shell, tensors = Shell.of(content, build, outside, completed)
     position = {id(parameter): number for number, parameter in enumerate(content.parameters)}
     known = sent_ahead._constants if sent_ahead is not None else ()
     ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
@@ -130,25 +132,6 @@ def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
                 'run uncompiled where it arrives: set "compile": true in the "dynmo" block in place of that call, or '
                 "use torch.compile(module) as the module"
             )
-
-
-def _dump(content: LayerContent, build: Callable[[], nn.Module], outside: Outside) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle ``content``, its tensors apart; a module that cannot be pickled is taken apart."""
-    numbers = {key: number for number, key in enumerate(outside.references)}
-    try:
-        if outside.rank_attributes:
-            raise TypeError("attributes that belong to the rank do not travel")
-        return dump(content, numbers)
-    except NOT_PICKLABLE:
-        parts = dismantle(content.module, numbers, outside.rank_attributes)
-        with random_state_kept():
-            missing = missing_in(build(), parts)
-        if missing:
-            raise TypeError(
-                f"{type(content.module).__name__} has submodules {missing} that cannot be pickled and that its spec "
-                "does not build"
-            ) from None
-        return dump(replace(content, module=parts), numbers)
 
 
 def _constant_tensors(content: LayerContent) -> set[int]:

@@ -12,7 +12,6 @@ it gets when it is built there.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_dynmo.engine.migration.names import Name, Names
-from ds_dynmo.engine.serialization.object_graph import Path, Step, children, is_frozen, members, text, walk
-from ds_dynmo.engine.serialization.pickling import can_be_pickled
+from ds_dynmo.engine.serialization.description import can_be_sent, checksum, kind_of, path_text
+from ds_dynmo.engine.serialization.object_graph import Path, Step, children, is_frozen, members, walk
 
 RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attributes that belong to the rank
 
@@ -170,8 +169,9 @@ class References:
                     held = next((found for tensor, found in tensors if _lies_in(value, tensor)), None)
                 if held is not None and id(value) not in registered:
                     raise TypeError(
-                        f"layer {number} stays and its {_path(path)} is {held[1]} of layer {held[0]}, which leaves: "
-                        "pass what both need to each as an argument of its LayerSpec, or tie the two (TiedLayerSpec)"
+                        f"layer {number} stays and its {path_text(path)} is {held[1]} of layer {held[0]}, which "
+                        "leaves: pass what both need to each as an argument of its LayerSpec, or tie the two "
+                        "(TiedLayerSpec)"
                     )
 
     def _leaves_with_layer(self, tensor: torch.Tensor) -> bool:
@@ -195,7 +195,7 @@ class References:
                 _check_not_of_others(path, value, others)
             elif id(value) in owner:
                 raise TypeError(
-                    f"{_path(path)} is a part of layer {owner[id(value)]}: a layer does not take another's parts "
+                    f"{path_text(path)} is a part of layer {owner[id(value)]}: a layer does not take another's parts "
                     "along, and it may be on another stage; tie the two (TiedLayerSpec)"
                 )
 
@@ -206,15 +206,14 @@ class References:
             if isinstance(value, torch.Tensor):
                 _check_has_values(path, value)
                 _check_not_of_others(path, value, others)
-        named = dict.fromkeys(found.references, 0)
         for number, other in others.items():
             for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
                 # An object that cannot be pickled does not travel: the layer gets a new one when it is built there.
-                if id(value) in nameless and can_be_pickled(value, named):
+                if id(value) in nameless and can_be_sent(value, found.references):
                     path, shared = nameless[id(value)]
                     raise TypeError(
-                        f"{_path(path)}, a {_kind(shared)}, is shared with layer {number} and would become a copy: "
-                        "pass it to both as an argument of their LayerSpecs, or say that it belongs to the rank: "
+                        f"{path_text(path)}, a {kind_of(shared)}, is shared with layer {number} and would become a "
+                        "copy: pass it to both as an argument of their LayerSpecs, or say that it belongs to the rank: "
                         '"rank_attributes" in the "dynmo" block'
                     )
 
@@ -227,14 +226,14 @@ class References:
             parameter = next((n for n, t in tensors.items() if isinstance(t, nn.Parameter)), None)
             if parameter is not None:
                 raise TypeError(
-                    f"{_path((*path, ('attribute', parameter)))} is a parameter of several layers: make them "
+                    f"{path_text((*path, ('attribute', parameter)))} is a parameter of several layers: make them "
                     "TiedLayerSpecs of one key"
                 )
         return Reference(
             name,
-            _path(path),
-            _kind(value),
-            tuple((n, t.dtype, tuple(t.shape), _checksum(t)) for n, t in tensors.items()),
+            path_text(path),
+            kind_of(value),
+            tuple((n, t.dtype, tuple(t.shape), checksum(t)) for n, t in tensors.items()),
         )
 
     # -- a layer that arrives -------------------------------------------------------------------------
@@ -253,13 +252,14 @@ class References:
             value = self._names.find(name)
         except LookupError as error:
             raise LookupError(f"{reference.where} refers to {name}, which this rank does not have: {error}") from error
-        if _kind(value) != reference.kind:
+        if kind_of(value) != reference.kind:
             raise LookupError(
-                f"{reference.where} refers to {name}, a {reference.kind} where the layer was, and a {_kind(value)} here"
+                f"{reference.where} refers to {name}, a {reference.kind} where the layer was, and a {kind_of(value)} "
+                "here"
             )
-        for part, dtype, shape, checksum in reference.tensors:
+        for part, dtype, shape, values in reference.tensors:
             here = _counterpart(value, part, dtype, device)
-            if here is None or (here.dtype, tuple(here.shape), _checksum(here)) != (dtype, shape, checksum):
+            if here is None or (here.dtype, tuple(here.shape), checksum(here)) != (dtype, shape, values):
                 raise LookupError(
                     f"{reference.where} refers to {name}{'.' * bool(part)}{part}, which holds other values here than "
                     "where the layer was: register it as a buffer of each layer, or build it alike on every rank"
@@ -305,7 +305,7 @@ def _named_tensors(path: str, module: nn.Module) -> list[tuple[str, torch.Tensor
 
 def _check_has_values(path: Path, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
-        raise TypeError(f"{_path(path)} is on the meta device: it has no values to move")
+        raise TypeError(f"{path_text(path)} is on the meta device: it has no values to move")
 
 
 def _check_not_of_others(path: Path, tensor: torch.Tensor, others: Mapping[int, nn.Module]) -> None:
@@ -314,8 +314,8 @@ def _check_not_of_others(path: Path, tensor: torch.Tensor, others: Mapping[int, 
         for name, theirs in (*other.named_parameters(), *other.named_buffers()):
             if tensor is theirs or _lies_in(tensor, theirs):
                 raise TypeError(
-                    f"{_path(path)} is {name} of layer {number}: a layer does not take another's weights along; refer "
-                    "to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
+                    f"{path_text(path)} is {name} of layer {number}: a layer does not take another's weights along; "
+                    "refer to the layer by an argument of the LayerSpecs, or tie the two (TiedLayerSpec)"
                 )
 
 
@@ -342,18 +342,3 @@ def _counterpart(value: Any, part: str, dtype: torch.dtype, device: torch.device
     if tensor is not None and (tensor.dtype != dtype or tensor.device.type != device.type):
         held[leaf] = tensor.to(device, dtype)
     return held.get(leaf)
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    if tensor.is_meta:
-        return -1
-    data = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return zlib.crc32(data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if data.numel() else 0
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _path(path: Path) -> str:
-    return text(path).removeprefix(".") or "the layer itself"

@@ -22,14 +22,9 @@ from ds_dynmo.engine.optimizer import trained_parameters
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.master_state import MasterState
-from ds_dynmo.engine.optimizer.parameter_groups import (
-    Placeholders,
-    complete_groups,
-    in_order,
-    leave_out_frozen,
-    separate_own,
-)
+from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order, leave_out_frozen
 from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
+from ds_dynmo.errors import ConfigError
 
 
 class OptimizerBinding:
@@ -70,6 +65,19 @@ class OptimizerBinding:
         assert self._state is not None, "DeepSpeed's constructor is done"
         return self._state
 
+    def check_given(self) -> None:
+        """Refuse to train without an optimizer, which the engine may be given after its construction.
+
+        Raises:
+            ConfigError: saying where to give one.
+        """
+        engine = self._engine
+        if engine.basic_optimizer is None and (engine.optimizer is None or self.is_flat):  # DeepSpeed wraps none too
+            raise ConfigError(
+                'optimizer: the engine has none to train with: "optimizer" in the configuration, or the argument '
+                "optimizer of initialize, gives it one"
+            )
+
     @property
     def is_flat(self) -> bool:
         """Whether DeepSpeed keeps its state in flat shards (bf16, ZeRO-1)."""
@@ -109,9 +117,7 @@ class OptimizerBinding:
         scheduler = self._engine.client_lr_scheduler
         scheduler = None if callable(scheduler) else scheduler
         leave_out_frozen(optimizer)
-        if self.is_flat:
-            separate_own(optimizer, scheduler)
-        complete_groups(optimizer, scheduler, self._comm.gather_objects)
+        complete_groups(optimizer, scheduler, self._comm.gather_objects, separate=self.is_flat)
         if self._built is not None and not is_another:
             validation.check_layers(self._comm.gather_objects(join_groups(optimizer, self._built)))
             self._built = None

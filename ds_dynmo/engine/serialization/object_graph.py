@@ -21,8 +21,10 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 
-# ("attribute", name), ("item", key), ("cell", number of a closure's variable), or ("member", number): see members
+# ("attribute", name), ("item", key), ("cell", number of a closure's variable), ("member", number): see members; or
+# ("state", number), of what its class pickles
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
 
@@ -54,15 +56,21 @@ _CONSTANTS = (
     torch.device,
     torch.layout,
     torch.memory_format,
+    torch.qscheme,
+    torch.finfo,
+    torch.iinfo,
     torch.Size,
+    OpOverload,
+    OpOverloadPacket,
 )
+_COMMON_CONSTANTS = frozenset({type(None), bool, int, float, str})  # found without walking their classes
 _HELD_BY_NAME = ("_parameters", "_buffers", "_modules")  # an nn.Module's, private in torch; read in 2.13.0
 MODULE_MACHINERY = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def is_constant(value: Any) -> bool:
     """Tell whether ``value`` cannot change and holds nothing that can, or is pickled as a name."""
-    return isinstance(value, _CONSTANTS) or _is_importable(value)
+    return type(value) in _COMMON_CONSTANTS or isinstance(value, _CONSTANTS) or _is_importable(value)
 
 
 def is_frozen(value: Any) -> bool:
@@ -77,7 +85,7 @@ def is_frozen(value: Any) -> bool:
 
 def children(value: Any) -> Iterator[tuple[Step, Any]]:
     """List what ``value`` refers to directly, without constants, in an order that is the same on every rank."""
-    for step, child in _all_children(value):
+    for step, child in all_children(value):
         if not is_constant(child):
             yield step, child
 
@@ -157,6 +165,18 @@ def copy_of_modules(layer: nn.Module, memo: dict[int, Any] | None = None) -> nn.
     return copy.deepcopy(layer, {**others, **(memo or {})})
 
 
+def place_in_class(method: types.MethodType) -> tuple[type, str] | None:
+    """Find the class of the method's owner that has its function, and the name there; None: no class has it.
+
+    The name may be another than the function's own: of a private method, or of one that a decorator made.
+    """
+    for kind in type(method.__self__).__mro__:
+        for name, value in vars(kind).items():
+            if value is method.__func__:
+                return kind, name
+    return None
+
+
 def _is_importable(value: Any) -> bool:
     """Tell whether it is a function, or the like, under its own name in its Python module."""
     if not callable(value) or isinstance(value, nn.Module | types.MethodType | functools.partial):
@@ -170,7 +190,8 @@ def _is_importable(value: Any) -> bool:
     return found is value
 
 
-def _all_children(value: Any) -> Iterator[tuple[Step, Any]]:
+def all_children(value: Any) -> Iterator[tuple[Step, Any]]:
+    """List what ``value`` refers to directly, constants too."""
     if isinstance(value, torch.Tensor):
         return
     if isinstance(value, nn.Module):
@@ -181,6 +202,8 @@ def _all_children(value: Any) -> Iterator[tuple[Step, Any]]:
         return
     if isinstance(value, types.MethodType):
         yield ("attribute", "__self__"), value.__self__
+        if place_in_class(value) is None:
+            yield ("attribute", "__func__"), value.__func__
         return
     if isinstance(value, functools.partial):
         yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
@@ -232,5 +255,5 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _step_text(step: Step) -> str:
     kind, key = step
-    known = {"attribute": f".{key}", "item": f"[{key!r}]", "member": f".<member {key}>"}
+    known = {"attribute": f".{key}", "item": f"[{key!r}]", "member": f".<member {key}>", "state": f".<state {key}>"}
     return known.get(kind, f".<variable {key}>")

@@ -22,9 +22,9 @@ def to_bytes(value: Any) -> bytes:
     Raises:
         TypeError: a tensor without data ("meta"). What cannot be pickled raises what ``pickle`` raises.
     """
-    data, tensors = dump(value)
-    on_cpu = [_is_on_cpu(tensor) for tensor in tensors]
-    return pickle.dumps((data, [_to_cpu(tensor) for tensor in tensors], on_cpu), pickle.HIGHEST_PROTOCOL)
+    dumped = dump(value)
+    on_cpu = [_is_on_cpu(tensor) for tensor in dumped.tensors]
+    return pickle.dumps((dumped.data, [_to_cpu(tensor) for tensor in dumped.tensors], on_cpu), pickle.HIGHEST_PROTOCOL)
 
 
 def from_bytes(data: bytes, device: torch.device) -> Any:

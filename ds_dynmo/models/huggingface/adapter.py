@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_dynmo.errors import ConfigError
@@ -80,9 +81,12 @@ def layers(
         attn_implementation: the library's name; None: "sdpa" where the family has it, else "eager".
         verified: compare a tiny model of these layers with the library's first, on the CPU, so with other attention
             than kernels of accelerators; False: trust the declared parts.
-        peft: LoRA adapters, as peft's ``LoraConfig`` or its keys; all weights but theirs are frozen. None: none.
+        peft: LoRA adapters, as peft's ``LoraConfig`` or its keys; all weights but theirs are frozen. Where neither it
+            nor peft says which modules get one, all linear layers of attention and dense feed-forward parts do, and
+            rank 0 says so. None: no adapters.
 
     Raises:
+        PackingError: ``inputs`` are ("position_ids",), and packed documents see each other in this family.
         ConfigError: no such files, a model that is no chain of the parts that it declares, tensors that are not the
             config's, no transformers, or ``expert_parallel`` for a model without experts. Nothing has been built.
     """
@@ -101,6 +105,9 @@ def layers(
     specs = specs_of(source, name_of(model))
     if verified:
         verify(source, name_of(model), _specs_like)
+    if source.adapters is not None and source.adapters.chosen and int(os.environ.get("RANK", 0)) == 0:
+        targets, kind = ", ".join(source.adapters.chosen), source.config.model_type
+        logger.warning(f"peft has no default target_modules for model_type {kind}: LoRA adapters are on {targets}")
     return specs
 
 
@@ -174,7 +181,7 @@ def source_of(
 
 def _adapters(source: Source, lora: Lora, place: str, *, weights: bool) -> Adapters:
     """Make the adapters of ``source``, and refuse those that cannot be in one of its layers."""
-    adapters, paths = adapters_in(source.skeleton, lora, place, weights=weights), source.outline.paths
+    adapters, paths = adapters_in(source.skeleton, source.blocks, lora, place, weights=weights), source.outline.paths
     plain = [tuple(source.skeleton.get_submodule(path).state_dict()) for path in paths]
     changed = [tuple(adapters.part(path).state_dict()) != names for path, names in zip(paths, plain)]
     if source.tied and (changed[0] or changed[-1]):

@@ -11,7 +11,7 @@ from ds_dynmo.models.gpt import language_model_loss
 from ds_dynmo.models.huggingface.trial import DOCUMENT, BuiltLayers, trial_batches
 from ds_dynmo.models.stream import Activations
 
-__all__ = ["compare", "compare_parameters"]
+__all__ = ["compare", "compare_documents", "compare_parameters"]
 
 Beside = dict[str, torch.Tensor]
 
@@ -26,7 +26,7 @@ def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
     Draws random numbers from torch's generator of the CPU.
 
     Args:
-        inputs: what batches have beside tokens. Documents that ``position_ids`` tell apart may not see each other.
+        inputs: what batches have beside tokens.
     """
     said = compare_parameters(model, layers)
     if said:
@@ -35,7 +35,7 @@ def compare(model: Any, layers: BuiltLayers, inputs: tuple[str, ...]) -> str:
         said = _compare_training(model, layers, tokens, beside) or _compare_evaluation(model, layers, tokens, beside)
         if said:
             return said
-    return _compare_documents(layers, model.config.vocab_size) if inputs == ("position_ids",) else ""
+    return ""
 
 
 def compare_parameters(model: Any, layers: BuiltLayers) -> str:
@@ -93,8 +93,8 @@ def _compare_gradients(model: Any, layers: BuiltLayers, expected: torch.Tensor, 
     return ""
 
 
-def _compare_documents(layers: BuiltLayers, vocabulary: int) -> str:
-    """Say by how much another first document changes the logits of what is packed behind it."""
+def compare_documents(layers: BuiltLayers, vocabulary: int) -> str:
+    """Say by how much another first document changes the logits of what is packed behind it; empty: by nothing."""
     tokens, beside = next(trial_batches(vocabulary, ("position_ids",)))
     others = tokens.clone()
     others[:, :DOCUMENT] = (others[:, :DOCUMENT] + 1) % vocabulary

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.huggingface.lora_config import COPIES, Lora, check_config, library
+from ds_dynmo.models.huggingface.lora_targets import check_names, choose_targets, default_targets, targets_in
 
 __all__ = ["Adapters", "adapters_in", "base_tensors", "is_adapters", "plain_name"]
 
@@ -33,6 +34,7 @@ class Adapters:
         name: the adapter's.
         tensors: values by peft's names; None: fresh ones.
         trainable: ``requires_grad`` by peft's names.
+        chosen: names of the modules that were chosen to have adapters; empty: the user or peft says which.
     """
 
     model: Any
@@ -40,6 +42,7 @@ class Adapters:
     name: str
     tensors: Mapping[str, torch.Tensor] | None
     trainable: Mapping[str, bool]
+    chosen: tuple[str, ...] = ()
 
     @property
     def lora_config(self) -> Any:
@@ -107,32 +110,39 @@ class Adapters:
         return {own: state[name] for name in names if (own := plain_name(name)) is not None}
 
 
-def adapters_in(skeleton: Any, lora: Lora, place: str, *, weights: bool = True) -> Adapters:
+def adapters_in(
+    skeleton: Any, blocks: Sequence[nn.Module], lora: Lora, place: str, *, weights: bool = True
+) -> Adapters:
     """Let peft put adapters into a copy of ``skeleton``, the library's model without memory.
 
     Args:
+        blocks: its decoder layers.
         weights: take the values of the adapters that ``lora`` has, if any.
 
     Raises:
         ConfigError: peft refuses, or the model that has the adapters differs from what its config says.
     """
-    config = copy.deepcopy(lora.config)
+    config, kind = copy.deepcopy(lora.config), skeleton.config.model_type
     config.task_type, config.base_model_name_or_path = config.task_type or "CAUSAL_LM", None
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            model = library().get_peft_model(
-                copy.deepcopy(skeleton, {id(skeleton.config): skeleton.config}), config, adapter_name=lora.name
+    chosen: tuple[str, ...] = ()
+    if config.target_modules is None and (default := default_targets(kind)) is not None:
+        config.target_modules = default if isinstance(default, str) else set(default)
+    elif config.target_modules is None:
+        chosen = _accepted(skeleton, config, choose_targets(skeleton, blocks), lora.name, place)
+        if not chosen:
+            raise ConfigError(
+                f"{place}: peft.target_modules: peft has no default for model_type {kind}, and its decoder layers have "
+                f"no linear layers but those of routers and experts; the model has {targets_in(skeleton)}"
             )
-    except Exception as error:  # peft's own checks raise many kinds
-        raise ConfigError(f"{place}: peft: {error}") from error
+        config.target_modules = set(chosen)
+    check_names(config, skeleton, place)
+    model = _with_adapters(skeleton, config, lora.name, place)
     check_config(config)  # peft may have changed it
     config.base_model_name_or_path = lora.config.base_model_name_or_path
     base = model.get_base_model()
     of_base = {own for name in base.state_dict() if (own := plain_name(name)) is not None}
     if of_base != skeleton.state_dict().keys():
         raise ConfigError(f"{place}: peft: {sorted(of_base ^ skeleton.state_dict().keys())[0]} is not the model's own")
-    _check_names(model, config, place)
     tensors = None
     if lora.model is None:
         trainable = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
@@ -144,7 +154,30 @@ def adapters_in(skeleton: Any, lora: Lora, place: str, *, weights: bool = True) 
         tensors = {name: found[name] for name in filter(is_adapters, found)} if weights else None
     if not any(trainable.values()):
         raise ConfigError(f"{place}: peft: nothing of its adapter trains; from_pretrained() needs is_trainable=True")
-    return Adapters(model, skeleton.config, lora.name, tensors, trainable)
+    return Adapters(model, skeleton.config, lora.name, tensors, trainable, chosen)
+
+
+def _accepted(skeleton: Any, config: Any, names: list[str], adapter: str, place: str) -> tuple[str, ...]:
+    """Leave out those of ``names`` that peft takes for weights of experts, which they were before transformers 5."""
+    trial = copy.deepcopy(config)
+    trial.target_modules = set(names)
+    if names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what it does for those
+            _with_adapters(skeleton, trial, adapter, place)
+    return tuple(name for name in names if name in trial.target_modules)
+
+
+def _with_adapters(skeleton: Any, config: Any, adapter: str, place: str) -> Any:
+    """Let peft put adapters into a copy of ``skeleton``; ``config`` changes."""
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return library().get_peft_model(
+                copy.deepcopy(skeleton, {id(skeleton.config): skeleton.config}), config, adapter_name=adapter
+            )
+    except Exception as error:  # peft's own checks raise many kinds
+        raise ConfigError(f"{place}: peft: {error}") from error
 
 
 def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -202,16 +235,6 @@ def _found_like(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:
         if tensor is not None:
             found[name] = tensor
     return found
-
-
-def _check_names(model: Any, config: Any, place: str) -> None:
-    """Refuse names of modules that there are not: peft ignores them if it finds others."""
-    paths = [path for path, _ in model.get_base_model().named_modules()]
-    for key in ("target_modules", COPIES):
-        names = getattr(config, key) or ()
-        for name in () if isinstance(names, str) else names:  # a str is a pattern
-            if not any(path == name or path.endswith(f".{name}") for path in paths):
-                raise ConfigError(f"{place}: peft.{key}: the model has no module {name}")
 
 
 def _check_like(found: Mapping[str, torch.Tensor], like: nn.Module, place: str) -> None:

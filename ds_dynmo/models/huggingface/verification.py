@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec
 
-from ds_dynmo.errors import ConfigError
-from ds_dynmo.models.huggingface.comparison import compare, compare_parameters
+from ds_dynmo.errors import ConfigError, PackingError
+from ds_dynmo.models.huggingface.comparison import compare, compare_documents, compare_parameters
 from ds_dynmo.models.huggingface.configs import default_attention
 from ds_dynmo.models.huggingface.moe import can_share
 from ds_dynmo.models.huggingface.source import Source, outline_of
@@ -85,6 +85,7 @@ def verify(source: Source, place: str, make_specs: MakeSpecs) -> None:
         make_specs: makes the layers of another model as those of ``source`` are made.
 
     Raises:
+        PackingError: layers are to tell documents apart by ``position_ids`` alone, and do not.
         ConfigError: with the difference, or because no tiny model can be made.
     """
     config = source.config
@@ -98,14 +99,14 @@ def verify(source: Source, place: str, make_specs: MakeSpecs) -> None:
     )
     try:
         tiny = json.dumps(tiny_config(config, source.blocks), sort_keys=True)
-        said = _compare(tiny, count_kinds(source.blocks), trial, make_specs)
-    except Exception as error:  # the library raises many kinds for sizes that do not fit
+        error, said = _compare(tiny, count_kinds(source.blocks), trial, make_specs)
+    except Exception as cause:  # the library raises many kinds for sizes that do not fit
         raise ConfigError(
-            f"{place}: model_type {kind} cannot be verified by a tiny model of its config: {_said(error)}; "
+            f"{place}: model_type {kind} cannot be verified by a tiny model of its config: {_said(cause)}; "
             "verified=False trusts the parts that transformers declares"
-        ) from error
+        ) from cause
     if said:
-        raise ConfigError(f"{place}: model_type {kind} with {implementation} attention {said}")
+        raise error(f"{place}: model_type {kind} with {implementation} attention {said}")
 
 
 def _said(error: Exception) -> str:
@@ -113,9 +114,14 @@ def _said(error: Exception) -> str:
 
 
 @lru_cache(maxsize=32)
-def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> str:
-    """Say why the layers of a tiny model cannot be trusted; empty: they can."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> tuple[type[ConfigError], str]:
+    """Say why the layers of a tiny model cannot be trusted, and by which error; empty: they can."""
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         model = random_model(json.loads(tiny), trial.implementation)
         blocks = getattr(model.base_model, outline_of(model, "the tiny model").blocks)
         if count_kinds(blocks) < kinds:
@@ -125,11 +131,16 @@ def _compare(tiny: str, kinds: int, trial: Trial, make_specs: MakeSpecs) -> str:
                 model(tokens, use_cache=False, **beside)
         try:
             said = compare_parameters(model, BuiltLayers(make_specs(model.config, trial))) if trial.fresh else ""
-            said = said or compare(model, BuiltLayers(make_specs(model, trial)), trial.inputs)
+            layers = BuiltLayers(make_specs(model, trial))
+            said = said or compare(model, layers, trial.inputs)
             if said:
-                return f"is more than its declared parts: {said}"
+                return ConfigError, f"is more than its declared parts: {said}"
+            if trial.inputs == ("position_ids",) and (said := compare_documents(layers, model.config.vocab_size)):
+                return PackingError, f"is more than its declared parts: {said}"
             if trial.parallel and not can_share(model, blocks):
-                return "cannot have expert_parallel: its experts give other results where replicas share them"
+                return ConfigError, (
+                    "cannot have expert_parallel: its experts give other results where replicas share them"
+                )
         except Exception as error:  # what the library's models raise is not known
-            return f"is more than its declared parts: the layers of a tiny model fail: {_said(error)}"
-    return ""
+            return ConfigError, f"is more than its declared parts: the layers of a tiny model fail: {_said(error)}"
+    return ConfigError, ""

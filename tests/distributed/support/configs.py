@@ -52,7 +52,7 @@ class Case:
     replicas: int = 1
     slices: int | None = None  # tensor-parallel; None: a topology without that axis
     scheduler: bool = False
-    groups: str = "one"  # one, two, or sparse: a rank without members leaves a group out
+    groups: str = "one"  # one, two, each: one per parameter, or sparse: a rank without members leaves a group out
     precision: str = "fp32"  # see PRECISIONS
     dropout: bool = False
     start: tuple[int, ...] | None = None
@@ -102,6 +102,8 @@ def parameter_groups(module: nn.Module, how: str) -> list[Any]:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
     if how == "one":
         return list(module.parameters())
+    if how == "each":
+        return [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
     return groups if how == "two" else [group for group in groups if group["params"]]
 
 

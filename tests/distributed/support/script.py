@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ class Killed(Exception):
 
 
 def run_script(
-    arguments: list[str], killed_in: int | None = None, joined_in: int | None = None, packed_in: int | None = None
+    arguments: list[str],
+    killed_in: int | None = None,
+    joined_in: int | None = None,
+    packed_in: int | None = None,
+    before: dict[int, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
     """Run scripts/train.py on ranks that have met, and return its results.
 
@@ -39,6 +44,7 @@ def run_script(
         killed_in: the step, counted from 1, in the middle of which everything ends.
         joined_in: the step before which another rank has joined.
         packed_in: the step after which the engine continues with one stage.
+        before: what this rank calls before a batch, by step.
     """
     run = prepare(arguments)
     engine = build_engine(run)
@@ -48,6 +54,8 @@ def run_script(
     train_batch = engine.train_batch
 
     def until_killed(data: Any) -> Any:
+        if (call := (before or {}).get(engine.global_steps + 1)) is not None:
+            call()
         if engine.global_steps + 1 == killed_in:
             raise Killed
         if engine.global_steps + 1 == joined_in:
@@ -66,6 +74,7 @@ def run_script(
         return {"losses": history.losses}
     return {
         "losses": history.losses,
+        "stopped": history.stopped,
         "ranks": history.ranks,
         "validation": history.validation_losses,
         "state": state(engine),

@@ -1,0 +1,136 @@
+"""Find the checkpoint that a run is resumed from, and read what was saved beside its layers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ds_dynmo.config import load_json
+from ds_dynmo.engine.checkpoint import folder as folders
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.files import write_text
+from ds_dynmo.models import ModelConfig, read_model_config
+from ds_dynmo.text_files import readable
+
+__all__ = ["find_checkpoint", "read_facts", "read_resumed", "total_steps", "write_facts"]
+
+FACTS_FILE = "dynmo_train.json"  # in the folder of each checkpoint
+LAUNCH_FILE = "launch.json"  # beside the checkpoint that the engine writes when it stops a run for a restart
+FACTS = {"step": int, "steps": int, "partition": list, "model": dict, "cases": dict}  # what a run is resumed with
+RUN = "run"  # name under which the run's own facts are shared
+
+
+def write_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Complete a checkpoint with the facts of its run, and let ``latest`` name it.
+
+    Raises:
+        OSError: a file cannot be written; ``latest`` names the checkpoint before.
+    """
+    write_text(checkpoint / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
+    folders.write_latest(str(checkpoint.parent), checkpoint.name)
+
+
+def find_checkpoint(folder: Path, tag: str | None = None) -> str:
+    """Return the tag of the checkpoint in ``folder`` that is meant: ``tag``, what ``latest`` names, or the only one.
+
+    Raises:
+        ConfigError: there is none, or it is not known which; lists those that there are.
+    """
+    with readable(folder):
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+        tags = _tags(folder)
+        latest = folders.read_latest(str(folder))
+    chosen = tag or latest
+    if not tags:
+        raise ConfigError(f"{folder}: holds no checkpoint of ds-dynmo-train")
+    there = f"there are {', '.join(tags)}; --tag TAG chooses one"
+    if chosen is None:
+        if len(tags) > 1:
+            raise ConfigError(f'{folder}: has no file "latest", and {there}')
+        return tags[0]
+    if folders.find(str(folder), chosen) is None:
+        named = f"--tag {tag}" if tag else f'"latest" names {latest}'
+        raise ConfigError(f"{folder}: {named}, which is not there; {there}")
+    return chosen
+
+
+def read_facts(folder: Path, tag: str) -> dict[str, Any]:
+    """Read the facts of the run that saved a checkpoint, or that the engine saved to stop it for a restart.
+
+    Raises:
+        ConfigError: there are none, or they lack something.
+    """
+    found = folders.find(str(folder), tag)
+    path = Path(found or folder / tag) / FACTS_FILE
+    if path.is_file():
+        facts = {"in_step": False, **load_json(path)}
+    elif (launch := _launch(folder)).get("tag") == tag:
+        path, cases = folder / LAUNCH_FILE, dict(launch.get("states", {}))
+        facts = {**cases.pop(RUN, {}), **launch, "cases": cases, "in_step": True}
+    else:
+        raise ConfigError(f"{path}: there is no such file: ds-dynmo-train did not save this checkpoint")
+    missing = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
+    if missing:
+        raise ConfigError(f"{path}: lacks {', '.join(sorted(missing))}")
+    return {**facts, "tag": tag}
+
+
+def read_resumed(folder: Path, tag: str | None, model: ModelConfig) -> dict[str, Any]:
+    """Read the facts of the run that is resumed, and check that this one can continue it.
+
+    Raises:
+        ConfigError: naming ``--resume``, and what is missing or differs.
+    """
+    try:
+        resumed = read_facts(folder, find_checkpoint(folder, tag))
+    except ConfigError as error:
+        raise ConfigError(f"--resume {error}") from error
+    saved_model = read_model_config(resumed)
+    for key in ModelConfig.model_fields:
+        if key in ("tokens", "verified"):  # the data that the one leads to are compared; the other changes nothing
+            continue
+        if getattr(model, key) != getattr(saved_model, key):
+            raise ConfigError(
+                f"--resume {folder}: was trained with model.{key} = {getattr(saved_model, key)}, "
+                f"this run has {getattr(model, key)}"
+            )
+    return resumed
+
+
+def total_steps(given: int | None, folder: Path, resumed: dict[str, Any], model: ModelConfig) -> int:
+    """Return the batches of a resumed run. It keeps its number if the model changes at fractions of it.
+
+    Args:
+        given: by ``--steps``.
+
+    Raises:
+        ConfigError: naming ``--steps``, with both numbers.
+    """
+    steps: int = resumed["steps"] if given is None else given
+    if steps != resumed["steps"] and model.scheduled:
+        raise ConfigError(
+            f"--steps {steps}: the run in {folder} has {resumed['steps']} steps in total, and "
+            f"model.{', model.'.join(model.scheduled)} would change at others than it did, at fractions of {steps}; "
+            f"leave --steps out, --stop-at ends a run earlier"
+        )
+    if resumed["step"] >= steps:
+        raise ConfigError(f"--resume {folder}: is at step {resumed['step']}, --steps {steps} leaves nothing to do")
+    return steps
+
+
+def _tags(folder: Path) -> list[str]:
+    """List the checkpoints of this command in ``folder``, by step."""
+    tags = {entry.name for entry in os.scandir(folder) if (Path(entry) / FACTS_FILE).is_file() and entry.name[0] != "."}
+    stopped = _launch(folder).get("tag")
+    if stopped is not None and folders.find(str(folder), stopped) is not None:
+        tags.add(stopped)
+    return sorted(tags, key=lambda tag: (len(tag), tag))
+
+
+def _launch(folder: Path) -> dict[str, Any]:
+    """Read what the engine wrote to launch a run anew; {}: nothing."""
+    path = folder / LAUNCH_FILE
+    return load_json(path) if path.is_file() else {}

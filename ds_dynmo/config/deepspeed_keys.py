@@ -1,0 +1,69 @@
+"""Check keys of DeepSpeed's own that it refuses late, in an engine's constructor: without torch, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_dynmo.config.explain import show
+from ds_dynmo.errors import ConfigError
+
+BATCH, MICRO_BATCH, ACCUMULATION = BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+_OBJECTS = (
+    *("optimizer", "scheduler", "fp16", "bf16", "pipeline", "activation_checkpointing", "checkpoint", "data_types"),
+    *("compile", "tensorboard", "csv_monitor", "wandb", "comet", "data_efficiency", "torch_autocast", "timers"),
+)
+_EXAMPLE = 'such as {"type": "AdamW", "params": {"lr": 3e-4}}'
+
+
+def check_deepspeed_keys(settings: Mapping[str, Any]) -> None:
+    """Refuse objects that are none, numbers that are none, and a configuration without an optimizer.
+
+    Raises:
+        ConfigError: naming the key, its value and what is allowed.
+    """
+    for key in _OBJECTS:
+        if settings.get(key) is not None and not isinstance(settings[key], dict):
+            raise ConfigError(f"{key} = {show(settings[key])}: should be an object")
+    for key in BATCH_KEYS:
+        if settings.get(key) is not None and (type(settings[key]) is not int or settings[key] < 1):
+            raise ConfigError(f"{key} = {show(settings[key])}: should be an int of at least 1")
+    clipping = settings.get("gradient_clipping", 0.0)
+    if type(clipping) not in (int, float) or not clipping >= 0:
+        raise ConfigError(f"gradient_clipping = {show(clipping)}: should be a number of at least 0")
+    if all((settings.get(key) or {}).get("enabled") for key in ("fp16", "bf16")):
+        raise ConfigError("fp16.enabled and bf16.enabled are true: only one of them can be")
+    optimizer = settings.get("optimizer")
+    if optimizer is None:
+        raise ConfigError(f"optimizer: is missing; it is an object, {_EXAMPLE}")
+    if not isinstance(optimizer.get("type"), str):
+        raise ConfigError(f"optimizer.type = {show(optimizer.get('type'))}: should be a name, {_EXAMPLE}")
+    for key in ("optimizer", "scheduler"):
+        params = (settings.get(key) or {}).get("params", {})
+        if not isinstance(params, dict):
+            raise ConfigError(f"{key}.params = {show(params)}: should be an object")
+
+
+def check_batch_sizes(settings: Mapping[str, Any], replicas: int) -> None:
+    """Refuse batch sizes that DeepSpeed cannot complete, or that do not fit ``replicas`` of the pipeline.
+
+    Raises:
+        ConfigError: naming the keys, with both numbers.
+    """
+    batch, *others = (settings.get(key) for key in BATCH_KEYS)
+    if batch is None and others[0] is None:
+        raise ConfigError(f"{MICRO_BATCH}: is missing; give it, or {BATCH}")
+    if batch is None:
+        return
+    factors = [(key, value) for key, value in zip((MICRO_BATCH, ACCUMULATION), others) if value is not None]
+    product = replicas
+    for _, value in factors:
+        product *= value
+    if batch % product or (len(factors) == 2 and batch != product):
+        named = " x ".join([*(f"{key} {value}" for key, value in factors), f"replicas {replicas}"])
+        allowed = "should be" if len(factors) == 2 else "should be a multiple of"
+        raise ConfigError(f"{BATCH} = {batch}: {allowed} {named} = {product}")

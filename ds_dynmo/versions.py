@@ -1,0 +1,26 @@
+"""Versions of other packages that the tests passed with: docs/versions.md has the results."""
+
+from __future__ import annotations
+
+import sys
+
+from packaging.version import Version
+
+# Oldest first. pyproject.toml has the oldest as lower bounds.
+TESTED: dict[str, tuple[str, ...]] = {
+    "torch": ("2.9.0", "2.13.0", "2.15.0"),
+    "deepspeed": ("0.18.9", "0.19.8"),
+    "transformers": ("5.23.0",),
+    "peft": ("0.21.0", "0.21.2"),
+}
+
+
+def newer_than_tested() -> str | None:
+    """Return one line that names the imported packages that are newer than any tested version; None without one."""
+    newer = []
+    for name, tested in TESTED.items():
+        if name in sys.modules:
+            version = str(sys.modules[name].__version__)
+            if Version(version).release > Version(tested[-1]).release:
+                newer.append(f"{name} {version} (tested: {', '.join(tested)})")
+    return f"newer than what ds_dynmo was tested with: {'; '.join(newer)}" if newer else None
