@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.plan import check_partition
+from ds_dynmo.wording import counted
 
 __all__ = ["TYPE_RULE", "KeepRule", "LayerGroups"]
 
@@ -101,7 +102,8 @@ class LayerGroups:
         if num_stages <= self.num_groups:
             return None
         if self.single_layers:
-            return f"{self.num_layers} layers cannot fill {num_stages} stages: every stage owns at least one layer"
+            layers, stages = counted(self.num_layers, "layer"), counted(num_stages, "stage")
+            return f"{layers} cannot fill {stages}: every stage owns at least one layer"
         return (
             f"dynmo.keep_together makes {self.num_groups} groups of the model's {self.num_layers} layers, which cannot "
             f"fill {num_stages} stages: every stage owns at least one group"

@@ -156,7 +156,7 @@ class Placement:
         _check_extent(bounds, self.num_layers, f"{self.num_stages} stages", self.num_chunks)
         return Placement(bounds, self.owners)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{list(self.boundaries)}" + ("" if self.is_chain else f" on stages {list(self.owners)}")
 
     def as_record(self, name: str) -> dict[str, tuple[int, ...]]:

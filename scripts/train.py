@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ds_dynmo.cli.train import main
+from ds_dynmo.cli.start_training import main
 
 if __name__ == "__main__":
     sys.exit(main())

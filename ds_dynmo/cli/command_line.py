@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.files import write_text
+
+FIRST_RANK_SECONDS = 10.0
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -36,6 +40,21 @@ def refusals_of(command: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise SystemExit(f"{command}: error: {error}") from error
+
+
+def refuse(error: Exception) -> int:
+    """Print an error, and return the exit code, 2.
+
+    The launcher ends all ranks when one has exited. So other ranks wait, and only rank 0 prints an error that all
+    have. A rank that still runs after that has another error and prints it.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    where = ""
+    if rank:
+        time.sleep(FIRST_RANK_SECONDS)
+        where = f" on rank {rank}"
+    print(f"ds-dynmo-train: error{where}: {error}", file=sys.stderr, flush=True)
+    return 2
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:

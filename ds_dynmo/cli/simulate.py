@@ -26,6 +26,7 @@ from ds_dynmo.cli.simulation.repacking import repack_rows, sustained_stages
 from ds_dynmo.cli.simulation.runs import ARMS, STATIC, STATICS, Outcome, Setting, compare
 from ds_dynmo.cli.simulation.statics import label
 from ds_dynmo.errors import ConfigError, PartitionError
+from ds_dynmo.wording import counted
 
 SIZES = ("layers", "stages", "replicas", "micro_batches", "interval")
 
@@ -76,7 +77,8 @@ COLUMNS = {  # of the table of a case
 
 
 def print_case(rows: Sequence[dict[str, Any]], setting: Setting) -> None:
-    scale = f"{setting.layers} layers, {setting.stages} stages x {setting.replicas} replicas"
+    stages, replicas = counted(setting.stages, "stage"), counted(setting.replicas, "replica")
+    scale = f"{setting.layers} layers, {stages} x {replicas}"
     print(f"\n{rows[0]['case']}: {scale}, {setting.micro_batches} micro-batches, interval {setting.interval}")
     cells = [[label(one["balancer"]), *(f"{one[key]:.2f}" for key in COLUMNS.values()), one["moves"]] for one in rows]
     print_table(("balancer", *COLUMNS, "moves"), cells)

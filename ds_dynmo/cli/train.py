@@ -22,6 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
+from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.cli.export import export
 from ds_dynmo.cli.startup import init_distributed, take_device
 from ds_dynmo.cli.training.data import identity_of
@@ -60,24 +61,8 @@ from ds_dynmo.models import (
 
 VALIDATIONS = 5
 SPEED_SERIES = "Train/Samples/tokens_per_second"  # in DeepSpeed's monitors, beside the losses that it sends itself
-FIRST_RANK_SECONDS = 10.0
 ALONE = "One process, so one stage: no layer can move. Start several by deepspeed, torchrun, srun or mpirun."
 UNSAVED = "Nothing of the model is kept: --save DIR keeps checkpoints, --export DIR beside it what transformers reads."
-
-
-def refuse(error: Exception) -> int:
-    """Print an error, and return the exit code, 2.
-
-    The launcher ends all ranks when one has exited. So other ranks wait, and only rank 0 prints an error that all
-    have. A rank that still runs after that has another error and prints it.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    where = ""
-    if rank:
-        time.sleep(FIRST_RANK_SECONDS)
-        where = f" on rank {rank}"
-    print(f"ds-dynmo-train: error{where}: {error}", file=sys.stderr, flush=True)
-    return 2
 
 
 def build_engine(run: Run) -> Any:

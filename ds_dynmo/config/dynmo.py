@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from ds_dynmo.config.block import Block
 from ds_dynmo.config.explain import suggest
 from ds_dynmo.config.keep_together import parse_keep_together
+from ds_dynmo.config.memory_limit import parse_memory_limit
 from ds_dynmo.config.repack import RepackConfig
 from ds_dynmo.config.type_partition import TYPE_PREFIX, parse_type_partition
 from ds_dynmo.errors import PartitionError
@@ -105,7 +106,7 @@ class DynMoConfig(Block):
     memory_limit: int | float | None = Field(
         default=None,
         description="per device, for training and for moving layers: an int is bytes, a float in (0, 1] a fraction of "
-        "the device's memory",
+        'the device\'s memory; or a string such as "30GiB", "30GB" or "80%"',
     )
     repack: RepackConfig = Field(
         default=RepackConfig(), validate_default=True, description="fewer ranks for a model whose work has shrunk"
@@ -129,7 +130,9 @@ class DynMoConfig(Block):
     randomness: RandomnessConfig = Field(
         default=RandomnessConfig(), description="what random draws in a layer depend on"
     )
-    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="in which order a stage runs its passes")
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(), description="in which order a stage runs its passes; a string is its kind"
+    )
     compile: bool = Field(
         default=False, description="true: torch.compile runs each layer, where it is and again where it arrives"
     )
@@ -186,9 +189,13 @@ class DynMoConfig(Block):
     @field_validator("memory_limit", mode="plain")
     @classmethod
     def _bytes_or_fraction(cls, limit: Any) -> int | float | None:
-        if limit is None or (type(limit) is int and limit > 0) or (type(limit) is float and 0 < limit <= 1):
-            return limit
-        raise ValueError("should be null, an int of bytes > 0 or a float in (0, 1]")
+        return parse_memory_limit(limit)
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _kind_alone(cls, schedule: Any) -> Any:
+        """Take a string for the object that has only this kind."""
+        return {"kind": schedule} if isinstance(schedule, str) else schedule
 
     @field_validator("rank_attributes", mode="before")
     @classmethod

@@ -114,6 +114,7 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     validation.check_features(settings)
     validation.check_partitioned_activations(settings, model)
     validation.check_initial_partition(dynmo, model)
+    partitioners.check_signature(dynmo.balancer)
     check_policy(dynmo.repack)
     secret_for(dynmo.repack)
     if dynmo.randomness.per_layer:

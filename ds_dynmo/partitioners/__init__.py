@@ -20,7 +20,7 @@ from ds_dynmo.partitioners.metrics import bottleneck, bubble_ratio, imbalance, l
 from ds_dynmo.partitioners.move_memory import Overflow, between, migration_peaks, overflow
 from ds_dynmo.partitioners.passes import PassModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
-from ds_dynmo.partitioners.registry import Balancer, get, names, propose, register, takes
+from ds_dynmo.partitioners.registry import Balancer, check_signature, get, names, propose, register, takes
 from ds_dynmo.partitioners.repack import Packing, fewest_stages, first_fit, fits_on, hosts, pack_onto
 from ds_dynmo.partitioners.simulate import Timeline, iteration_seconds, simulate
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
@@ -45,6 +45,7 @@ __all__ = [
     "bottleneck",
     "bubble_ratio",
     "check_fits",
+    "check_signature",
     "diffusion",
     "diffusion_step",
     "diffusion_trace",

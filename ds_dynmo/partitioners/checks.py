@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 
 from ds_dynmo.errors import PartitionError
+from ds_dynmo.wording import counted
 
 __all__ = ["check_costs", "check_num_stages"]
 
@@ -58,5 +59,6 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
         raise PartitionError(f"{num_layers} layers need at least 1 stage, got {num_stages}")
     if num_stages > num_layers:
         raise PartitionError(
-            f"{num_layers} layers cannot fill {num_stages} stages: every stage owns at least one layer"
+            f"{counted(num_layers, 'layer')} cannot fill {counted(num_stages, 'stage')}: every stage owns at least one "
+            "layer"
         )

@@ -2,6 +2,9 @@
 
 A cost that stays within the noise is averaged over the latest profiles. A cost that leaves this range, or a whole stage
 that shifts, has changed: from then on only the new value counts.
+
+Noise has two parts. Layers differ from one profile to the next, each by itself; so do stages, as their processors share
+a machine with other work. The second part does not average out over the layers of a stage, only over profiles.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_dynmo.partitioners.speeds import SpeedEvidence, relative_speeds
 from ds_dynmo.placement import Placement
@@ -19,14 +22,31 @@ from ds_dynmo.plan import LayerCost, Profile
 __all__ = ["CostHistory", "MoveCosts"]
 
 _WINDOW = 8  # profiles in an average of costs, and in the estimate of noise
+_STAGE_WINDOW = 32  # profiles in the estimate of the noise of stages: rare bursts count too
 _EVIDENCE = 32  # latest pieces of evidence for speeds
 _NOISE_UNKNOWN = 0.05  # relative; used before two profiles can be compared, later one vote in the median
 _NOISE_RANGE = (0.01, 0.1)  # the estimate stays within
 _CHANGED = 4.0  # standard errors from a layer's average that are a change
 _SHIFTED = 3.5  # likewise of a stage's layers together
+_NEAR = 8  # steps between profiles up to which a shift of a stage has to last
+_LASTING = 3  # profiles in a row
+_LARGE = 1.0  # in logs: a shift that need not last
 _SIGNIFICANT_SHARE = 0.1  # of the largest layer's cost: smaller layers have other noise, and matter less
 _SAME_LOAD = 0.02  # load signals that differ by less count as equal
 _MOVES = 16  # latest ones, in the estimate of what a move costs
+
+
+class _Shift(NamedTuple):
+    """How the layers of a stage together differ from what is known of them.
+
+    Attributes:
+        log: the mean of log(seconds now / known seconds).
+        stage_part, layer_part: how often its variance holds that of the noise of stages, and that of layers.
+    """
+
+    log: float
+    stage_part: float
+    layer_part: float
 
 
 class CostHistory:
@@ -34,9 +54,12 @@ class CostHistory:
 
     def __init__(self) -> None:
         self._placement: Placement | None = None  # of the latest profile
+        self._step = 0  # likewise
         self._means: list[list[float]] = []  # per layer: forward and backward seconds on its stage, profiles in them
         self._loads: list[list[float | None]] = []  # per layer: trainable parameters, load signal
         self._noises: list[float] = []
+        self._stage_variances: list[float] = []  # per profile, the mean over stages
+        self._doubts: dict[int, list[float]] = {}  # per stage that may have changed: variances, if that was noise
         self._evidence: list[list[float]] = []
 
     @property
@@ -49,6 +72,20 @@ class CostHistory:
     def errors(self) -> tuple[float, ...]:
         """Per layer, the relative standard error of its smoothed cost."""
         noise = self.noise
+        return tuple(noise / math.sqrt(count) for _, _, count in self._means)
+
+    @property
+    def stage_noise(self) -> float:
+        """The relative standard deviation of one measurement of a whole stage, beside the noise of its layers.
+
+        0 until two profiles of several stages can be compared.
+        """
+        return math.sqrt(max(0.0, statistics.fmean(self._stage_variances))) if self._stage_variances else 0.0
+
+    @property
+    def stage_errors(self) -> tuple[float, ...]:
+        """Per layer, the part of the relative error of its smoothed cost that it shares with its stage."""
+        noise = self.stage_noise
         return tuple(noise / math.sqrt(count) for _, _, count in self._means)
 
     @property
@@ -75,14 +112,20 @@ class CostHistory:
             logs = self._logs(profile.layers)
             stayed = [layer for layer in logs if old.stage_of(layer) == new.stage_of(layer)]
             drift = statistics.median([logs[layer] for layer in stayed]) if len(stayed) > 2 else 0.0
-            changed = self._shifted(logs, stayed, new)
+            shifts = self._shifts(logs, stayed, new)
+            level = statistics.fmean([shift.log for shift in shifts.values()]) if shifts else 0.0
+            changed, doubtful = self._judge(shifts, level, profile.step - self._step)
             self._learn_noise([logs[layer] - drift for layer in stayed])
             self._learn_speeds({layer: logs[layer] - drift for layer in logs}, old, new)
-            self._rescale(old, new)
-            self._take(profile.layers, changed)
+            self._rescale(old, new, math.exp(level))
+            self._take(
+                profile.layers,
+                changed={layer for stage in changed for layer in new.layers_of(stage)},
+                doubtful={layer for layer in stayed if new.stage_of(layer) in doubtful},
+            )
         else:
             self._means = [[cost.forward_seconds, cost.backward_seconds, 1] for cost in profile.layers]
-        self._placement = new
+        self._placement, self._step = new, profile.step
         self._loads = [[cost.trainable_parameters, cost.load_signal] for cost in profile.layers]
 
     def smoothed(self, profile: Profile) -> Profile:
@@ -104,19 +147,45 @@ class CostHistory:
                 logs[layer] = math.log(cost.seconds / known)
         return logs
 
-    def _shifted(self, logs: dict[int, float], stayed: Sequence[int], placement: Placement) -> set[int]:
-        """Find all layers of stages that got faster or slower as a whole by more than noise."""
-        if not self._noises:
-            return set()
-        shifted: set[int] = set()
+    def _shifts(self, logs: dict[int, float], stayed: Sequence[int], placement: Placement) -> dict[int, _Shift]:
+        """Compare stages as a whole with what is known of them: those with two comparable layers or more."""
+        shifts = {}
         for stage in placement.stages:
             here = placement.layers_of(stage)
             own = [layer for layer in stayed if layer in here]
             if len(own) > 1:
-                variance = sum(1 + 1 / self._means[layer][2] for layer in own) / len(own) ** 2
-                if abs(statistics.fmean(logs[layer] for layer in own)) > _SHIFTED * self.noise * math.sqrt(variance):
-                    shifted.update(here)
-        return shifted
+                variances = [1 + 1 / self._means[layer][2] for layer in own]
+                log = statistics.fmean(logs[layer] for layer in own)
+                shifts[stage] = _Shift(log, statistics.fmean(variances), statistics.fmean(variances) / len(own))
+        return shifts
+
+    def _judge(self, shifts: dict[int, _Shift], level: float, steps: int) -> tuple[set[int], set[int]]:
+        """Find the stages that have changed as a whole, beside all others, and those that may have.
+
+        Between neighbouring batches a load hardly ever changes, but a machine is often busy with something else. So a
+        shift has to last, unless it is large. A shift that does not last was noise.
+
+        Args:
+            steps: from the last profile to this one.
+        """
+        changed, doubtful, noise = set(), set(), []
+        others = 1 - 1 / len(shifts) if len(shifts) > 1 else math.inf  # of the variance; the level is a mean
+        lasts = steps > _NEAR or any(abs(shift.log - level) > _LARGE * others for shift in shifts.values())
+        for stage, (log, stage_part, layer_part) in shifts.items():
+            of_layers = self.noise**2 * layer_part
+            shifted = (log - level) ** 2 / others
+            variance = (shifted - of_layers) / stage_part
+            doubts = self._doubts.pop(stage, [])
+            if not self._noises or shifted <= _SHIFTED**2 * (of_layers + self.stage_noise**2 * stage_part):
+                noise += [variance, *doubts]
+            elif lasts or len(doubts) + 1 >= _LASTING:
+                changed.add(stage)
+            else:
+                doubtful.add(stage)
+                self._doubts[stage] = [*doubts, variance]
+        if noise:
+            self._stage_variances = [*self._stage_variances, sum(noise) / len(shifts)][-_STAGE_WINDOW:]
+        return changed, doubtful
 
     def _learn_noise(self, residuals: Sequence[float]) -> None:
         if len(residuals) > 2:
@@ -134,17 +203,18 @@ class CostHistory:
             self._evidence.append([source, destination, statistics.median(ratios), len(ratios)])
         self._evidence = self._evidence[-_EVIDENCE:]
 
-    def _rescale(self, old: Placement, new: Placement) -> None:
-        """Convert the averages of layers that moved to the speed of their new stage."""
-        speeds = self.speeds
-        if speeds is not None:
-            for layer, mean in enumerate(self._means):
-                ratio = speeds[old.stage_of(layer)] / speeds[new.stage_of(layer)]
-                mean[:2] = mean[0] * ratio, mean[1] * ratio
+    def _rescale(self, old: Placement, new: Placement, level: float) -> None:
+        """Convert the averages to the present level, and those of layers that moved to the speed of their new stage."""
+        speeds = self.speeds or (1.0,) * new.num_stages
+        for layer, mean in enumerate(self._means):
+            ratio = level * speeds[old.stage_of(layer)] / speeds[new.stage_of(layer)]
+            mean[:2] = mean[0] * ratio, mean[1] * ratio
 
-    def _take(self, layers: Sequence[LayerCost], changed: set[int]) -> None:
-        noise = self.noise
+    def _take(self, layers: Sequence[LayerCost], *, changed: set[int], doubtful: set[int]) -> None:
+        noise = math.hypot(self.noise, self.stage_noise)
         for layer, (cost, mean) in enumerate(zip(layers, self._means)):
+            if layer in doubtful:
+                continue
             known, count = mean[0] + mean[1], mean[2]
             tolerance = _CHANGED * noise * math.sqrt(1 + 1 / count)
             same = known > 0 and cost.seconds > 0 and abs(math.log(cost.seconds / known)) <= tolerance

@@ -21,7 +21,7 @@ from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.plan import check_partition
 
-__all__ = ["Balancer", "current_name", "get", "names", "propose", "register", "takes"]
+__all__ = ["Balancer", "check_signature", "current_name", "get", "names", "propose", "register", "takes"]
 
 OFFERED = ("pipeline", "speeds", "layer_bytes")  # given to balancers that have a parameter of that name
 
@@ -146,6 +146,27 @@ def _choose(
     wanted = {offered: value for offered, value in offers.items() if takes(name, offered)}
     partition: Sequence[int] = _registered(name).balancer(costs, num_stages, start=start, memory=memory, **wanted)
     return partition
+
+
+def check_signature(name: str) -> None:
+    """Refuse a balancer that cannot be called with the arguments that it will be given.
+
+    Raises:
+        ConfigError: with its signature, and the call.
+    """
+    balancer = get(name)
+    try:
+        signature = inspect.signature(balancer)
+    except ValueError:  # a callable without a signature that Python can read
+        return
+    keywords = ["start", "memory", *(offered for offered in OFFERED if takes(name, offered))]
+    try:
+        signature.bind([], 1, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join(["costs", "num_stages", *(f"{keyword}=..." for keyword in keywords)])
+        raise ConfigError(
+            f'dynmo.balancer = "{name}": is called as balancer({call}), and its signature is {signature}: {error}'
+        ) from error
 
 
 def takes(name: str, offered: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ class LayerMove:
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """Every layer that changes stage between two placements; ranks compare :attr:`digest` before a byte moves.
+    """Every layer that changes stage between two placements.
 
     Raises:
         PartitionError: the placements differ in their number of layers or stages, or ``moves`` does not lead from one
@@ -54,19 +53,12 @@ class MigrationPlan:
                 f"{new.num_stages}"
             )
         if list(self.moves) != list(_moves(old, new)):
-            raise PartitionError(f"moves {self.moves} do not lead from {old.boundaries} to {new.boundaries}")
+            raise PartitionError(f"moves {self.moves} do not lead from {old} to {new}")
 
     @property
     def leaving(self) -> tuple[int, ...]:
         """Stages that will own no layer."""
         return self.new.empty_stages
-
-    @property
-    def digest(self) -> int:
-        """A 62-bit hash, equal on ranks that are about to do the same."""
-        moves = tuple((move.layer, move.source, move.destination) for move in self.moves)
-        ends = tuple((end.boundaries, end.owners) for end in (self.old, self.new))
-        return int.from_bytes(hashlib.sha256(repr((ends, moves)).encode()).digest()[:8], "big") >> 2
 
 
 def _moves(old: Placement, new: Placement) -> Iterator[LayerMove]:

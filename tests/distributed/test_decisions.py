@@ -152,7 +152,7 @@ def test_a_repack_without_a_profile_moves_layers_once() -> None:
 
 
 def test_a_first_rebalance_without_memory_leaves_no_pending_decision() -> None:
-    for result in run(2, decide_first, {"interval": 0, "memory_limit": 50}, "rebalance"):
+    for result in run(2, decide_first, {"interval": 0, "memory_limit": "50B"}, "rebalance"):
         assert "bytes" in result["returned"] and result["partition"] == [0, 3, 6]
         assert result["rebalances"] == result["rebalances later"] == [] and result["profile"] is not None
 

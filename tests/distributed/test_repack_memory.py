@@ -30,7 +30,7 @@ def flags(folder: Path, model: dict[str, Any], **block: Any) -> list[str]:
             "interval": 0,
             "balance_by": "parameters",
             "initial_partition": "parameters",
-            "memory_limit": 1,
+            "memory_limit": "1B",
             "repack": REPACK,
             **block,
         },

@@ -87,11 +87,16 @@ def test_a_block_cannot_be_changed() -> None:
         ("profile", 3, "an object"),
         ("min_improvement", 1, "less than 1"),
         ("min_improvement", float("nan"), "finite"),
-        ("memory_limit", 0, "an int of bytes > 0 or a float in (0, 1]"),
-        ("memory_limit", 8e9, "an int of bytes > 0 or a float in (0, 1]"),
-        ("memory_limit", 0.0, "an int of bytes > 0 or a float in (0, 1]"),
-        ("memory_limit", True, "an int of bytes > 0 or a float in (0, 1]"),
-        ("memory_limit", "0.9", "an int of bytes > 0 or a float in (0, 1]"),
+        ("memory_limit", 0, "an int of bytes, a float in (0, 1], or a string such as"),
+        ("memory_limit", 8e9, "an int of bytes, a float in (0, 1], or a string such as"),
+        ("memory_limit", 0.0, "an int of bytes, a float in (0, 1], or a string such as"),
+        ("memory_limit", True, "an int of bytes, a float in (0, 1], or a string such as"),
+        ("memory_limit", 2, 'is 2 bytes, and should be at least 1048576, 1 MiB; did you mean "2GiB" or "2%"?'),
+        ("memory_limit", 2**20 - 1, "is 1048575 bytes, and should be at least 1048576, 1 MiB; did you mean"),
+        ("memory_limit", "30 parsecs", 'a string such as "30GiB", "30GB" or "80%"'),
+        ("memory_limit", "120%", 'a string such as "30GiB", "30GB" or "80%"'),
+        ("schedule", "zerobubble", "should be 'auto', '1f1b' or 'zero_bubble'"),
+        ("memory_limit", "0.9", "an int of bytes, a float in (0, 1], or a string such as"),
         ("initial_partition", {}, "a string or a list of ints"),
         ("initial_partition", [0, 3.0], "a string or a list of ints"),
         ("initial_partition", [False, True], "a string or a list of ints"),
@@ -137,11 +142,21 @@ def test_missing_and_unknown_keys_of_a_trace_are_named() -> None:
         read(trace={"path": "", "steps": [1, 2]})
 
 
-@pytest.mark.parametrize("limit", [1, 8_000_000_000, 0.9, 1.0, None])
-def test_memory_limit_in_bytes_or_as_a_fraction(limit: float | None) -> None:
-    config = read(memory_limit=limit)
+SAME = [(value, value) for value in (2**20, 8_000_000_000, 0.9, 1.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [*SAME, ("30GiB", 30 * 2**30), ("30 gb", 30 * 10**9), ("1.5MiB", 1_572_864), ("500B", 500), ("80%", 0.8)],
+)
+def test_memory_limit_in_bytes_as_a_fraction_or_with_a_unit(given: Any, limit: float | None) -> None:
+    config = read(memory_limit=given)
     assert config.memory_limit == limit
     assert type(config.memory_limit) is type(limit)
+
+
+def test_a_schedule_may_be_its_kind_alone() -> None:
+    assert read(schedule="zero_bubble") == read(schedule={"kind": "zero_bubble"})
 
 
 @pytest.mark.parametrize("method", ["uniform", "parameters", "profile", "type:embed:2|block:1"])

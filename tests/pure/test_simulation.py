@@ -220,7 +220,7 @@ def test_a_recorded_run_is_a_case(capsys: pytest.CaptureFixture[str], tmp_path: 
     simulate.main(["--recorded", str(recording), "--json", str(path), *flags])
     rows = {row["balancer"]: row for row in json.loads(path.read_text())["rows"]}
     printed = capsys.readouterr().out
-    assert "a case: 4 layers, 2 stages x 1 replicas" in printed and "Beside the paper" not in printed
+    assert "a case: 4 layers, 2 stages x 1 replica," in printed and "Beside the paper" not in printed
     case = Recorded.read(recording)
     outcomes = compare(case, Setting.of(case), [*STATICS, "oracle"], count=1, seeds=1)
     static, oracle = outcomes[STATIC], outcomes["oracle"]

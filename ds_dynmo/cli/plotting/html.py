@@ -9,6 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from ds_dynmo.cli.plotting.data import Record, Report
+from ds_dynmo.wording import counted
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -63,7 +64,8 @@ def title(report: Report) -> str:
     """Describe the run in one line."""
     if report.start is None:
         return "A run"
-    return f"{report.start['stop_at'] - report.start['first_step']} steps in {report.start['stages']} stages"
+    steps, stages = report.start["stop_at"] - report.start["first_step"], report.start["stages"]
+    return f"{counted(steps, 'step')} in {counted(stages, 'stage')}"
 
 
 def summary_rows(end: Record) -> Rows:

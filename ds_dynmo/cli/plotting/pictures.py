@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ds_dynmo.cli.plotting.data import PASSES, Loads, Record, Report, Rows, loads_around, quality
+from ds_dynmo.wording import counted
 
 COLUMNS, MOST_MOVES = 3, 12
 MOST_TALL_ROWS = 8
@@ -140,7 +141,7 @@ def ranks(report: Report, never: Report | None = None) -> Figure | None:
     stages = [len(changes[0]["old_partition"]) - 1, *(len(change["new_partition"]) - 1 for change in changes)]
     upper.step(at, [*stages, stages[-1]], where="post", color=MEASURED, linewidth=2)
     for change in changes:
-        left = f"{len(change['old_partition']) - 1} to {len(change['new_partition']) - 1} stages"
+        left = f"{len(change['old_partition']) - 1} to {counted(len(change['new_partition']) - 1, 'stage')}"
         upper.annotate(left, (change["step"], len(change["old_partition"]) - 1), (6, -4), textcoords="offset points")
     upper.fill_between(at, [*stages, stages[-1]], step="post", color=PREDICTED, alpha=0.5)
     upper.set_ylim(0, max(stages) + 0.5)

@@ -12,6 +12,7 @@ from typing import Any
 from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.reporting.files import record_writer
 from ds_dynmo.plan import Profile, RebalanceReport
+from ds_dynmo.wording import counted
 
 Record = Callable[[dict[str, Any]], None]
 
@@ -99,7 +100,7 @@ def closing_table(run: Run, engine: Any, history: History) -> list[str]:
 def repack_lines(engine: Any) -> list[str]:
     """Make one line per re-packing that changed the number of stages."""
     return [
-        f"step {report.step} ({report.reason}): {report.old_stages} -> {report.new_stages} stages, "
+        f"step {report.step} ({report.reason}): {report.old_stages} -> {counted(report.new_stages, 'stage')}, "
         f"{list(report.new_partition)}, in {report.migrate_seconds + report.world_seconds:.2f} s"
         for report in engine.repacks
         if report.old_stages != report.new_stages

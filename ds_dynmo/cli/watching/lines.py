@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_dynmo.wording import counted
+
 Record = dict[str, Any]
 
 
 def start_line(record: Record) -> str:
-    return f"step {record['first_step']}: a run to step {record['stop_at']} in {record['stages']} stages begins"
+    return (
+        f"step {record['first_step']}: a run to step {record['stop_at']} in {counted(record['stages'], 'stage')} begins"
+    )
 
 
 def end_line(record: Record) -> str:

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from deepspeed.utils import logger
 
 from ds_dynmo.engine.balancing.background import BegunDecision, DecisionProcess
 from ds_dynmo.engine.balancing.cost_model import CostModel
@@ -34,7 +33,7 @@ from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan, Profile, RebalanceReport
 from ds_dynmo.schedules import PassCosts, Schedule
 
-Result = TypeVar("Result")
+DECIDING = "deciding where layers go"
 
 
 class Balancer:
@@ -137,7 +136,7 @@ class Balancer:
         """Let a process decide while the next batch trains. Collective."""
         with self._stage.timeline.phase("decide", "begin to decide"):
             began = time.perf_counter()
-            calculate = self._calculated(partial(self._calculation, request))
+            calculate = self._comm.everywhere(DECIDING, partial(self._calculation, request))
             self._process.begin(calculate)
             waited = time.perf_counter() - began
         self._begun = BegunDecision(request, calculate, self._profile_seconds, waited)
@@ -152,7 +151,10 @@ class Balancer:
             began = time.perf_counter()
             self._comm.enter("rebalance")
             with self._stage.timeline.phase("decide", "wait for the decision"):
-                decision, search_seconds = self._calculated(partial(self._process.finish, begun.calculate))
+                finish = partial(self._process.finish, begun.calculate)
+                decision, search_seconds = self._comm.everywhere(
+                    DECIDING, finish, same=lambda found: found[0].placement
+                )
             seconds = begun.profile_seconds, begun.waited_seconds + time.perf_counter() - began
             self._carry_out(decision, begun.request, seconds, search_seconds)
         except (PartitionError, MigrationError) as error:
@@ -244,7 +246,9 @@ class Balancer:
         began = time.perf_counter()
         self._comm.enter("rebalance")
         with self._stage.timeline.phase("decide", "decide"):
-            decision = self._calculated(lambda: self._calculation(request)())
+            decision = self._comm.everywhere(
+                DECIDING, lambda: self._calculation(request)(), same=lambda found: found.placement
+            )
         return self._carry_out(decision, request, (profile_seconds, time.perf_counter() - began))
 
     def _calculation(self, request: Request) -> Callable[[], Decision]:
@@ -252,17 +256,6 @@ class Balancer:
         assert self.profile is not None
         limit, batches = self.memory.bytes(), self.trigger.batches_to_gain
         return self.decisions.calculation(self.profile, limit, request.reason, batches)
-
-    def _calculated(self, calculate: Callable[[], Result]) -> Result:
-        """Return ``calculate()``; if it fails on this rank alone, let the others know."""
-        try:
-            return calculate()
-        except (PartitionError, MigrationError):
-            raise  # the same on every rank
-        except Exception as error:  # a balancer of the user's own that fails here: the others have to hear of it
-            logger.error(f"rank {self._stage.engine.global_rank} cannot decide where layers go: {error!r}")
-            self._comm.agree(None)
-            raise AssertionError("no plan cannot be agreed on") from error
 
     def _carry_out(
         self,
@@ -293,11 +286,14 @@ class Balancer:
         """Move layers to ``new``, train by the schedule that was found for it, and report it. Collective.
 
         Args:
-            decision: that ``new`` comes from; None: it was given, and the latest profile says which schedule is best.
+            decision: that ``new`` comes from, the same on all ranks; None: ``new`` was given, ranks compare it here,
+                and the latest profile says which schedule is best.
             search_seconds: as in a :class:`RebalanceReport`.
             settles: drop a decision that is pending.
         """
         decided_from = self.profile if decision is not None else None
+        if decision is None:
+            new = self._comm.everywhere("going to a given partition", lambda: new, same=str)
         if decision is None and self.profile is not None:
             began = time.perf_counter()
             given = self.decisions.decision_input(

@@ -88,7 +88,9 @@ class CostModel:
 
     def move_tradeoff(self, batches: int) -> MoveTradeoff:
         """Make what a decision weighs whose effect lasts ``batches`` batches."""
-        return MoveTradeoff(batches, self.move_costs, self.history.errors, self._missed_seconds)
+        return MoveTradeoff(
+            batches, self.move_costs, self.history.errors, self.history.stage_errors, self._missed_seconds
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""

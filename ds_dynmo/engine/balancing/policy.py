@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -137,12 +137,14 @@ class MoveTradeoff:
         batches: until the next decision.
         move_costs: seconds and bytes of the moves so far.
         errors: per layer, the relative standard error of its cost.
+        stage_errors: per layer, a part that it shares with its stage.
         missed_seconds: gains that the decisions before this one rejected in a row for the cost of the move.
     """
 
     batches: int
     move_costs: MoveCosts
     errors: tuple[float, ...]
+    stage_errors: tuple[float, ...]
     missed_seconds: float = 0.0
 
 
@@ -229,7 +231,7 @@ def accept_move(
     if tradeoff is None or config.balance_by != "time":
         return predict(given, proposed, "better")
     saved = _iteration_seconds(given, here) - _iteration_seconds(given, proposed)
-    if not _exceeds_noise(saved, given, proposed, tradeoff.errors):
+    if not _exceeds_noise(saved, given, proposed, tradeoff):
         return predict(given, here, f"{proposed} would save {saved:.3g} s a batch, no more than noise may")
     cost = tradeoff.move_costs.seconds(moved_bytes(given.profile, MigrationPlan.between(here, proposed)))
     if saved * tradeoff.batches + tradeoff.missed_seconds <= cost:
@@ -303,24 +305,26 @@ def _stage_seconds(given: DecisionInput, placement: Placement) -> list[float]:
     return [load / speed for load, speed in zip(partitioners.loads(both, placement.boundaries), pipeline.speeds)]
 
 
-def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, errors: Sequence[float]) -> bool:
+def _exceeds_noise(saved: float, given: DecisionInput, proposed: Placement, tradeoff: MoveTradeoff) -> bool:
     """Does an iteration save more than noise explains, whichever stage turns out to be the slowest then?
 
     Compares the slowest present stage with each stage to be. The standard error of their difference is that of the
-    layers that only one of the two has.
+    layers that only one of the two has, and that of the stages on which these were measured.
     """
-    pipeline = given.pipeline
-    seconds = np.add(pipeline.forward_seconds, pipeline.backward_seconds)
-    noise = seconds * errors * pipeline.micro_batches
-    slowest = int(np.argmax(_stage_seconds(given, given.placement)))
+    pipeline, here = given.pipeline, given.placement
+    seconds = pipeline.micro_batches * np.add(pipeline.forward_seconds, pipeline.backward_seconds)
+    measured_on = np.array([here.stage_of(layer) for layer in range(len(seconds))])
+    slowest = int(np.argmax(_stage_seconds(given, here)))
     share = np.zeros(len(seconds))
-    share[list(given.placement.layers_of(slowest))] = 1.0 / pipeline.speeds[slowest]
+    share[list(here.layers_of(slowest))] = 1.0 / pipeline.speeds[slowest]
     loads = _stage_seconds(given, proposed)
     for stage, load in enumerate(loads):
         only_one = share.copy()
         only_one[list(proposed.layers_of(stage))] -= 1.0 / pipeline.speeds[stage]
+        of_layers = only_one * seconds * tradeoff.errors
+        of_stages = np.bincount(measured_on, only_one * seconds * tradeoff.stage_errors)
         gain = saved + pipeline.micro_batches * (max(loads) - load)
-        if gain <= _STANDARD_ERRORS * float(np.linalg.norm(only_one * noise)):
+        if gain <= _STANDARD_ERRORS * math.hypot(*of_layers, *of_stages):
             return False
     return True
 

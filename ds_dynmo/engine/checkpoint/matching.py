@@ -16,6 +16,7 @@ from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, s
 from ds_dynmo.engine.checkpoint.optimizer_files import Saved
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.errors import CheckpointError
+from ds_dynmo.wording import counted
 
 
 def check_model(context: CheckpointContext, manifest: Manifest, path: str, options: LoadOptions) -> None:
@@ -28,7 +29,9 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     _check_replicas(manifest, context.engine.grid.get_data_parallel_world_size(), context.stage.replicas_differ, path)
     num_layers = context.stage.layers.num_layers
     if manifest.placement.num_layers != num_layers:
-        raise CheckpointError(f"{path}: a model of {manifest.placement.num_layers} layers, expected {num_layers}")
+        raise CheckpointError(
+            f"{path}: a model of {counted(manifest.placement.num_layers, 'layer')}, expected {num_layers}"
+        )
     for index, origin in context.origin.layers.items():
         layout = manifest.slices[context.engine.grid.get_slice_parallel_rank()]
         found = layout.shapes.get(saved_as(context.stage.layers, layout, index))

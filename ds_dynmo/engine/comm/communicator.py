@@ -7,14 +7,17 @@ group (:mod:`ds_dynmo.engine.comm.point_to_point`).
 
 from __future__ import annotations
 
+import hashlib
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import logger
 
 from ds_dynmo.engine.comm import hosts
 from ds_dynmo.engine.comm.bounded import BoundedStore, default_store, within
@@ -22,12 +25,22 @@ from ds_dynmo.engine.comm.clock import clock_offset
 from ds_dynmo.engine.comm.neighbour_links import NeighbourLinks
 from ds_dynmo.engine.comm.point_to_point import PointToPoint
 from ds_dynmo.engine.comm.posted import Posted
+from ds_dynmo.engine.comm.same_facts import ranks_by
 from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
 from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
-from ds_dynmo.errors import MigrationError
-from ds_dynmo.placement import Placement
-from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.errors import (
+    CheckpointError,
+    ConfigError,
+    MigrationError,
+    PartitionError,
+    ScheduleError,
+    raise_unless_harmless,
+)
 from ds_dynmo.schedules import PassCosts
+
+Result = TypeVar("Result")
+
+_OURS = (MigrationError, CheckpointError, ConfigError, PartitionError, ScheduleError)
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,29 @@ class _Sent:
             return cls(to_bytes(value))
         except Exception as error:  # whatever a user's object raises: the others have to hear of it
             return cls(b"", repr(error))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception as other ranks hear of it."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        ours = (kind.__name__ for kind in _OURS if isinstance(error, kind))
+        return cls(next(ours, type(error).__name__), str(error))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it keeps its type on other ranks."""
+        return any(kind.__name__ == self.kind for kind in _OURS)
+
+    def error(self, message: str) -> Exception:
+        """Make what this rank raises for it."""
+        alike = next((kind for kind in _OURS[1:] if kind.__name__ == self.kind), None)
+        return MigrationError(message, harmless=True) if alike is None else alike(message)
 
 
 def check_hosts(timeout_seconds: float) -> None:
@@ -244,59 +280,55 @@ class Communicator:
             raise self._control_failed(error) from error
         return self._received(gathered or [])
 
-    def make_or_fail(self, what: str, make: Callable[[], Any]) -> Any:
-        """Call ``make`` on every rank, wait for all, and return this rank's result.
+    def everywhere(
+        self, what: str, function: Callable[[], Result], *, same: Callable[[Result], object] | None = None
+    ) -> Result:
+        """Call ``function`` on every rank, and return its result once it has succeeded on all. Collective.
+
+        One small reduction while all is well; ranks send details only if one has failed.
+
+        Args:
+            what: the ranks do, for messages, such as "deciding where layers go".
+            same: returns the part of a result that has to be the same on all ranks, by its text; None: none has to be.
 
         Raises:
-            MigrationError: on every rank, where it fails on one.
-        """
-        made: list[Any] = []
-        self.gather_or_fail(what, lambda: made.append(make()))
-        return made[0]
-
-    def gather_or_fail(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """Call ``make`` on every rank, and gather the results.
-
-        Raises:
-            MigrationError: on every rank, where it fails on one.
+            CheckpointError, ConfigError, PartitionError, ScheduleError: the first one by rank, on every rank.
+            MigrationError: harmless, on every rank: the first failure by rank is of another type, or results differ.
+                Not harmless: a collective within ``function`` failed, as it does on the other ranks.
         """
         failure: Exception | None = None
+        text = ""
         try:
-            value = (True, make())
-        except Exception as error:  # whatever a user's layer raises: the others have to hear of it
-            failure, value = error, (False, repr(error))
-        every = self.gather_objects(value)
-        failed = {rank: text for rank, (made, text) in enumerate(every) if not made}
+            result = function()
+            text = str(same(result)) if same is not None else ""
+        except Exception as error:  # whatever a user's object raises: the others have to hear of it
+            raise_unless_harmless(error)
+            failure = error
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        failed, most, least = self.max_over_world(torch.tensor([int(failure is not None), digest, -digest])).tolist()
         if failed:
-            raise MigrationError(f"{what} failed on ranks {failed}. No layer has moved", harmless=True) from failure
-        return [value for _, value in every]
+            raise self._first_failure(what, failure) from failure
+        if most != -least:
+            by_text = ranks_by(self.gather_objects(text))
+            found = ", ".join(f"{theirs} on ranks {ranks}" for theirs, ranks in by_text.items())
+            raise MigrationError(f"{what}: ranks differ: {found}. No layer has moved", harmless=True)
+        return result
 
-    def agree(self, plan: MigrationPlan | None) -> None:
-        """Agree that all ranks are about to carry out the same plan; ``plan`` is None where a rank has none.
-
-        Raises:
-            MigrationError: on every rank, if plans differ or a rank has none. Nothing has moved.
-        """
-        digest = plan.digest if plan is not None else 0
-        digests = self._gather([digest, int(plan is not None)])
-        without = [rank for rank, (_, has) in enumerate(digests) if not has]
-        if without:
-            raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
-        assert plan is not None
-        self._same(digest, [theirs for theirs, _ in digests], plan.old, plan.new)
-
-    def agree_on(self, new: Placement | None, old: Placement) -> None:
-        """Agree that all ranks are about to go to the same placement, of whatever number of stages.
-
-        Raises:
-            MigrationError: on every rank, if placements differ or a rank has none. Nothing has moved.
-        """
-        every = self.gather_objects(new)
-        without = [rank for rank, theirs in enumerate(every) if theirs is None]
-        if without:
-            raise MigrationError(f"ranks {without} could not decide where layers go. No layer has moved", harmless=True)
-        assert new is not None
-        self._same(new, every, old, new)
+    def _first_failure(self, what: str, failure: Exception | None) -> Exception:
+        """Return the first failure by rank, to be raised on all. Collective. Its rank logs an unexpected one."""
+        mine = None if failure is None else _Failure.of(failure)
+        every: list[_Failure | None] = self.gather_objects(mine)
+        failed = [rank for rank, theirs in enumerate(every) if theirs is not None]
+        first = every[failed[0]]
+        assert first is not None
+        if failure is not None and first.is_ours and all(theirs == first for theirs in every):
+            return failure
+        if dist.get_rank() == failed[0]:
+            trace = "".join(traceback.format_exception(failure))
+            logger.error(f"rank {failed[0]}: {what} failed:\n{trace}")
+        return first.error(
+            f"{what} failed on ranks {failed}, first with {first.kind}: {first.text}. No layer has moved"
+        )
 
     def agree_on_schedule(self, digest: str, costs: PassCosts | None = None) -> PassCosts | None:
         """Agree that all ranks, replicas and slices too, run the same schedule.
@@ -318,15 +350,6 @@ class Communicator:
             )
         agreed: PassCosts | None = every[0][1]
         return agreed
-
-    def _same(self, mine: Any, every: Sequence[Any], old: Placement, new: Placement) -> None:
-        other = [rank for rank, theirs in enumerate(every) if theirs != mine]
-        if other:
-            raise MigrationError(
-                f"rank {dist.get_rank()} is to go from {old} to {new}, ranks {other} elsewhere: "
-                "every rank has to ask for the same partition. No layer has moved",
-                harmless=True,
-            )
 
     def all_ready(self, failure: Exception | None, outgoing_bytes: int) -> int:
         """Agree that every rank is ready to send.

@@ -54,9 +54,15 @@ def differences(every: Sequence[Mapping[str, str]]) -> list[str]:
     """Say of each fact that is not the same on every rank which ranks have what."""
     found = []
     for name in dict.fromkeys(name for facts in every for name in facts):
-        ranks: dict[str, list[int]] = {}
-        for rank, facts in enumerate(every):
-            ranks.setdefault(facts.get(name, "nothing"), []).append(rank)
+        ranks = ranks_by([facts.get(name, "nothing") for facts in every])
         if len(ranks) > 1:
             found.append(f"{name}: {', '.join(f'{value} on ranks {having}' for value, having in ranks.items())}")
     return found
+
+
+def ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
+    """List the ranks that have each value; ``values`` are by rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks

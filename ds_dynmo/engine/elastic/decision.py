@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_dynmo import partitioners
-from ds_dynmo.engine.balancing.balancer import Balancer
+from ds_dynmo.engine.balancing.balancer import DECIDING, Balancer
 from ds_dynmo.engine.balancing.memory import HeldMemory
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
 from ds_dynmo.engine.elastic.planning import Planner
 from ds_dynmo.engine.elastic.repack_plan import RepackPlan, plan_repack
 from ds_dynmo.engine.profiling import layer_sizes
 from ds_dynmo.engine.stage import StageContext
-from ds_dynmo.errors import MigrationError, PartitionError
+from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import Overflow
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import Profile
+from ds_dynmo.wording import counted
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class StageDecision:
         if count is not None and not 1 <= count <= most:
             problem = self._groups.shortage(count)
             why = f": {problem}" if problem is not None else ""
-            raise PartitionError(f"repack: {count} stages, there are 1 to {most} to go on with{why}")
+            raise PartitionError(f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with{why}")
         if partition is not None:
             explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
             self._groups.check(explicit.boundaries)
@@ -161,20 +162,7 @@ class StageDecision:
         """Call ``decide``, and make sure that every rank got the same placement. Collective.
 
         Raises:
-            PartitionError: where ``decide`` does.
+            PartitionError: where ``decide`` does, on every rank.
             MigrationError: on every rank, if ``decide`` fails otherwise, or ranks differ. Nothing has moved.
         """
-        failure: Exception | None = None
-        new, verdict = None, ""
-        try:
-            new, verdict = decide()
-        except Exception as error:  # a user's balancer may raise anything, and the other ranks have to learn of it
-            failure = error
-        try:
-            self._stage.comm.agree_on(new, self._stage.placement)
-        except MigrationError as error:
-            if isinstance(failure, PartitionError):
-                raise failure from None
-            raise error from failure
-        assert new is not None
-        return new, verdict
+        return self._stage.comm.everywhere(DECIDING, decide, same=lambda decided: decided[0])

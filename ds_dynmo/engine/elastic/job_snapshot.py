@@ -65,8 +65,7 @@ def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, st
         job = _job(stage.engine, data, progress, states)  # on every rank: a holder may gather
         return to_bytes(job) if stage.engine.global_rank == 0 else b""
 
-    job: bytes = stage.comm.make_or_fail("describing the job", describe)
-    return job
+    return stage.comm.everywhere("describing the job", describe)
 
 
 def _job(

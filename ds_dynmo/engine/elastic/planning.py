@@ -13,6 +13,7 @@ from ds_dynmo.errors import PartitionError
 from ds_dynmo.layer_groups import LayerGroups
 from ds_dynmo.partitioners import MemoryModel, Overflow, Packing
 from ds_dynmo.placement import Placement
+from ds_dynmo.wording import counted
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Planner:
             return partitioners.pack_onto(self._balance, self.given.pipeline, num_stages)
         except PartitionError as error:
             fitting = [count for count in range(num_stages + 1, self.most + 1) if self._fits(count)]
-            hint = f"; {fitting[0]} stages would do" if fitting else ""
-            raise PartitionError(f"repack onto {num_stages} stages: {error}{hint}") from error
+            hint = f"; {counted(fitting[0], 'stage')} would do" if fitting else ""
+            raise PartitionError(f"repack onto {counted(num_stages, 'stage')}: {error}{hint}") from error
 
     def best(self) -> Packing:
         """Choose as ``dynmo.repack.planner`` says: the present partition unless a better one is found."""

@@ -9,6 +9,7 @@ from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import hosts
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import MigrationPlan
+from ds_dynmo.wording import counted
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class JobStages:
             PartitionError: there are not so many.
         """
         if wanted > self.most:
-            raise PartitionError(f"repack: {wanted} stages, there are 1 to {self.most} to go on with")
+            raise PartitionError(f"repack: {counted(wanted, 'stage')}, there are 1 to {self.most} to go on with")
         parked = sorted(self.parked, key=lambda stage: (stage != self.last, stage < self.last, stage))
         return in_order((*self.at_work, *parked[: wanted - len(self.at_work)]), self.last)
 

@@ -30,6 +30,7 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import RepackReport
+from ds_dynmo.wording import counted
 
 
 class Repacker:
@@ -284,7 +285,10 @@ class Repacker:
         self.ranks.released = True
         everyone = self.world.launch_ranks(self.world.stages)
         done = RepackResult(released_ranks=everyone, migrate_seconds=time.perf_counter() - began)
-        return done, f"saved as {launch.tag}, launch {launch.ranks} ranks in {launch.num_stages} stages"
+        return (
+            done,
+            f"saved as {launch.tag}, launch {counted(launch.ranks, 'rank')} in {counted(launch.num_stages, 'stage')}",
+        )
 
     def _finish_at_exit(self) -> None:
         """Let rank 0 call :func:`_finish` when its process ends."""

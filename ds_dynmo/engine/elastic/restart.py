@@ -65,7 +65,7 @@ def save_for_restart(
         if engine.global_rank == 0:
             write_launch(folder, launch)
 
-    stage.comm.gather_or_fail("writing how to go on", write)
+    stage.comm.everywhere("writing how to go on", write)
     return launch
 
 

@@ -1,8 +1,8 @@
 """Carry out a migration plan in four phases: layers are packed, travel, and arrive with all that belongs to them.
 
-1. :meth:`Migrator.prepare`: the ranks agree on the plan, tell each other what their layers consist of, and build what
-   they will receive, without its values. All that can fail without harm fails here, on every rank alike; nothing has
-   changed.
+1. :meth:`Migrator.prepare`: the ranks, which have agreed on the plan, tell each other what their layers consist of, and
+   build what they will receive, without its values. All that can fail without harm fails here, on every rank alike;
+   nothing has changed.
 2. :meth:`Migrator.start`: what is constant between two steps of the optimizer begins to travel: weights, and the
    optimizer's state of them. From here on an exception is fatal, and says so.
 3. :meth:`Migrator.poll`: has it arrived? Batches may train meanwhile.
@@ -131,9 +131,10 @@ class Migrator:
         *,
         overlapped: bool = False,
     ) -> bool:
-        """Agree on ``plan`` and make ready what it takes. Nothing has moved, and :meth:`abandon` is possible.
+        """Make ready what ``plan`` takes. Nothing has moved, and :meth:`abandon` is possible.
 
         Args:
+            plan: the same on every rank.
             check: refuses what must not be carried out, such as a plan that some rank lacks the memory for.
             overlapped: batches train between :meth:`start` and :meth:`commit`. All of the optimizer's state then
                 travels ahead, and is there twice; else its flat buffers follow at the commit, kind after kind.
@@ -146,7 +147,6 @@ class Migrator:
         """
         assert self._migration is None, "one plan at a time"
         context = self.context()
-        context.comm.agree(plan)
         if not plan.moves:
             return False
         if check is not None:

@@ -29,7 +29,7 @@ from ds_dynmo.engine.optimizer.compaction import KeptElements
 from ds_dynmo.engine.optimizer.flat_layout import MASTER, ShardOwner
 from ds_dynmo.engine.optimizer.flat_shards import FlatShards, Pieces
 from ds_dynmo.engine.optimizer.flat_weights import FlatWeights
-from ds_dynmo.engine.optimizer.inventory import StageInventory, merge_scalars
+from ds_dynmo.engine.optimizer.inventory import Inventory, StageInventory, merge_scalars
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.optimizer.resharding import Resharding
@@ -134,7 +134,7 @@ class FlatState:
         self.abandon()
         if not plan.moves:
             return 0
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self.inventory.take)
+        every = self._inventories()
         if self._wrapper.holds_gradients:
             raise ValueError(
                 "the optimizer's flat buffers hold gradients of a batch, which do not move with layers: move them "
@@ -259,9 +259,13 @@ class FlatState:
     def gather_shards(self, placement: Placement, num_replicas: int) -> None:
         self._run(self._resharding(self._reshard(placement, num_replicas, (self.shards.count, num_replicas))))
 
+    def _inventories(self) -> list[Inventory]:
+        """List what the optimizer holds on each rank. Collective."""
+        return self._comm.gather_objects(self._comm.everywhere("listing what the optimizer holds", self.inventory.take))
+
     def _reshard(self, placement: Placement, num_replicas: int, shards: tuple[int, int]) -> ReshardingPlan:
         """Plan other shards of the same buffers, from what ``num_replicas`` replicas hold."""
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self.inventory.take)
+        every = self._inventories()
         known = [inventory for inventory in every if inventory.replica < num_replicas]
         stays = MigrationPlan.between(placement, placement)  # a replica to be filled has no placement of its own yet
         return plan_resharding(stays, known, self._layers, self._grid, shards)
@@ -293,7 +297,7 @@ class FlatState:
     def refit(self) -> None:
         """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
         assert self._next is None, "layers are on their way"
-        every = self._comm.gather_or_fail("listing what the optimizer holds", self.inventory.take)
+        every = self._inventories()
         if any(m.parked != m.park for inventory in every for members in inventory.members.values() for m in members):
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))

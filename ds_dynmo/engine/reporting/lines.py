@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_dynmo.plan import RebalanceReport, RepackReport
+from ds_dynmo.wording import counted
 
 
 def rebalance_line(report: RebalanceReport) -> str:
@@ -26,8 +27,8 @@ def repack_line(report: RepackReport) -> str:
     """Write the log line of a re-packing."""
     text = f"DynMo step {report.step} ({report.reason}): "
     if report.old_stages == report.new_stages:
-        return text + f"{report.old_stages} stages kept ({report.verdict})"
-    text += f"{report.old_stages} -> {report.new_stages} stages, {list(report.new_partition)}"
+        return text + f"{counted(report.old_stages, 'stage')} kept ({report.verdict})"
+    text += f"{report.old_stages} -> {counted(report.new_stages, 'stage')}, {list(report.new_partition)}"
     if report.released_ranks:
         text += f", ranks {list(report.released_ranks)} released"
     if report.replica_multiplier > 1:
@@ -46,5 +47,4 @@ def repack_line(report: RepackReport) -> str:
 
 
 def _moved(report: RebalanceReport | RepackReport) -> str:
-    layers = "1 layer" if report.layers_moved == 1 else f"{report.layers_moved} layers"
-    return f"{layers}, {report.bytes_moved / 2**20:.1f} MiB"
+    return f"{counted(report.layers_moved, 'layer')}, {report.bytes_moved / 2**20:.1f} MiB"

@@ -38,7 +38,7 @@ def test_impossible_stage_counts_are_refused_with_both_numbers(function: Callabl
         function([5, 5], 4)
     with pytest.raises(PartitionError, match="2 layers need at least 1 stage, got 0"):
         function([5, 5], 0)
-    with pytest.raises(PartitionError, match="0 layers cannot fill 1 stages"):
+    with pytest.raises(PartitionError, match="0 layers cannot fill 1 stage:"):
         function([], 1)
 
 

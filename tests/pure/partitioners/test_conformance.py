@@ -16,6 +16,7 @@ from ds_dynmo.partitioners import (
     PipelineModel,
     balanced,
     bottleneck,
+    check_signature,
     diffusion,
     get,
     makespan,
@@ -171,6 +172,20 @@ def test_a_balancer_gets_the_arguments_that_it_declares(monkeypatch: pytest.Monk
         "both": (pipeline, pipeline.speeds),
         "sizes": [7, 9],
     }
+
+
+def test_a_balancer_that_cannot_be_called_is_refused_with_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BALANCERS", dict(registry._BALANCERS))
+    register("old style")(lambda costs, num_stages, start: start)
+    with pytest.raises(ConfigError) as refused:
+        check_signature("old style")
+    assert str(refused.value) == (
+        'dynmo.balancer = "old style": is called as balancer(costs, num_stages, start=..., memory=...), and its '
+        "signature is (costs, num_stages, start): got an unexpected keyword argument 'memory'"
+    )
+    register("newer")(lambda costs, num_stages, *, speeds, **rest: rest["start"])
+    for name in ("newer", *names()[:1]):
+        check_signature(name)
 
 
 PRINTED, CONFIGURATION = (

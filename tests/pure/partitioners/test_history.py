@@ -13,11 +13,14 @@ from ds_dynmo.plan import LayerCost, Profile
 
 
 def profile(
-    seconds: Sequence[float], partition: tuple[int, ...] = (0, 6, 12), signals: Sequence[float | None] | None = None
+    seconds: Sequence[float],
+    partition: tuple[int, ...] = (0, 6, 12),
+    signals: Sequence[float | None] | None = None,
+    step: int = 0,
 ) -> Profile:
     signals = signals or [None] * len(seconds)
     layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, 10, 1, 1, signal) for s, signal in zip(seconds, signals))
-    return Profile(0, Placement.chain(partition), layers, micro_batches=8, batch_seconds=1.0)
+    return Profile(step, Placement.chain(partition), layers, micro_batches=8, batch_seconds=1.0)
 
 
 def jittered(rng: random.Random, work: Sequence[float]) -> list[float]:
@@ -54,10 +57,20 @@ def test_a_stage_that_changed_as_a_whole_is_not_averaged() -> None:
     history = CostHistory()
     for _ in range(6):
         history.observe(profile(jittered(rng, work)))
-    measured = profile(jittered(rng, [1.0] * 6 + [0.85] * 6))  # each layer alone could be jitter
+    measured = profile(jittered(rng, [1.0] * 6 + [0.75] * 6), step=100)  # each layer alone could be jitter
     history.observe(measured)
-    assert history.smoothed(measured).layers[6:] == measured.layers[6:]
-    assert history.smoothed(measured).layers[:6] != measured.layers[:6]
+    assert history.smoothed(measured) == measured  # of two stages it is not known which has changed
+
+
+def test_noise_that_a_stage_s_layers_share_is_measured_beside_theirs() -> None:
+    rng, history = random.Random(7), CostHistory()
+    assert history.stage_noise == 0.0
+    for _ in range(32):
+        stages = [rng.lognormvariate(0.0, 0.1) for _ in range(2)]
+        together = rng.lognormvariate(0.0, 0.3)  # of all stages: decides nothing
+        history.observe(profile(jittered(rng, [together * stages[layer // 6] for layer in range(12)])))
+    assert 0.06 < history.stage_noise < 0.14
+    assert history.stage_errors == pytest.approx([history.stage_noise / error[2] ** 0.5 for error in history._means])
 
 
 def test_nothing_is_averaged_across_an_announced_change() -> None:

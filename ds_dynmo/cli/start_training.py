@@ -1,0 +1,47 @@
+"""Start ds-dynmo-train: check its configuration, then import what trains.
+
+A rank needs ten seconds and more to import torch and DeepSpeed. A typo should not take that long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import suppress
+
+from ds_dynmo.cli.command_line import refuse
+from ds_dynmo.config import load_json, read_dynmo_config
+from ds_dynmo.errors import ConfigError
+from ds_dynmo.rank_variables import set_rank_variables
+
+
+def main() -> int:
+    try:
+        check_configuration(sys.argv[1:])
+    except ConfigError as error:
+        with suppress(ConfigError):  # the first error is said
+            set_rank_variables()
+        return refuse(error)
+    from ds_dynmo.cli.train import main as train
+
+    return train()
+
+
+def check_configuration(arguments: list[str]) -> None:
+    """Check the JSON and its "dynmo" block. Other errors, and those of options, are found later.
+
+    Raises:
+        ConfigError: the file cannot be read, or its block is invalid.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--deepspeed_config")
+    try:
+        config = parser.parse_known_args(arguments)[0].deepspeed_config
+    except argparse.ArgumentError:
+        return
+    if config is not None:
+        read_dynmo_config(load_json(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
