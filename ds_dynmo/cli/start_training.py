@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 
 from ds_dynmo.cli.command_line import refuse
-from ds_dynmo.config import load_json, read_dynmo_config
+from ds_dynmo.config import check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.rank_variables import set_rank_variables
 
@@ -28,10 +28,10 @@ def main() -> int:
 
 
 def check_configuration(arguments: list[str]) -> None:
-    """Check the JSON and its "dynmo" block. Other errors, and those of options, are found later.
+    """Check the JSON, its "dynmo" block and DeepSpeed's keys. Other errors, and those of options, are found later.
 
     Raises:
-        ConfigError: the file cannot be read, or its block is invalid.
+        ConfigError: the file cannot be read, its block is invalid, or a key that training needs is.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--deepspeed_config")
@@ -40,7 +40,9 @@ def check_configuration(arguments: list[str]) -> None:
     except argparse.ArgumentError:
         return
     if config is not None:
-        read_dynmo_config(load_json(config))
+        settings = load_settings(config)
+        read_dynmo_config(settings)
+        check_deepspeed_keys(settings)
 
 
 if __name__ == "__main__":

@@ -297,11 +297,12 @@ def output_of(command: list[str]) -> str:
         ({"dynmo": {"intervall": 3}}, 'dynmo.intervall = 3: unknown key; did you mean "interval"?'),
         ({"dynmo": {"memory_limit": 2}}, "dynmo.memory_limit = 2: is 2 bytes, and should be at least 1048576, 1 MiB"),
         ({"dynmoo": {}}, 'dynmoo: unknown top-level key; did you mean "dynmo"?'),
+        ({"optimizer": "AdamW"}, 'optimizer = "AdamW": should be an object'),
     ],
 )
 def test_a_typo_is_reported_before_torch_is_imported(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(changes))
+    config.write_text("// why\n" + json.dumps(changes))
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "scripts/train.py", "--local_rank=0", "--deepspeed_config", str(config)]
