@@ -135,6 +135,10 @@ class StageContext:
         """The boundaries of :attr:`placement`."""
         return self.placement.boundaries
 
+    def route_to(self, new: Placement) -> str:
+        """Say from where to where layers go, for ranks to compare."""
+        return f"{self.placement} -> {new}"
+
     def connect_replicas(self) -> None:
         """Give the layers of this stage that ask for it the process group of their data-parallel replicas."""
         replicas.use_replicas(self.layers.every_module(), self.engine.grid.get_data_parallel_group())

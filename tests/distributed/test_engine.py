@@ -76,7 +76,7 @@ def test_automatic_rebalance_evens_out_sleeping_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [{"balancer": "diffusion"}, {"balancer": "diffusion", "decentralized": True}])
 def test_diffusion_rebalances_in_the_engine(block: dict[str, Any]) -> None:
-    results = run(3, train_sleeping, {"interval": 3, **block}, [1, 1, 1, 1, 1, 1, 6, 6], 4)
+    results = run(3, train_sleeping, {"interval": 3, **block}, [4, 4, 4, 4, 4, 4, 24, 24], 4)
     assert all(result["partition"] == results[0]["partition"] for result in results)
     assert results[0]["partition"][-2] == 7
 
@@ -220,7 +220,10 @@ def disagree() -> tuple[list[str], list[int], list[float]]:
 
 def test_if_ranks_disagree_nothing_moves() -> None:
     for (differing, invalid), partition, losses in run(2, disagree):
-        assert "ranks differ: [0, 2, 8] on ranks [0], [0, 3, 8] on ranks [1]. No layer has moved" in differing
+        assert (
+            "ranks differ: [0, 4, 8] -> [0, 2, 8] on ranks [0], [0, 4, 8] -> [0, 3, 8] on ranks [1]. No layer has moved"
+            in differing
+        )
         assert partition == [0, 4, 8] and len(losses) == 2
         assert "failed on ranks [1], first with PartitionError" in invalid
 

@@ -282,4 +282,7 @@ def disagree(limit: int) -> str:
 
 def test_disagreement_of_ranks_is_reported_before_memory() -> None:
     for message in run(2, disagree, 1):
-        assert "ranks differ: [0, 4, 8] on ranks [0], [0, 5, 8] on ranks [1]. No layer has moved" in message
+        assert (
+            "ranks differ: [0, 4, 8] -> [0, 4, 8] on ranks [0], [0, 4, 8] -> [0, 5, 8] on ranks [1]. No layer has moved"
+            in message
+        )

@@ -48,7 +48,11 @@ def trained(how: str) -> dict[str, Any]:
 def test_a_balancer_that_differs_on_one_rank_changes_nothing_and_its_cause_is_said() -> None:
     still, *differing = run_each(2, trained, *((how,) for how in HOWS))
     for how, results in zip(HOWS[1:], differing):
-        expected = "[1], first with " if how in FAILURES else "ranks differ: [0, 1, 8] on ranks [0], [0, "
+        expected = (
+            "[1], first with "
+            if how in FAILURES
+            else "ranks differ: [0, 1, 8] -> [0, 1, 8] on ranks [0], [0, 1, 8] -> [0, "
+        )
         for rank, result in enumerate(results):
             assert result["losses"] == still[rank]["losses"] and result["partition"] == [0, 1, 8]
             assert expected in str(result["failure"]) and "No layer has moved" in str(result["failure"])

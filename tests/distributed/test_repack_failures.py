@@ -59,7 +59,10 @@ def test_impossible_repackings_are_refused() -> None:
         assert all("there are 1 to 2 to go on with" in text for text in found[:3])
         assert "not strictly increasing" in found[3] and "runs from 0 to 9" in found[4]
         assert all("there are 1 to 2 to go on with" in text for text in found[5:7])
-        assert "ranks differ: [0, 8] on ranks [0], [0, 4, 8] on ranks [1]. No layer has moved" in found[7]
+        assert (
+            "ranks differ: [0, 4, 8] -> [0, 8] on ranks [0], [0, 4, 8] -> [0, 4, 8] on ranks [1]. No layer has moved"
+            in found[7]
+        )
         assert found[8:] == ["True", "2"]
 
 
@@ -95,7 +98,7 @@ def with_little_memory(case: Case, factor: float) -> str:
 
 def test_a_repacking_that_does_not_fit_names_one_that_would() -> None:
     for text in run(3, with_little_memory, Case(stages=3), 0.8):
-        assert text.startswith("repack onto 1 stages:") and text.endswith("; 2 stages would do")
+        assert text.startswith("repack onto 1 stage:") and text.endswith("; 2 stages would do")
 
 
 def _leave(*_: Any, **__: Any) -> None:

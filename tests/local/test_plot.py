@@ -246,7 +246,7 @@ def test_ranks_at_work_are_drawn_where_a_run_repacked(tmp_path: Path, capsys: py
     assert [record["step"] for record in read_report(report).changes] == [5, 3]
     assert plot.main([str(report), "--never", str(never), "--format", "svg", "--out", str(tmp_path)]) == 0
     drawn = (tmp_path / "ranks.svg").read_text()
-    written = ("2 to 1 stages", "never re-packed", "&lt;b&gt;thawing&lt;/b&gt;, freezing", "tokens/s")
+    written = ("2 to 1 stage", "never re-packed", "&lt;b&gt;thawing&lt;/b&gt;, freezing", "tokens/s")
     assert all(f">{text}<" in drawn for text in written)
     assert not list(tmp_path.glob("*.png"))
     assert plot.main([str(report), "--format", "svg", "--out", str(tmp_path)]) == 0

@@ -136,7 +136,7 @@ class Balancer:
         """Let a process decide while the next batch trains. Collective."""
         with self._stage.timeline.phase("decide", "begin to decide"):
             began = time.perf_counter()
-            calculate = self._comm.everywhere(DECIDING, partial(self._calculation, request))
+            calculate = self._comm.everywhere(DECIDING, self._preparation(request))
             self._process.begin(calculate)
             waited = time.perf_counter() - began
         self._begun = BegunDecision(request, calculate, self._profile_seconds, waited)
@@ -153,7 +153,7 @@ class Balancer:
             with self._stage.timeline.phase("decide", "wait for the decision"):
                 finish = partial(self._process.finish, begun.calculate)
                 decision, search_seconds = self._comm.everywhere(
-                    DECIDING, finish, same=lambda found: found[0].placement
+                    DECIDING, finish, same=lambda found: self._stage.route_to(found[0].placement)
                 )
             seconds = begun.profile_seconds, begun.waited_seconds + time.perf_counter() - began
             self._carry_out(decision, begun.request, seconds, search_seconds)
@@ -246,16 +246,17 @@ class Balancer:
         began = time.perf_counter()
         self._comm.enter("rebalance")
         with self._stage.timeline.phase("decide", "decide"):
+            prepare = self._preparation(request)
             decision = self._comm.everywhere(
-                DECIDING, lambda: self._calculation(request)(), same=lambda found: found.placement
+                DECIDING, lambda: prepare()(), same=lambda found: self._stage.route_to(found.placement)
             )
         return self._carry_out(decision, request, (profile_seconds, time.perf_counter() - began))
 
-    def _calculation(self, request: Request) -> Callable[[], Decision]:
-        """A decision from the latest profile. Collective."""
+    def _preparation(self, request: Request) -> Callable[[], Callable[[], Decision]]:
+        """Return what prepares the calculation of a decision from the latest profile. Collective."""
         assert self.profile is not None
         limit, batches = self.memory.bytes(), self.trigger.batches_to_gain
-        return self.decisions.calculation(self.profile, limit, request.reason, batches)
+        return partial(self.decisions.calculation, self.profile, limit, request.reason, batches)
 
     def _carry_out(
         self,
@@ -365,7 +366,7 @@ class Balancer:
             return new
 
         self._comm.enter(what)
-        new = self._comm.everywhere("going to a given partition", placement, same=str)
+        new = self._comm.everywhere("going to a given partition", placement, same=self._stage.route_to)
         return self.go_to(new, request, settles=request.reason is not Reason.INITIAL)
 
     def forget_profile(self) -> None:

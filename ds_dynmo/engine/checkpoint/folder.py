@@ -52,7 +52,8 @@ class CheckpointFolder:
 
     def begin(self) -> None:
         """Make an empty temporary folder, and finish what killed jobs left of this tag."""
-        self._made = _make_folders(self._save_dir)
+        self._made = _missing_folders(self._save_dir)
+        os.makedirs(self._save_dir, exist_ok=True)
         if os.path.isdir(self._replacing):
             self._replace()
         elif os.path.lexists(self._path):
@@ -174,15 +175,14 @@ def _last_change(folder: str) -> float:
     return max(times, default=math.inf)
 
 
-def _make_folders(path: str) -> list[str]:
-    """Make a folder and those above it; return those that were not there, the innermost first."""
-    made = []
+def _missing_folders(path: str) -> list[str]:
+    """List a folder and those above it that are not there, the innermost first."""
+    missing = []
     folder = os.path.abspath(path)
     while not os.path.isdir(folder):
-        made.append(folder)
+        missing.append(folder)
         folder = os.path.dirname(folder)
-    os.makedirs(path, exist_ok=True)
-    return made
+    return missing
 
 
 def _remove(folder: str) -> None:

@@ -110,7 +110,9 @@ def load(
         saved = _open(context, load_dir, tag, options)
         manifest = saved.manifest
         target = comm.everywhere(
-            "loading at a saved partition", lambda: _target(context, saved.manifest, options), same=str
+            "loading at a saved partition",
+            lambda: _target(context, saved.manifest, options),
+            same=context.stage.route_to,
         )
         present = _gather(context, present_shapes)
         digests = _gather(context, present_digests) if manifest.frozen_excluded else {}

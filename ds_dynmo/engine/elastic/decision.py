@@ -165,4 +165,4 @@ class StageDecision:
             PartitionError: where ``decide`` does, on every rank.
             MigrationError: on every rank, if ``decide`` fails otherwise, or ranks differ. Nothing has moved.
         """
-        return self._stage.comm.everywhere(DECIDING, decide, same=lambda decided: decided[0])
+        return self._stage.comm.everywhere(DECIDING, decide, same=lambda decided: self._stage.route_to(decided[0]))
