@@ -37,6 +37,7 @@ from ds_dynmo.cli.training.report import (
     case_lines,
     closing_line,
     closing_table,
+    continue_report,
     record_nothing,
     repack_lines,
     step_record,
@@ -252,19 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)
     random.seed(run.model.seed)
-    record = begin_report(run) if first_rank else record_nothing
-    if first_rank:
-        start = {
-            "kind": "start",
-            "steps": run.steps,
-            "first_step": run.first_step,
-            "stop_at": run.stop,
-            "stages": run.stages,
-            "data": run.text.name,
-            "model": run.model.model_dump(mode="json"),
-            "config": run.settings,
-        }
-        record(start)
+    unwritten = begin_report(run) if first_rank else []
 
     try:
         check_launch()
@@ -276,6 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
             engine.join(run.join)
     except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse(error)
+    record = continue_report(run, engine, unwritten) if first_rank else record_nothing
     history = train(run, engine, cases, record)
     if first_rank and not history.stopped:
         numbers = summary(run, engine, history)
