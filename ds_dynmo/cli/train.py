@@ -263,10 +263,10 @@ def main(arguments: list[str] | None = None) -> int:
         cases = build_cases(run, engine)
         if run.join is not None:
             engine.join(run.join)
+        record = continue_report(run, engine, unwritten) if first_rank else record_nothing
+        history = train(run, engine, cases, record)
     except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse(error)
-    record = continue_report(run, engine, unwritten) if first_rank else record_nothing
-    history = train(run, engine, cases, record)
     if first_rank and not history.stopped:
         numbers = summary(run, engine, history)
         record(numbers)
