@@ -123,8 +123,9 @@ def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> 
 
 def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:
     path = write(tmp_path)
-    run = prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
-    assert run.settings["dynmo"]["trace"] == {"path": "t.json", "steps": [3, 5]}
+    trace = str(tmp_path / "t.json")  # the file is opened
+    run = prepare(["--deepspeed_config", str(path), "--trace", trace, "3", "5"])
+    assert run.settings["dynmo"]["trace"] == {"path": trace, "steps": [3, 5]}
     settings = json.loads(path.read_text())
     del settings["dynmo"]
     path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
