@@ -250,6 +250,11 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         assert train.resumed_line(run).endswith("global_step3: step 3 of 8; stages: 3 when saved, 2 now")
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag global_step4, which is not there; {there}$"):
         prepare([*flags, "--tag", "global_step4"])
+    with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag is empty; {there}$"):
+        prepare([*flags, "--tag", ""])
+    latest.write_text("")
+    with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: latest is empty; {there}$"):
+        prepare(flags)
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -> None:
