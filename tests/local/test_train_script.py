@@ -11,8 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, Run, prepare
@@ -265,6 +267,20 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -
                 os.kill(os.getpid(), number)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+
+
+def test_a_signal_that_comes_while_ranks_agree_counts_in_the_next_batch() -> None:
+    """The other ranks have not heard of it: this one may not stop alone."""
+
+    def interrupted(number: torch.Tensor, **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    child = os.fork()
+    if child == 0:
+        with StopSignals(True) as stop, patch("torch.distributed.all_reduce", interrupted):
+            found = [stop.agreed(torch.device("cpu")) for _ in range(2)]
+        os._exit(0 if found == [0, signal.SIGTERM] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # -- a whole run --------------------------------------------------------------------------------------------
