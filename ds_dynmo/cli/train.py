@@ -161,8 +161,7 @@ def train_until(stop: StopSignals, run: Run, engine: Any, cases: list[DynamicCas
             tag = save(run, engine, cases)
             progress.say(f"step {step + 1}: checkpoint {tag} in {run.save}")
         if history.stopped:
-            name = signal.Signals(history.stopped).name
-            progress.say(f"stopped by {name}; the same command with --resume {run.save} continues from step {step + 1}")
+            progress.say(stopped_line(run, history.stopped, tag, step + 1))
             break
     if not engine.released:
         history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
@@ -231,6 +230,12 @@ def resumed_line(run: Run) -> str:
     saved = run.resumed.get("stages")  # the engine does not say so in what it saves for a restart
     stages = f"; stages: {saved} when saved, {run.stages} now" if saved is not None else f"; stages: {run.stages}"
     return f"resuming from {run.resume / run.resumed['tag']}: step {run.first_step} of {run.steps}{stages}"
+
+
+def stopped_line(run: Run, number: int, tag: str, step: int) -> str:
+    """Say which signal ended a run, and how it is continued. A run that was resumed may have had another ``--tag``."""
+    flags = f"--resume {run.save}" if run.resumed is None else f"--resume {run.save} --tag {tag}"
+    return f"stopped by {signal.Signals(number).name}; the same command with {flags} continues from step {step}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -248,8 +248,9 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         latest.unlink() if names is None else latest.write_text(names)
         with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: {problem}.* {there}$"):
             prepare(flags)
-        run = prepare([*flags, "--tag", "global_step3"])
+        run = prepare([*flags, "--tag", "global_step3", "--save", str(tmp_path)])
         assert train.resumed_line(run).endswith("global_step3: step 3 of 8; stages: 3 when saved, 2 now")
+        assert f"with --resume {tmp_path} --tag global_step4 continues" in train.stopped_line(run, 2, "global_step4", 4)
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag global_step4, which is not there; {there}$"):
         prepare([*flags, "--tag", "global_step4"])
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag is empty; {there}$"):
