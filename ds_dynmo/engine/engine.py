@@ -155,7 +155,7 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """
         if partition is None:
             return self.balancer.rebalance_by_hand(self.train_batch)
-        return self.balancer.rebalance_to(self.stage.placement.at(partition), Request(Reason.EXPLICIT))
+        return self.balancer.rebalance_to(partition, Request(Reason.EXPLICIT))
 
     @at_work
     def on_layer_arrival(self, callback: Callable[[int, nn.Module], None]) -> None:

@@ -125,6 +125,7 @@ class CostHistory:
             )
         else:
             self._means = [[cost.forward_seconds, cost.backward_seconds, 1] for cost in profile.layers]
+            self._doubts = {}
         self._placement, self._step = new, profile.step
         self._loads = [[cost.trainable_parameters, cost.load_signal] for cost in profile.layers]
 
@@ -168,8 +169,10 @@ class CostHistory:
         Args:
             steps: from the last profile to this one.
         """
+        if len(shifts) < 2:
+            return set(), set()  # there is nothing to compare a stage with
         changed, doubtful, noise = set(), set(), []
-        others = 1 - 1 / len(shifts) if len(shifts) > 1 else math.inf  # of the variance; the level is a mean
+        others = 1 - 1 / len(shifts)  # of the variance; the level is a mean
         lasts = steps > _NEAR or any(abs(shift.log - level) > _LARGE * others for shift in shifts.values())
         for stage, (log, stage_part, layer_part) in shifts.items():
             of_layers = self.noise**2 * layer_part
@@ -241,6 +244,7 @@ class CostHistory:
         boundaries, owners = values.pop("_partition"), values.pop("_owners", None)
         self._placement = Placement.of(boundaries, owners) if boundaries else None
         vars(self).update(values)
+        self._doubts = {int(stage): variances for stage, variances in self._doubts.items()}  # keys of JSON are text
 
 
 def _close(a: float | None, b: float | None) -> bool:

@@ -206,21 +206,23 @@ def test_an_invalid_partition_changes_nothing(partition: Any) -> None:
         assert "partition" in message and before == after
 
 
-def disagree() -> tuple[str, list[int], list[float]]:
+def disagree() -> tuple[list[str], list[int], list[float]]:
     engine = build(Case())
-    data, message = batches(engine), ""
+    data, messages = batches(engine), []
     losses = [engine.train_batch(data).item()]
-    try:
-        engine.rebalance([0, 2 + engine.stage_id, 8])
-    except ds_dynmo.MigrationError as error:
-        message = str(error)
-    return message, engine.partition, [*losses, engine.train_batch(data).item()]
+    for partition in ([0, 2 + engine.stage_id, 8], [0, 9 * engine.stage_id or 3, 8]):
+        try:
+            engine.rebalance(partition)
+        except (ds_dynmo.MigrationError, ds_dynmo.PartitionError) as error:
+            messages.append(str(error))
+    return messages, engine.partition, [*losses, engine.train_batch(data).item()]
 
 
 def test_if_ranks_disagree_nothing_moves() -> None:
-    for message, partition, losses in run(2, disagree):
-        assert "ranks differ: [0, 2, 8] on ranks [0], [0, 3, 8] on ranks [1]. No layer has moved" in message
+    for (differing, invalid), partition, losses in run(2, disagree):
+        assert "ranks differ: [0, 2, 8] on ranks [0], [0, 3, 8] on ranks [1]. No layer has moved" in differing
         assert partition == [0, 4, 8] and len(losses) == 2
+        assert "failed on ranks [1], first with PartitionError" in invalid
 
 
 def rebalance_alone() -> str:

@@ -9,12 +9,16 @@ import pytest
 import torch.distributed as dist
 from deepspeed.utils import logger
 
-from ds_dynmo import ConfigError, MigrationError, PartitionError, partitioners
+from ds_dynmo import ConfigError, MigrationError, PartitionError, ScheduleError, partitioners
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import Warnings, batches, build
 
-FAILURES = {"PartitionError": PartitionError("no room"), "ValueError": ValueError("no idea")}
+FAILURES = {
+    "PartitionError": PartitionError("no room"),
+    "ScheduleError": ScheduleError("no order"),
+    "ValueError": ValueError("no idea"),
+}
 HOWS = ("nothing", "another partition", *FAILURES)
 
 

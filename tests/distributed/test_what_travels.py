@@ -126,6 +126,17 @@ class BackReference(Activated):
         return super().forward(hidden)
 
 
+class Noisy(Block):
+    """A layer with random numbers of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.generator = torch.Generator().manual_seed(index)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + 0.1 * torch.rand(hidden.shape, generator=self.generator, dtype=hidden.dtype)
+
+
 class HookedByLambda(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -142,7 +153,7 @@ def patch(layer: nn.Module, index: int) -> None:
         layer.down.register_forward_hook(types.MethodType(double_output, layer))  # type: ignore[union-attr]
 
 
-KINDS = [Block, Block, PrivateMethod, DecoratedMethod, InheritedMethod, Quantized, BackReference, HookedByLambda]
+KINDS = [Block, Block, PrivateMethod, DecoratedMethod, InheritedMethod, Quantized, BackReference, HookedByLambda, Noisy]
 LAYERS = len(KINDS) + 2
 
 
@@ -159,7 +170,7 @@ def train(case: Case, moves: list[list[int]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16 zero1", marks=pytest.mark.fuzz)])
 def test_layers_arrive_as_they_left(precision: str) -> None:
-    case = Case(start=(0, 5, LAYERS), precision=precision)
+    case = Case(start=(0, 6, LAYERS), precision=precision)
     moves = [[0, 1, LAYERS], [0, LAYERS - 1, LAYERS], [0, 1, LAYERS]]
     still, moved = run_each(2, train, (case, []), (case, moves))
     check_moves_changed_nothing(still, moved)

@@ -7,7 +7,7 @@ as it was.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -286,14 +286,12 @@ class Balancer:
         """Move layers to ``new``, train by the schedule that was found for it, and report it. Collective.
 
         Args:
-            decision: that ``new`` comes from, the same on all ranks; None: ``new`` was given, ranks compare it here,
-                and the latest profile says which schedule is best.
+            new: the same on all ranks.
+            decision: that ``new`` comes from; None: it was given, and the latest profile says which schedule is best.
             search_seconds: as in a :class:`RebalanceReport`.
             settles: drop a decision that is pending.
         """
         decided_from = self.profile if decision is not None else None
-        if decision is None:
-            new = self._comm.everywhere("going to a given partition", lambda: new, same=str)
         if decision is None and self.profile is not None:
             began = time.perf_counter()
             given = self.decisions.decision_input(
@@ -349,18 +347,25 @@ class Balancer:
                 self._reporter.inform(f"DynMo: the nearest allowed partition is {nearest}: {error}")
         return nearest
 
-    def rebalance_to(self, new: Placement, request: Request, *, what: str = "rebalance") -> RebalanceReport:
-        """Move layers to exactly ``new``. Collective.
+    def rebalance_to(self, partition: Sequence[int], request: Request, *, what: str = "rebalance") -> RebalanceReport:
+        """Move layers to exactly ``partition``. Collective.
 
         Args:
             what: the engine's method that the user called, for messages.
 
         Raises:
-            PartitionError: ``new`` cuts what ``keep_together`` keeps together. Nothing has changed.
+            PartitionError: on every rank, if ``partition`` is invalid on one, or cuts what ``keep_together`` keeps
+                together. Nothing has changed.
             MigrationError: see its message.
         """
-        self.groups.check(new.boundaries)
+
+        def placement() -> Placement:
+            new = self._stage.placement.at(partition)
+            self.groups.check(new.boundaries)
+            return new
+
         self._comm.enter(what)
+        new = self._comm.everywhere("going to a given partition", placement, same=str)
         return self.go_to(new, request, settles=request.reason is not Reason.INITIAL)
 
     def forget_profile(self) -> None:

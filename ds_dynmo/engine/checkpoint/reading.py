@@ -108,7 +108,10 @@ def load(
         target, loaded = context.stage.placement, read_universal(context, os.path.join(load_dir, tag), options)
     else:
         saved = _open(context, load_dir, tag, options)
-        manifest, target = saved.manifest, _target(context, saved.manifest, options)
+        manifest = saved.manifest
+        target = comm.everywhere(
+            "loading at a saved partition", lambda: _target(context, saved.manifest, options), same=str
+        )
         present = _gather(context, present_shapes)
         digests = _gather(context, present_digests) if manifest.frozen_excluded else {}
         try:

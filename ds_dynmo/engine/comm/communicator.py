@@ -28,19 +28,12 @@ from ds_dynmo.engine.comm.posted import Posted
 from ds_dynmo.engine.comm.same_facts import ranks_by
 from ds_dynmo.engine.deepspeed_adapter.process_groups import pipeline_ranks
 from ds_dynmo.engine.serialization.objects import from_bytes, to_bytes
-from ds_dynmo.errors import (
-    CheckpointError,
-    ConfigError,
-    MigrationError,
-    PartitionError,
-    ScheduleError,
-    raise_unless_harmless,
-)
+from ds_dynmo.errors import MigrationError, PartitionError, raise_unless_harmless
 from ds_dynmo.schedules import PassCosts
 
 Result = TypeVar("Result")
 
-_OURS = (MigrationError, CheckpointError, ConfigError, PartitionError, ScheduleError)
+_EXPECTED = (PartitionError, MigrationError)  # after them training goes on as before
 
 
 @dataclass(frozen=True)
@@ -67,18 +60,18 @@ class _Failure:
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
-        ours = (kind.__name__ for kind in _OURS if isinstance(error, kind))
-        return cls(next(ours, type(error).__name__), str(error))
+        expected = (kind.__name__ for kind in _EXPECTED if isinstance(error, kind))
+        return cls(next(expected, type(error).__name__), str(error))
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it keeps its type on other ranks."""
-        return any(kind.__name__ == self.kind for kind in _OURS)
+    def is_expected(self) -> bool:
+        return any(kind.__name__ == self.kind for kind in _EXPECTED)
 
     def error(self, message: str) -> Exception:
         """Make what this rank raises for it."""
-        alike = next((kind for kind in _OURS[1:] if kind.__name__ == self.kind), None)
-        return MigrationError(message, harmless=True) if alike is None else alike(message)
+        if self.kind == PartitionError.__name__:
+            return PartitionError(message)
+        return MigrationError(message, harmless=True)
 
 
 def check_hosts(timeout_seconds: float) -> None:
@@ -292,7 +285,7 @@ class Communicator:
             same: returns the part of a result that has to be the same on all ranks, by its text; None: none has to be.
 
         Raises:
-            CheckpointError, ConfigError, PartitionError, ScheduleError: the first one by rank, on every rank.
+            PartitionError: on every rank: it is the first failure by rank.
             MigrationError: harmless, on every rank: the first failure by rank is of another type, or results differ.
                 Not harmless: a collective within ``function`` failed, as it does on the other ranks.
         """
@@ -321,7 +314,7 @@ class Communicator:
         failed = [rank for rank, theirs in enumerate(every) if theirs is not None]
         first = every[failed[0]]
         assert first is not None
-        if failure is not None and first.is_ours and all(theirs == first for theirs in every):
+        if failure is not None and first.is_expected and all(theirs == first for theirs in every):
             return failure
         if dist.get_rank() == failed[0]:
             trace = "".join(traceback.format_exception(failure))

@@ -47,6 +47,15 @@ def _reduce_limits(limits: torch.finfo | torch.iinfo) -> _Reduced:
     return type(limits), (getattr(torch, limits.dtype),)
 
 
+def _reduce_generator(generator: torch.Generator) -> _Reduced:
+    """Reduce a generator to bytes: torch's own way is a tensor, which has no values yet where a layer is loaded."""
+    return _generator, (generator.device.type, generator.get_state().numpy().tobytes())
+
+
+def _generator(device: str, state: bytes) -> torch.Generator:
+    return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 def _reduce_operator(op: OpOverload | OpOverloadPacket) -> _Reduced:
     return _operator, (str(op),)
 
@@ -58,6 +67,7 @@ def _operator(name: str) -> Any:
 _DISPATCH_TABLE: ChainMap[type, Any] = ChainMap(
     {
         types.MethodType: _reduce_method,
+        torch.Generator: _reduce_generator,
         torch.finfo: _reduce_limits,
         torch.iinfo: _reduce_limits,
         OpOverload: _reduce_operator,

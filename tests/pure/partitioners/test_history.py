@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
@@ -116,3 +117,29 @@ def test_averages_follow_a_layer_to_a_faster_stage() -> None:
         history.observe(profile([2.0] * 6 + [1.0] * 6))
     history.observe(profile([2.0] * 4 + [1.0] * 8, (0, 4, 12)))
     assert max(history.errors) == history.noise / 2  # the two layers that moved are averages of four, too
+
+
+def test_a_doubt_is_kept_in_a_checkpoint_and_ends_with_what_was_known() -> None:
+    rng, work = random.Random(6), [1.0] * 6 + [0.75] * 6
+    history = CostHistory()
+    for step in range(6):
+        history.observe(profile(jittered(rng, [1.0] * 12), step=step))
+    history.observe(profile(jittered(rng, work), step=6))
+    resumed = CostHistory()
+    resumed.load(json.loads(json.dumps(history.state())))
+    for step in (7, 8):
+        assert resumed.errors[6] < resumed.noise / 2  # the shift of stage 1 has not lasted yet
+        resumed.observe(profile(jittered(rng, work), step=step))
+    assert resumed.errors[6] == resumed.noise
+    history.forget()
+    for step, seconds in ((7, [1.0] * 12), (8, work), (9, work)):
+        history.observe(measured := profile(jittered(rng, seconds), step=step))
+    stage = history.smoothed(measured).layers[6:]
+    assert sum(layer.seconds for layer in stage) > 6 * 0.9  # what was doubted before does not count
+
+
+def test_one_stage_alone_says_nothing_about_the_noise_of_stages() -> None:
+    rng, history = random.Random(7), CostHistory()
+    for step in range(4):
+        history.observe(profile(jittered(rng, [1.0] * 12), (0, 12), step=step))
+    assert history.state()["_stage_variances"] == []
