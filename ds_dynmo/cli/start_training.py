@@ -15,16 +15,16 @@ from ds_dynmo.errors import ConfigError
 from ds_dynmo.rank_variables import set_rank_variables
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     try:
-        check_configuration(sys.argv[1:])
+        check_configuration(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         with suppress(ConfigError):  # the first error is said
             set_rank_variables()
         return refuse(error)
     from ds_dynmo.cli.train import main as train
 
-    return train()
+    return train(arguments)
 
 
 def check_configuration(arguments: list[str]) -> None:

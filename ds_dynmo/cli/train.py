@@ -1,6 +1,6 @@
 """Train a byte-level GPT in a pipeline that re-balances itself, configured by one JSON.
 
-    deepspeed --num_gpus 2 --module ds_dynmo.cli.train --deepspeed_config ds_configs/freezing.json
+    deepspeed --num_gpus 2 --module ds_dynmo.cli.start_training --deepspeed_config ds_configs/freezing.json
 
 The JSON is DeepSpeed's own, with a "dynmo" block and a "model" block (ds_dynmo.models.ModelConfig). Errors in either
 end the command with exit code 2 before a process group exists.
