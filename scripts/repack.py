@@ -66,7 +66,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     phases.add_argument("--batches", type=int, default=2, help="timed per number of stages, default %(default)s")
     freezing = kinds.add_parser("freezing", description="a run whose layers freeze; start with deepspeed")
     freezing.add_argument("report", help="file to write")
-    freezing.add_argument("--never", action="store_true", help="re-pack")
+    freezing.add_argument("--never", action="store_true", help="balance layers only, do not re-pack")
     freezing.add_argument("--layers", type=int, default=24, help="default %(default)s")
     freezing.add_argument("--micro-batches", type=int, default=8, help="default %(default)s")
     freezing.add_argument("--forward-ms", type=float, default=8.0, help="of a layer, default %(default)s")

@@ -16,16 +16,15 @@ from ds_dynmo.rank_variables import set_rank_variables
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
     try:
-        check_configuration(given)
+        check_configuration(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         with suppress(ConfigError):  # the first error is said
             set_rank_variables()
         return refuse(error)
     from ds_dynmo.cli.train import main as train
 
-    return train(given)
+    return train(arguments)
 
 
 def check_configuration(arguments: list[str]) -> None:

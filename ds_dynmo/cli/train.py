@@ -1,6 +1,6 @@
 """Train a byte-level GPT in a pipeline that re-balances itself, configured by one JSON.
 
-    deepspeed --num_gpus 2 --module ds_dynmo.cli.train --deepspeed_config ds_configs/freezing.json
+    deepspeed --num_gpus 2 --module ds_dynmo.cli.start_training --deepspeed_config ds_configs/freezing.json
 
 The JSON is DeepSpeed's own, with a "dynmo" block and a "model" block (ds_dynmo.models.ModelConfig). Errors in either
 end the command with exit code 2 before a process group exists.
@@ -37,6 +37,7 @@ from ds_dynmo.cli.training.report import (
     case_lines,
     closing_line,
     closing_table,
+    continue_report,
     record_nothing,
     repack_lines,
     step_record,
@@ -160,8 +161,7 @@ def train_until(stop: StopSignals, run: Run, engine: Any, cases: list[DynamicCas
             tag = save(run, engine, cases)
             progress.say(f"step {step + 1}: checkpoint {tag} in {run.save}")
         if history.stopped:
-            name = signal.Signals(history.stopped).name
-            progress.say(f"stopped by {name}; the same command with --resume {run.save} continues from step {step + 1}")
+            progress.say(stopped_line(run, history.stopped, tag, step + 1))
             break
     if not engine.released:
         history.cases = {case.name: numbers for case in cases if (numbers := case.summary())}
@@ -232,6 +232,12 @@ def resumed_line(run: Run) -> str:
     return f"resuming from {run.resume / run.resumed['tag']}: step {run.first_step} of {run.steps}{stages}"
 
 
+def stopped_line(run: Run, number: int, tag: str, step: int) -> str:
+    """Say which signal ended a run, and how it is continued. A run that was resumed may have had another ``--tag``."""
+    flags = f"--resume {run.save}" if run.resumed is None else f"--resume {run.save} --tag {tag}"
+    return f"stopped by {signal.Signals(number).name}; the same command with {flags} continues from step {step}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     ds_dynmo.end_with_launcher()  # also while data are read, which may take minutes
     try:
@@ -252,19 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(run.model.seed)
     np.random.seed(run.model.seed)
     random.seed(run.model.seed)
-    record = begin_report(run) if first_rank else record_nothing
-    if first_rank:
-        start = {
-            "kind": "start",
-            "steps": run.steps,
-            "first_step": run.first_step,
-            "stop_at": run.stop,
-            "stages": run.stages,
-            "data": run.text.name,
-            "model": run.model.model_dump(mode="json"),
-            "config": run.settings,
-        }
-        record(start)
+    unwritten = begin_report(run) if first_rank else []
 
     try:
         check_launch()
@@ -274,9 +268,10 @@ def main(arguments: list[str] | None = None) -> int:
         cases = build_cases(run, engine)
         if run.join is not None:
             engine.join(run.join)
+        record = continue_report(run, engine, unwritten) if first_rank else record_nothing
+        history = train(run, engine, cases, record)
     except (CheckpointError, ConfigError, PartitionError) as error:
         return refuse(error)
-    history = train(run, engine, cases, record)
     if first_rank and not history.stopped:
         numbers = summary(run, engine, history)
         record(numbers)

@@ -128,6 +128,14 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         """What was measured in the first profile of a run, and in the first after each move."""
         return [] if self.dynmo is None else self._parts.reporter.measurements
 
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Append a record to ``dynmo.report`` on rank 0, as a line of JSON; a no-op where nothing is reported.
+
+        Records of the engine and of others are written in one place, so a full disk is warned of once.
+        """
+        if self.dynmo is not None:
+            self._parts.reporter.write(record)
+
     @where_layers_may_move
     def rebalance(self, partition: Sequence[int] | None = None) -> RebalanceReport:
         """Move layers now. Collective: every rank calls it between the same two batches.

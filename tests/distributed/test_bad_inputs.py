@@ -135,6 +135,7 @@ TABLE = (
     flags(r"--save /dev/null/checkpoints: cannot be written: Not a directory", "--save", "/dev/null/checkpoints"),
     flags(r"--save file: cannot be written: File exists", "--save", "file", file="text"),
     flags(r".*--save.*", "--save", ""),
+    Row({"optimizer": {"type": "Adamm"}}, ("--save", "saved"), r".*optimizer.*"),
     flags(r"--stages 3: should divide the number of processes, 1", "--stages", "3"),
     flags(r"--stages 0: should divide the number of processes, 1", "--stages", "0"),
     flags(r"/does/not/exist: no such file or folder", "--data", "/does/not/exist"),

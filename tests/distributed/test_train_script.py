@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import pytest
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ds_dynmo
+from ds_dynmo.cli import command_line
 from ds_dynmo.cli.simulation.loads import Recorded
-from ds_dynmo.cli.train import batches, build_cases, build_engine, train
+from ds_dynmo.cli.train import batches, build_cases, build_engine, main, save, train
 from ds_dynmo.cli.training.options import prepare
-from ds_dynmo.cli.training.report import begin_report, record_nothing
+from ds_dynmo.cli.training.report import begin_report, continue_report, record_nothing
 from ds_dynmo.cli.training.resuming import FACTS_FILE, find_checkpoint
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.models import DynamicCase, language_model_loss, model_layers
 from tests.distributed.harness import run
 from tests.distributed.support.script import flags, run_script
-from tests.distributed.support.training import state, whole
+from tests.distributed.support.training import Warnings, state, whole
+from tests.full_disk import files_of_at_most
 
 STEPS = 8
 
@@ -134,17 +137,19 @@ def reported(arguments: list[str]) -> tuple[list[float], str, list[tuple[int, fl
     """Train with a model that changes once, and let rank 0 write the report.
 
     Returns:
-        losses, what rank 0 printed, and validation losses.
+        losses, what rank 0 printed and its engine warned of, and validation losses.
     """
-    said, specify = io.StringIO(), LayerSpec.__init__
+    said, specify, warnings = io.StringIO(), LayerSpec.__init__, Warnings()
     with contextlib.redirect_stderr(said), patch.object(LayerSpec, "__init__", autospec=True) as specified:
         specified.side_effect = specify
         run = prepare(arguments)
+        first_rank = os.environ["RANK"] == "0"
+        unwritten = begin_report(run) if first_rank else []
         engine = build_engine(run)
-        record = begin_report(run) if engine.global_rank == 0 else record_nothing
+        record = continue_report(run, engine, unwritten) if first_rank else record_nothing
         history = train(run, engine, [*build_cases(run, engine), Announcing(engine)], record)
         assert specified.call_count == engine.partition[-1]  # each layer once
-        return history.losses, said.getvalue(), history.validation_losses
+        return history.losses, said.getvalue() + "\n".join(warnings.messages), history.validation_losses
 
 
 def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> None:
@@ -152,7 +157,7 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> N
     plain = run(2, run_script, arguments)[0]["losses"]
     (first, said, _), (second, nothing, _) = run(2, reported, [*arguments, "--report", "/dev/full"])
     assert first == second == plain and nothing == ""
-    assert said.count("ds-dynmo-train: /dev/full: was not written: [Errno 28]") == 1
+    assert said.count("was not written") == said.count("/dev/full: was not written: [Errno 28]") == 1
 
 
 def test_reports_monitors_and_recordings_are_written_as_the_run_goes(tmp_path: Path) -> None:
@@ -210,6 +215,33 @@ def test_a_resume_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path
     (folder / "latest").mkdir(parents=True)
     for message in run(2, failure_to_save, [*flags(tmp_path, "dense", 3), "--save", str(folder)]):
         assert message.startswith(f"{folder / 'global_step3'}: the facts of the run cannot be written: [Errno 21]")
+
+
+def command_on_a_full_disk(arguments: list[str]) -> tuple[int, str]:
+    """Return the exit code of the command, whose saves find a full disk, and what it wrote to the error stream."""
+
+    def limited(*given: Any) -> str:
+        with files_of_at_most(2000):
+            return save(*given)
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # of the world that is there
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(said),
+        patch.object(command_line, "FIRST_RANK_SECONDS", 0.0),
+        patch("ds_dynmo.cli.train.save", limited),
+    ):
+        return main(arguments), said.getvalue()
+
+
+def test_a_disk_that_is_full_at_the_first_save_gives_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "saved"
+    answers = run(2, command_on_a_full_disk, [*flags(tmp_path, "dense", 2), "--save", str(folder)])
+    for (code, said), where in zip(answers, ("", " on rank 1")):
+        line = rf"ds-dynmo-train: error{where}: rank \d: OSError: \[Errno 27\] File too large: '{folder}/.*'\n"
+        assert code == 2 and re.fullmatch(line, said), said
+    assert not folder.parent.exists()
 
 
 def losses_apart(arguments: list[str]) -> dict[str, Any]:

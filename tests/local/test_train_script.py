@@ -11,8 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, Run, prepare
@@ -123,8 +125,9 @@ def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> 
 
 def test_the_flag_trace_sets_the_key_of_the_block(tmp_path: Path) -> None:
     path = write(tmp_path)
-    run = prepare(["--deepspeed_config", str(path), "--trace", "t.json", "3", "5"])
-    assert run.settings["dynmo"]["trace"] == {"path": "t.json", "steps": [3, 5]}
+    trace = str(tmp_path / "t.json")  # the file is opened
+    run = prepare(["--deepspeed_config", str(path), "--trace", trace, "3", "5"])
+    assert run.settings["dynmo"]["trace"] == {"path": trace, "steps": [3, 5]}
     settings = json.loads(path.read_text())
     del settings["dynmo"]
     path.write_text(json.dumps({**settings, "model": {"layers": 4}}))
@@ -245,10 +248,16 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         latest.unlink() if names is None else latest.write_text(names)
         with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: {problem}.* {there}$"):
             prepare(flags)
-        run = prepare([*flags, "--tag", "global_step3"])
+        run = prepare([*flags, "--tag", "global_step3", "--save", str(tmp_path)])
         assert train.resumed_line(run).endswith("global_step3: step 3 of 8; stages: 3 when saved, 2 now")
+        assert f"with --resume {tmp_path} --tag global_step4 continues" in train.stopped_line(run, 2, "global_step4", 4)
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag global_step4, which is not there; {there}$"):
         prepare([*flags, "--tag", "global_step4"])
+    with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: --tag is empty; {there}$"):
+        prepare([*flags, "--tag", ""])
+    latest.write_text("")
+    with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: latest is empty; {there}$"):
+        prepare(flags)
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -> None:
@@ -259,6 +268,20 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -
                 os.kill(os.getpid(), number)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+
+
+def test_a_signal_that_comes_while_ranks_agree_counts_in_the_next_batch() -> None:
+    """The other ranks have not heard of it: this one may not stop alone."""
+
+    def interrupted(number: torch.Tensor, **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    child = os.fork()
+    if child == 0:
+        with StopSignals(True) as stop, patch("torch.distributed.all_reduce", interrupted):
+            found = [stop.agreed(torch.device("cpu")) for _ in range(2)]
+        os._exit(0 if found == [0, signal.SIGTERM] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # -- a whole run --------------------------------------------------------------------------------------------

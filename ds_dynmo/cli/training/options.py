@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -189,7 +190,7 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
     if args.save is not None:
         settings["training"]["save"] = str(args.save)
         with refusing("--save", args.save):
-            args.save.mkdir(parents=True, exist_ok=True)
+            check_folder(args.save)
     report = args.report
     if report is not None and dynmo is not None:
         settings["dynmo"]["report"] = str(report)
@@ -320,6 +321,23 @@ def check_stages(stages: int | None, world_size: int) -> int:
     if stages < 1 or world_size % stages:
         raise ConfigError(f"--stages {stages}: should divide the number of processes, {world_size}")
     return stages
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder can be written to, or be made. It is made by the first save: a run may be refused before.
+
+    Raises:
+        OSError: with the reason.
+    """
+    there = folder
+    while not there.exists():
+        there = there.parent
+    number = errno.EACCES
+    if not there.is_dir():
+        number = errno.EEXIST if there == folder else errno.ENOTDIR
+    elif os.access(there, os.W_OK | os.X_OK):
+        return
+    raise OSError(number, os.strerror(number), str(there))
 
 
 @contextmanager

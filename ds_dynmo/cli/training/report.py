@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynmo.cli.training.options import Run
 from ds_dynmo.engine.reporting.files import record_writer
+from ds_dynmo.files import append_line
 from ds_dynmo.plan import Profile, RebalanceReport
 from ds_dynmo.wording import counted
 
@@ -182,15 +183,44 @@ def record_nothing(record: dict[str, Any]) -> None:
     """Drop the record: there is no report, or another rank writes it."""
 
 
-def begin_report(run: Run) -> Record:
+def begin_report(run: Run) -> list[dict[str, Any]]:
+    """Write the first record of the run's report. A new run empties the file first; a resumed one goes on with it.
+
+    Returns:
+        the record if it could not be written: whoever writes the others tries again, and warns.
+    """
+    if run.report is None:
+        return []
+    start = {
+        "kind": "start",
+        "steps": run.steps,
+        "first_step": run.first_step,
+        "stop_at": run.stop,
+        "stages": run.stages,
+        "data": run.text.name,
+        "model": run.model.model_dump(mode="json"),
+        "config": run.settings,
+    }
+    try:
+        if run.resumed is None:
+            run.report.write_text("")
+        append_line(run.report, json.dumps(start))
+    except OSError:
+        return [start]
+    return []
+
+
+def continue_report(run: Run, engine: Any, unwritten: list[dict[str, Any]]) -> Record:
     """Return a function that appends a record to the run's report, or warns once that it cannot.
 
-    A new run empties the file first; a resumed one goes on with it.
+    Args:
+        unwritten: the records to begin with: what :func:`begin_report` returned.
     """
-    path = run.report
-    if path is None:
+    if run.report is None:
         return record_nothing
-    if run.resumed is None:
-        with suppress(OSError):  # the first record will warn
-            path.write_text("")
-    return record_writer(path, lambda message: print(f"ds-dynmo-train: {message}", file=sys.stderr, flush=True))
+    write: Record = engine.write_record
+    if engine.dynmo is None:  # DeepSpeed's engine reports nothing
+        write = record_writer(run.report, lambda said: print(f"ds-dynmo-train: {said}", file=sys.stderr, flush=True))
+    for record in unwritten:
+        write(record)
+    return write

@@ -43,7 +43,7 @@ def find_checkpoint(folder: Path, tag: str | None = None) -> str:
             raise ConfigError(f"{folder}: no such folder")
         tags = _tags(folder)
         latest = folders.read_latest(str(folder))
-    chosen = tag or latest
+    chosen = latest if tag is None else tag
     if not tags:
         raise ConfigError(f"{folder}: holds no checkpoint of ds-dynmo-train")
     there = f"there are {', '.join(tags)}; --tag TAG chooses one"
@@ -51,8 +51,10 @@ def find_checkpoint(folder: Path, tag: str | None = None) -> str:
         if len(tags) > 1:
             raise ConfigError(f'{folder}: has no file "latest", and {there}')
         return tags[0]
+    if not chosen:
+        raise ConfigError(f"{folder}: {'--tag' if tag is not None else 'latest'} is empty; {there}")
     if folders.find(str(folder), chosen) is None:
-        named = f"--tag {tag}" if tag else f'"latest" names {latest}'
+        named = f'"latest" names {latest}' if tag is None else f"--tag {tag}"
         raise ConfigError(f"{folder}: {named}, which is not there; {there}")
     return chosen
 

@@ -46,14 +46,18 @@ class StopSignals:
             os.write(2, STOPPING)  # print may be what the signal has interrupted
 
     def agreed(self, device: torch.device) -> int:
-        """Return the signal that a rank has received; 0: none has. Collective."""
+        """Return the signal that a rank has received; 0: none has. Collective.
+
+        One that comes meanwhile counts in the next call: the other ranks have not heard of it.
+        """
         if not self._enabled:
             return 0
-        number = torch.tensor(self._received, device=device)
-        torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
+        received = torch.tensor(self._received, device=device)
+        torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
+        number = int(received)
         if number:
-            self._end_soon(int(number))
-        return self._received
+            self._end_soon(number)
+        return number
 
     def _end_soon(self, number: int) -> None:
         self._received = number

@@ -27,6 +27,7 @@ class Reporter:
     Attributes:
         speaks: this rank logs, writes and monitors for all: it is rank 0 and :meth:`mute` was not called.
         rebalances, repacks, measurements: every report so far.
+        write: appends a record to the report, or warns once that it cannot; a no-op where nothing is written.
 
     Args:
         monitor: DeepSpeed's ``MonitorMaster``.
@@ -44,14 +45,14 @@ class Reporter:
         self._profiled_step: int | None = None
         self._log = config.log and is_first_rank
         writes = config.report is not None and is_first_rank
-        self._write = record_writer(Path(str(config.report)), self.warn) if writes else _write_nothing
+        self.write = record_writer(Path(str(config.report)), self.warn) if writes else _write_nothing
         self._monitor = monitor if config.monitor and is_first_rank and monitor.enabled else None
         guard_monitors(monitor, self.warn)
 
     def mute(self) -> None:
         """Keep reports only: this rank is part of another job now, whose rank 0 reports."""
         self.speaks = self._log = False
-        self._write, self._monitor = _write_nothing, None
+        self.write, self._monitor = _write_nothing, None
 
     def rebalanced(self, report: RebalanceReport, samples: int) -> None:
         """Record a decision.
@@ -62,7 +63,7 @@ class Reporter:
         self.rebalances.append(report)
         if self._log and report.moved:
             logger.info(rebalance_line(report))
-        self._write(report.as_record())
+        self.write(report.as_record())
         self._send(
             {
                 "layers_moved": report.layers_moved,
@@ -83,7 +84,7 @@ class Reporter:
         self.repacks.append(report)
         if self._log:
             logger.info(repack_line(report))
-        self._write(report.as_record())
+        self.write(report.as_record())
         self._send(
             {
                 "num_stages": float(report.new_stages),
@@ -96,14 +97,14 @@ class Reporter:
     def profiled(self, profile: Profile | None, samples: int) -> None:
         """Record ``profile``, the latest one, unless it was recorded before."""
         if profile is not None and profile.step != self._profiled_step:
-            self._write(profile.as_record())
+            self.write(profile.as_record())
             self._send(_stage_loads(profile), samples)
             self._profiled_step = profile.step
 
     def measured(self, report: MeasuredReport, samples: int) -> None:
         """Record a measurement of the present partition."""
         self.measurements.append(report)
-        self._write(report.as_record())
+        self.write(report.as_record())
         self._send(
             {
                 "bottleneck_seconds": report.bottleneck_seconds,
