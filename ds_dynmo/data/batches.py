@@ -119,7 +119,7 @@ class TokenData:
     def identity(self) -> dict[str, Any]:
         """What a resumed run has to have too.
 
-        As many tokens, the same among up to 65,536 that are compared, and the same documents if they are kept apart.
+        As many tokens, the same among up to 4,096 that are compared, and the same documents if they are kept apart.
         """
         return {
             "tokens": len(self.tokens.ids),

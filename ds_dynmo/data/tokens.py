@@ -22,7 +22,7 @@ Ids = Sequence[int] | Numbers  # of one document
 Say = Callable[[str], None]
 
 CHUNK = 2**24  # tokens that are looked at together
-SAMPLED = 2**16  # tokens
+SAMPLED = 2**12  # tokens: each may bring 128 KiB around it from the disk
 SECONDS_PER_LINE = 5.0
 
 

@@ -281,8 +281,8 @@ def test_a_large_file_is_read_once_until_it_changes(large: Path) -> None:
     assert lines_of(large, vocabulary=11) == []  # what was read then is known too
     with pytest.raises(ConfigError, match=r"token 5 of 16777225 is 10"):
         lines_of(large)
-    put(large, 257 * 4, 12, later=False)  # of those that are compared
-    with pytest.raises(ConfigError, match=r"token 1028 of 16777225 is 12: .* has 11 entries"):
+    put(large, 4097 * 4, 12, later=False)  # of those that are compared
+    with pytest.raises(ConfigError, match=r"token 16388 of 16777225 is 12: .* has 11 entries"):
         lines_of(large, vocabulary=11)
     with large.open("ab") as file:
         file.write(struct.pack("<H", 13))
