@@ -65,7 +65,7 @@ def left_alone(arguments: list[str], folder: Path) -> list[str]:
         begin = {3: leave}
     with contextlib.suppress(RuntimeError, Left):
         run_script(arguments, before=begin)
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 class Left(Exception):
@@ -78,8 +78,8 @@ def leave() -> None:
 
 def test_nothing_is_saved_when_a_rank_is_lost(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    run(2, left_alone, [*flags(tmp_path, "dense", STEPS), "--save", str(folder)], folder)
-    assert not list(folder.iterdir())
+    arguments = [*flags(tmp_path, "dense", STEPS), "--save", str(folder)]
+    assert run(2, left_alone, arguments, folder) == [[], []]
 
 
 @pytest.mark.parametrize(("name", "killed_in"), [("freezing and pruning", None), ("egeria", 7)])

@@ -102,9 +102,10 @@ def test_wrong_configs_and_flags_are_refused(
 
 def test_a_configuration_may_have_comments_as_deepspeeds_may(tmp_path: Path) -> None:
     path = write(tmp_path)
-    plain = prepare(["--deepspeed_config", str(path)])
+    given = on_a_small_text(path)
+    plain = prepare(given)
     path.write_text("// why\n" + path.read_text().replace("{", "{ # what follows\n", 1))
-    assert prepare(["--deepspeed_config", str(path)]).settings == plain.settings
+    assert prepare(given).settings == plain.settings
 
 
 def test_a_recording_profiles_every_batch_and_moves_no_layer(tmp_path: Path) -> None:
@@ -180,13 +181,20 @@ def save_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
     write_facts(checkpoint, facts)
 
 
+def on_a_small_text(config: Path) -> list[str]:
+    """Return the flags that name a configuration and a text beside it, which is read faster than the default one."""
+    text = config.with_name("text.txt")
+    text.write_text("one two three " * 400)
+    return ["--deepspeed_config", str(config), "--data", str(text)]
+
+
 def resumed(folder: Path, case: dict[str, Any], *flags: str, **changes: Any) -> Run:
     """Prepare to resume at step 5 of 8."""
-    path = write(folder, model={**SIZES, **case})
-    model = prepare(["--deepspeed_config", str(path)]).model.model_dump(mode="json")
+    given = on_a_small_text(write(folder, model={**SIZES, **case}))
+    model = prepare(given).model.model_dump(mode="json")
     facts = {"step": 5, "steps": 8, "partition": [0, 3, 7], "model": model, "cases": {}}
     save_facts(folder / "global_step5", {**facts, **changes})
-    return prepare(["--deepspeed_config", str(path), "--resume", str(folder), *flags])
+    return prepare([*given, "--resume", str(folder), *flags])
 
 
 @pytest.mark.parametrize("case", [*CHANGING.values(), *CONSTANT.values()], ids=[*CHANGING, *CONSTANT])
@@ -226,19 +234,19 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
             resumed(tmp_path, {}, *flags, **changes)
     save_facts(tmp_path / "global_step5", {"step": 5, "partition": [0, 3, 7], "model": {}, "cases": []})
     with pytest.raises(ConfigError, match=f"^--resume .*global_step5/{FACTS_FILE}: lacks cases, steps"):
-        prepare(["--deepspeed_config", str(tmp_path / "config.json"), "--resume", str(tmp_path)])
+        prepare([*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)])
 
 
 def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder, problem in (("empty", "holds no checkpoint of ds-dynmo-train"), ("nowhere", "no such folder")):
         with pytest.raises(ConfigError, match=f"^--resume .*{folder}: {problem}"):
-            prepare(["--deepspeed_config", str(write(tmp_path)), "--resume", str(tmp_path / folder)])
+            prepare([*on_a_small_text(write(tmp_path)), "--resume", str(tmp_path / folder)])
     run = resumed(tmp_path, {})
     assert train.resumed_line(run) == f"resuming from {tmp_path}/global_step5: step 5 of 8; stages: 2"
     latest = tmp_path / "latest"
     latest.unlink()  # of a folder with one checkpoint it is plain which is meant
-    flags = ["--deepspeed_config", str(tmp_path / "config.json"), "--resume", str(tmp_path)]
+    flags = [*on_a_small_text(tmp_path / "config.json"), "--resume", str(tmp_path)]
     assert prepare(flags).first_step == 5
     facts = json.loads((tmp_path / "global_step5" / FACTS_FILE).read_text())
     save_facts(tmp_path / "global_step3", {**facts, "step": 3, "stages": 3})
