@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from guard import scratch_folder_of_program
+from tests import emulated
 
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
 LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}
@@ -32,7 +33,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run on the CPU, also on a machine with accelerators, unless only tests/accelerator is asked for.
+    """Run on the CPU, also on a machine with accelerators, unless only tests/accelerator or another device is asked for.
 
     DeepSpeed looks for an accelerator once. Workers, fork servers and launched programs inherit the variable.
 
@@ -44,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
     if not all(path.resolve().is_relative_to(folder) for path in asked):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if emulated.is_asked_for():
+        emulated.activate()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

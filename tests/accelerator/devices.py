@@ -28,8 +28,7 @@ def needs(count: int) -> Any:
 
 def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``function(*args)`` on ranks with an accelerator each, and return the results in rank order."""
-    backend = ACCELERATOR.communication_backend_name()
-    return run(num_ranks, repeatably, function, args, seconds=SECONDS, backend=backend)
+    return run(num_ranks, repeatably, function, args, seconds=SECONDS)
 
 
 def repeatably(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
