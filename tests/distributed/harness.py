@@ -20,6 +20,8 @@ from typing import Any
 
 from tests import emulated
 from tests.distributed.namespaces import Network, enter
+from tests.emulated import deadlocks
+from tests.emulated.operation_log import log_operations
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -51,7 +53,8 @@ def run(
             otherwise each its own device.
 
     Raises:
-        RankError: a rank raised, died, or was not done in time.
+        RankError: a rank raised, died, or was not done in time; or the emulated device found a fault, or its backend
+            an order of operations in which real ones would stand still.
     """
     context = _context(backend)
     call = pickle.dumps((function, args))
@@ -66,15 +69,21 @@ def run(
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, seconds)
+            results = _collect(pipes, seconds)
+            faults = deadlocks.check(folder)
+        except RankError as error:
+            faults = [str(error), *deadlocks.check(folder, finished=False)]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+    if faults:
+        raise RankError("\n".join(faults))
+    return results
 
 
 def _context(backend: str | None) -> Any:
-    """Return how ranks start: forked, or as new programs where a fork of what has looked for devices cannot use them."""
+    """Return how ranks start: as new programs where a fork of a process that has looked for devices cannot use them."""
     from deepspeed.accelerator import get_accelerator
 
     if backend != "gloo" and get_accelerator().device_name() not in ("cpu", emulated.NAME):
@@ -152,6 +161,8 @@ class Place:
             set_accelerator(CPU_Accelerator())
         get_accelerator().set_device(self.rank)
         backend = self.backend or get_accelerator().communication_backend_name()
+        if get_accelerator().device_name() == emulated.NAME:
+            log_operations(self.folder, self.rank)
         self._initialize(torch.distributed, backend)
         deepspeed.init_distributed(backend)
 
@@ -193,6 +204,9 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         wait_for_posted()  # as a process does when it exits normally
     except BaseException:
         result = (False, traceback.format_exc())
+    found = emulated.take_reports()
+    if found:
+        result = (False, "\n".join(found if result[0] else [result[1], *found]))
     pipe.send(result)
     for worker in multiprocessing.active_children():  # workers of a DataLoader would exit only seconds later
         worker.kill()

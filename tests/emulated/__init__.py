@@ -6,6 +6,7 @@ set before DeepSpeed asks for one.
 
 from __future__ import annotations
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import os
@@ -36,6 +37,26 @@ def activate() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(ours + [folder for folder in folders if folder not in (*ours, "")])
 
 
+def take_reports() -> list[str]:
+    """Return the faults that the device found in this process since the last call, each with its stacks."""
+    if "tests.emulated.torch_device" not in sys.modules:
+        return []
+    from tests.emulated.torch_device import library
+
+    found = [f"the emulated device, {count} times: {text}" for text, count in library.reports().items()]
+    library.clear_reports()
+    return found
+
+
+def _fail_with_reports() -> None:
+    """End a program with an error if nobody has taken what the device found in it."""
+    found = take_reports()
+    if found:
+        print(*found, sep="\n", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+
 class _AcceleratorFinder(importlib.abc.MetaPathFinder):
     """Sets the emulated accelerator as soon as DeepSpeed's module of accelerators has been executed."""
 
@@ -51,6 +72,7 @@ class _AcceleratorFinder(importlib.abc.MetaPathFinder):
             from tests.emulated.accelerator import EmulatedAccelerator
 
             module.set_accelerator(EmulatedAccelerator())
+            atexit.register(_fail_with_reports)
 
         spec.loader.exec_module = execute_and_set  # type: ignore[method-assign]
         return spec

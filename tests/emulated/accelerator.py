@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 import tests.emulated.backend
-import tests.emulated.torch_device  # noqa: F401
+import tests.emulated.torch_device
 from tests.emulated import NAME
 
 DEVICE: Any = torch.emulated  # type: ignore[attr-defined]
