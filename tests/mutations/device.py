@@ -1,0 +1,184 @@
+"""Breakages that only a device shows: a missing wait, a wrong stream, memory that is let go, the wrong device."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+COMM = "ds_dynmo/engine/comm"
+MOVES = "tests/accelerator/test_several_devices.py::test_moves_change_nothing"
+PHASES = "tests/accelerator/test_transfers.py"
+SCHEDULES = "tests/accelerator/test_schedules.py"
+RESUMES = "tests/accelerator/test_one_device.py::test_a_run_resumes_from_a_checkpoint"
+WAITS = "tests/emulated/test_synchronisations.py"
+
+MUTATIONS = [
+    Mutation(
+        "transfers do not wait for the layers' work",
+        f"{COMM}/transfer_stream.py",
+        "        self._stream.wait_stream(get_accelerator().current_stream())\n",
+        "",
+        PHASES,
+    ),
+    Mutation(
+        "layers do not wait for transfers",
+        f"{COMM}/transfer_stream.py",
+        "        get_accelerator().current_stream().wait_stream(self._stream)\n",
+        "",
+        PHASES,
+    ),
+    Mutation(
+        "transfers are posted on the layers' stream, and waited for on their own",
+        f"{COMM}/point_to_point.py",
+        "        with self._stream.after_compute():\n            for peer",
+        "        if True:\n            for peer",
+        PHASES,
+    ),
+    Mutation(
+        "what has arrived is copied without a wait",
+        f"{COMM}/pending.py",
+        "                _wait(self._works, self._timeout)\n            for tensor",
+        "                pass\n            for tensor",
+        PHASES,
+    ),
+    Mutation(
+        "messages between stages are not waited for",
+        f"{COMM}/ordered_channels.py",
+        "        for work in self.works:\n            work.wait()\n",
+        "",
+        SCHEDULES + " -k two_stages",
+    ),
+    Mutation(
+        "what is sent between stages is let go before it has left",
+        f"{COMM}/ordered_channels.py",
+        "posted = _Posted(works, [tensor for _, tensor in operations])",
+        "posted = _Posted(works, [])",
+        "tests/emulated/test_memory_of_messages.py",
+    ),
+    Mutation(
+        "the loss is read before it has arrived",
+        f"{COMM}/posted.py",
+        "            work.wait()\n            self._work = None",
+        "            self._work = None",
+        MOVES,
+    ),
+    Mutation(
+        "the loss arrives in a buffer that DeepSpeed copies meanwhile",
+        "ds_dynmo/engine/deepspeed_adapter/losses.py",
+        "tensor if engine.is_last_stage() else torch.empty_like(tensor)",
+        "tensor",
+        MOVES,
+    ),
+    Mutation(
+        "a stage sends before it receives, its neighbour too",
+        f"{COMM}/neighbour_links.py",
+        "group, rank = self._groups[min(stage, self._grid.get_stage_id()) % 2]",
+        "group, rank = self._groups[0]",
+        SCHEDULES + " -k four_stages",
+    ),
+    Mutation(
+        "two messages of one stage are posted in the other order",
+        f"{COMM}/ordered_channels.py",
+        "        for part in [operations] if together else [[operation] for operation in operations]:",
+        "        for part in [operations[::-1]] if together else [[operation] for operation in operations[::-1]]:",
+        SCHEDULES + " -k several_tensors",
+    ),
+    Mutation(
+        "a group's first operation is between two ranks",
+        f"{COMM}/neighbour_links.py",
+        "                dist.all_reduce(torch.zeros(1, device=device), group=group)",
+        "                pass",
+        SCHEDULES + " -k four_stages",
+    ),
+    Mutation(
+        "a group of layers' first operation is between two ranks",
+        f"{COMM}/point_to_point.py",
+        "            dist.all_reduce(torch.zeros(1, device=device), group=self._layers)",
+        "            pass",
+        "tests/accelerator/test_several_devices.py -k four_stages",
+    ),
+    Mutation(
+        "sums over the model are taken of tensors of the CPU",
+        f"{COMM}/communicator.py",
+        "        moved = numbers.to(self._device, copy=True)\n"
+        "        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())",
+        "        moved = numbers.cpu()\n        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())",
+        MOVES,
+    ),
+    Mutation(
+        "small numbers travel on the device's group",
+        f"{COMM}/communicator.py",
+        "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)",
+        "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)",
+        MOVES,
+    ),
+    Mutation(
+        "a layer arrives in the CPU's memory",
+        "ds_dynmo/engine/migration/arriving.py",
+        'where = torch.device("cpu") if meta.on_cpu else device',
+        'where = torch.device("cpu")',
+        MOVES,
+    ),
+    Mutation(
+        "a layer arrives on the first device",
+        "ds_dynmo/engine/migration/arriving.py",
+        'where = torch.device("cpu") if meta.on_cpu else device',
+        "where = torch.device(device.type, 0)",
+        MOVES,
+    ),
+    Mutation(
+        "shards of a rebuilt optimizer lie on the CPU",
+        "ds_dynmo/engine/optimizer/flat_shards.py",
+        "shard = torch.zeros(size, dtype=torch.float32, device=self.device)",
+        "shard = torch.zeros(size, dtype=torch.float32)",
+        "tests/accelerator/test_one_device.py::test_freezing_rebuilds_the_optimizer_and_takes_effect",
+    ),
+    Mutation(
+        "squares are summed on the CPU",
+        "ds_dynmo/engine/optimizer/clipping.py",
+        "squares = torch.zeros(num_layers, location.tp_size, location.replicas, dtype=torch.float64, device=device)",
+        "squares = torch.zeros(num_layers, location.tp_size, location.replicas, dtype=torch.float64)",
+        WAITS,
+    ),
+    Mutation(
+        "the host waits for the gradient norm",
+        "ds_dynmo/engine/optimizer/clipping.py",
+        "    factor.masked_fill_(~(factor < 1.0), 1.0)\n",
+        "    factor.fill_(min(factor.item(), 1.0))\n",
+        WAITS,
+    ),
+    Mutation(
+        "the host waits in every block and micro-batch of mixture of depths",
+        "ds_dynmo/models/mixture_of_depths.py",
+        "        taken = members.sum()",
+        "        taken = torch.tensor(int(members.sum()), device=members.device)",
+        WAITS,
+    ),
+    Mutation(
+        "layers draw from the stage's generator on the device",
+        "ds_dynmo/engine/pipeline/random_streams.py",
+        '        if accelerator.device_name() != "cpu":\n            self._generators.append',
+        "        if False:\n            self._generators.append",
+        MOVES,
+    ),
+    Mutation(
+        "the device's generator is not restored from a checkpoint",
+        "ds_dynmo/engine/checkpoint/progress.py",
+        '        get_accelerator().set_rng_state(saved["accelerator"])',
+        "        pass",
+        "tests/emulated/test_random_state.py",
+    ),
+    Mutation(
+        "events are read before they have passed",
+        "ds_dynmo/engine/profiling/profiler.py",
+        "            times[-1].synchronize()\n",
+        "            pass\n",
+        "tests/accelerator/test_clocks.py tests/emulated/test_bitwise.py",
+    ),
+    Mutation(
+        "a share's counts are gathered in the CPU's memory",
+        "ds_dynmo/models/moe/expert_parallel.py",
+        "mine = torch.tensor(numbers, dtype=torch.int64, device=device)",
+        "mine = torch.tensor(numbers, dtype=torch.int64)",
+        "tests/emulated/test_bitwise.py tests/distributed/test_expert_parallel.py",
+    ),
+]
