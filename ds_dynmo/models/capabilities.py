@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -49,7 +50,7 @@ def refusing_host_waits(device: torch.device) -> Iterator[None]:
 
     It tells a kernel from a loop over what the host has to read first.
     """
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if not hasattr(module, "set_sync_debug_mode"):
         yield
         return

@@ -210,17 +210,17 @@ def _has_flex(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     rows = (2, 2, 2 * FLEX_TILE)
 
     def attempt() -> None:
-        states = [torch.ones(*rows, width, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+        query, key, value = (torch.ones(*rows, width, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            flex_attention(*states)  # not compiled, it refuses at once a device that it is not for
+            flex_attention(query, key, value)  # not compiled, it refuses at once a device that it is not for
         buckets = torch.zeros(rows, dtype=torch.int64, device=device)
         own_score = torch.zeros(rows, device=device)
         found = [
-            _bucket_attention_flex(*states, buckets, buckets.argsort(dim=-1), flex=_compiled_flex()),
-            _kept_flex(*states, own_score, states[2], buckets + FLEX_TILE, flex=_compiled_flex()),
+            _bucket_attention_flex(query, key, value, buckets, buckets.argsort(dim=-1), flex=_compiled_flex()),
+            _kept_flex(query, key, value, own_score, value, buckets + FLEX_TILE, flex=_compiled_flex()),
         ]
-        torch.autograd.grad(torch.stack(found).sum(), states)
+        torch.autograd.grad(torch.stack(found).sum(), (query, key, value))
 
     return can_compute(attempt)
 
