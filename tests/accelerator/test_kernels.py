@@ -80,8 +80,8 @@ def test_grouped_products_in_bf16_equal_a_loop(counts: list[int], offset: int) -
 
     rows, weight, towards = drawn(sum(counts), 64), drawn(len(counts), 128, 64), drawn(sum(counts), 128)
     device = rows.device
-    if device.type == "cuda" and hasattr(F, "grouped_mm"):
-        assert has_kernel(rows, 128) == (torch.cuda.get_device_capability(device) >= (8, 0))
+    if device.type == "cuda" and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(device) == (9, 0):
+        assert has_kernel(rows, 128)  # torch 2.13.0 has it for Hopper; elsewhere it may loop, which does not count
     made = grouped_linear(rows, weight, counts)
     found = torch.autograd.grad(made, (rows, weight), towards)
     reference = [tensor.detach().float().requires_grad_() for tensor in (rows, weight)]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,6 +343,25 @@ def test_a_missing_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     with pytest.raises(ds_dynmo.ConfigError, match=r"Python\.h is missing"):
         compiler.prepare("inductor", "dynmo.compile = true")
+
+
+def test_a_device_that_the_compiler_fails_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "meta" plays an accelerator: it needs no compiler of its own."""
+    accelerator = SimpleNamespace(device_name=lambda: "meta", current_device_name=lambda: "meta:0")
+    monkeypatch.setenv(compiler.CACHE, str(tmp_path))
+    monkeypatch.setattr(compiler, "get_accelerator", lambda: accelerator)
+    compiler.prepare("inductor", "dynmo.compile = true")
+
+    def lacks_triton(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Cannot find a working triton installation\nand more")
+
+    monkeypatch.setattr(torch, "compile", lacks_triton)
+    with pytest.raises(ds_dynmo.ConfigError) as refused:
+        compiler.prepare("inductor", "engine.compile")
+    assert str(refused.value).startswith(
+        "engine.compile: torch's compiler, \"inductor\", fails on 'meta:0': Cannot find"
+    )
+    assert "and more" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

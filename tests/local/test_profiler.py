@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynmo.engine.profiling.profiler import Part, Profiler, typical
+from ds_dynmo.engine.profiling.profiler import CpuClock, EventClock, Part, Profiler, device_clock, typical
 
 
 class Clock:
@@ -320,3 +321,12 @@ def test_own_instructions_count_with_the_next_pass() -> None:
     assert not profiler.measures
     assert profiler.samples.forward == {4: [2.0, 2.0 + 3.0 + 3.0], 5: [4.0, 4.0 + 5.0 + 5.0]}
     assert not profiler.samples.seconds[Part.BACKWARD]
+
+
+@pytest.mark.parametrize(("host_timers", "expected"), [(True, CpuClock), (False, EventClock)])
+def test_the_accelerator_says_which_clock_it_has(
+    host_timers: bool, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda: "some device")
+    monkeypatch.setattr(get_accelerator(), "use_host_timers", lambda: host_timers)
+    assert type(device_clock()) is expected

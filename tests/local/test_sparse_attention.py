@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from ds_dynmo.models import ModelConfig, model_layers
@@ -358,18 +358,64 @@ def test_flex_computes_the_tiles_that_can_have_a_pair() -> None:
     assert torch.equal(computed_tiles(mask), in_tiles(torch.arange(650) < seen[..., None]))
 
 
+def use_flex(monkeypatch: pytest.MonkeyPatch, flex: Any) -> None:
+    """Pretend that the device can train with FlexAttention, which is ``flex``."""
+    monkeypatch.setattr(kernels, "_has_flex", lambda width, dtype, device: True)
+    monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex)
+
+
 @pytest.mark.parametrize("name", bucket_assignments())
-def test_flex_equals_bucket_attention(name: str) -> None:
+def test_flex_equals_bucket_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     buckets, given = bucket_assignments()[name], [each.detach() for each in states()]
-    order = buckets.argsort(dim=-1, stable=True)
-    made = kernels._bucket_attention_flex(*given, buckets, order, flex=flex_attention)
-    torch.testing.assert_close(made, bucket_attention(*given, buckets, BUCKETS), atol=1e-5, rtol=1e-5)
+    expected = bucket_attention(*given, buckets, BUCKETS)
+    use_flex(monkeypatch, flex_attention)
+    torch.testing.assert_close(bucket_attention(*given, buckets, BUCKETS), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", keeps())
 def test_flex_equals_kept_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (keep_query, keep_key), given = keeps()[name], [each.detach() for each in states()]
     expected = kept_attention(*given, keep_query, keep_key)
-    monkeypatch.setattr(kernels, "_flex_takes", lambda query: True)
-    monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex_attention)
+    use_flex(monkeypatch, flex_attention)
     torch.testing.assert_close(kept_attention(*given, keep_query, keep_key), expected, atol=1e-5, rtol=1e-5)
+
+
+def by_definition(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, block_mask: BlockMask, **aux: Any
+) -> Any:
+    """Compute what FlexAttention is defined to, densely, so that it has a backward pass on a CPU."""
+    sizes = (*query.shape[:3], key.shape[2])
+    attends = block_mask.mask_mod(*torch.meshgrid(*map(torch.arange, sizes), indexing="ij"))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    scores = scores.masked_fill(~attends, -math.inf)
+    weights = scores.softmax(dim=-1).masked_fill(~attends.any(-1, keepdim=True), 0.0)
+    mixed = weights @ value
+    return (mixed, AuxOutput(lse=scores.logsumexp(dim=-1))) if aux else mixed
+
+
+def test_flex_is_given_whole_tiles_and_its_gradients_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, (keep_query, keep_key), buckets = [], keeps()["random"], bucket_assignments()["random"]
+
+    def recorded(*given: Any, **named: Any) -> Any:
+        lengths.append((given[0].shape[2], given[1].shape[2], named["block_mask"].seq_lengths))
+        return by_definition(*given, **named)
+
+    for function, args in ((bucket_attention, (buckets, BUCKETS)), (kept_attention, (keep_query, keep_key))):
+        with monkeypatch.context() as context:
+            given = states()
+            expected = function(*given, *args)
+            use_flex(context, recorded)
+            check_outputs_and_gradients(function(*given, *args), expected, given)
+    assert lengths == [(150, 150, (150, 150)), (128, 128, (128, 128))]
+
+
+def test_a_probe_needs_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU FlexAttention has none, and nothing is compiled to find that out."""
+    compiled: list[None] = []
+    probe = kernels._has_flex.__wrapped__
+    monkeypatch.setattr(kernels, "_compiled_flex", lambda: (compiled.append(None), by_definition)[1])
+    assert not probe(16, torch.float32, torch.device("cpu")) and not compiled
+    monkeypatch.setattr(kernels, "flex_attention", lambda *states: None)
+    assert probe(16, torch.float32, torch.device("cpu")) and compiled
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_: 1 / 0)
+    assert not probe(16, torch.float32, torch.device("cpu"))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_dynmo.engine.comm.bounded import default_timeout, within
+from ds_dynmo.engine.comm.bounded import default_timeout
+from ds_dynmo.engine.comm.device_group import device_group
 
 
 class NeighbourLinks:
@@ -28,11 +29,7 @@ class NeighbourLinks:
     def __init__(self, grid: Any, device: torch.device, timeout_seconds: float) -> None:
         self._grid = grid
         timeout = default_timeout()  # as DeepSpeed's messages: a receive waits for as long as a pass takes
-        self._groups = [within(2 * timeout_seconds, lambda: dist.new_group(timeout=timeout)) for _ in range(2)]
-        if device.type != "cpu":
-            # NCCL connects a group at its first operation, in which all ranks have to take part
-            for group in self._groups:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self._groups = [device_group(device, timeout, timeout_seconds) for _ in range(2)]
 
     def post(self, stage: int, operations: Sequence[tuple[bool, torch.Tensor]]) -> list[Any]:
         """Begin to send to ``stage`` and to receive from it, all at the same time, after all that was begun before.

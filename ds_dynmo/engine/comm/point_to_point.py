@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_dynmo.engine.comm.bounded import within
+from ds_dynmo.engine.comm.device_group import device_group
 from ds_dynmo.engine.comm.pending import PendingExchange
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
 
@@ -35,11 +35,8 @@ class PointToPoint:
     def __init__(self, grid: Any, control: Any, device: torch.device, timeout_seconds: float) -> None:
         self._grid, self._control, self._device = grid, control, device
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._layers = within(2 * timeout_seconds, lambda: dist.new_group(timeout=self._timeout))
+        self._layers = device_group(device, self._timeout, timeout_seconds)
         self._stream = TransferStream(device)
-        if device.type != "cpu":
-            # NCCL connects a group at its first operation, in which all ranks have to take part; in a move some do not.
-            dist.all_reduce(torch.zeros(1, device=device), group=self._layers)
 
     # -- byte strings ---------------------------------------------------------------------------------
 

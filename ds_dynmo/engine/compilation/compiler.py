@@ -38,13 +38,16 @@ def prepare(backend: Any, asked_by: str) -> None:
         asked_by: what asks for it, for messages.
 
     Raises:
-        ConfigError: the folder cannot be written, or on a CPU the C++ compiler or Python's headers are missing.
+        ConfigError: the folder cannot be written; on a CPU the C++ compiler or Python's headers are missing; on an
+            accelerator one small function cannot be compiled.
     """
     if backend != "inductor":
         return
     _use_cache(asked_by)
     if get_accelerator().device_name() == "cpu":
         _check_cpp(asked_by)
+    else:
+        _try_on_device(asked_by)
 
 
 _AS_EVER = {"fullgraph": True, "dynamic": False, "disable": False}  # arguments that change nothing here
@@ -112,6 +115,18 @@ def _check_cpp(asked_by: str) -> None:
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         raise ConfigError(f"{asked_by} {needs}: {headers / 'Python.h'} is missing; install them")
+
+
+def _try_on_device(asked_by: str) -> None:
+    """Compile one small function: what a device needs (Triton, a C compiler) differs, and each layer would fail."""
+    device = get_accelerator().current_device_name()
+    try:
+        torch.compile(torch.neg, backend="inductor", dynamic=False)(torch.ones(2, device=device))
+    except Exception as error:
+        raise ConfigError(
+            f'{asked_by}: torch\'s compiler, "inductor", fails on {device!r}: {_first_line(error)}; install what it '
+            "lacks, or leave layers uncompiled"
+        ) from error
 
 
 def runner(kind: type, backend: Any) -> Callable[..., Any]:
@@ -191,6 +206,10 @@ def why_not(error: Exception) -> str | None:
         return str(cause)
     if not isinstance(error, TorchDynamoException) and not _while_compiling(error):
         return None
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

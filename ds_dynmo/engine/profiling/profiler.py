@@ -60,8 +60,8 @@ class EventClock:
 
 
 def device_clock() -> CpuClock | EventClock:
-    """The clock of this rank's device."""
-    return CpuClock() if get_accelerator().device_name() == "cpu" else EventClock(get_accelerator())
+    """Return the clock that DeepSpeed's accelerator asks for: the host's on a CPU and where events cannot be timed."""
+    return CpuClock() if get_accelerator().use_host_timers() else EventClock(get_accelerator())
 
 
 class Part(Enum):

@@ -7,6 +7,7 @@ the kernel is faster where groups are many and small.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_dynmo.models.capabilities import can_compute, refusing_host_waits
 from ds_dynmo.weight_gradients import defer_weight_gradient, waits
 
 _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
@@ -86,20 +88,36 @@ def has_kernel(rows: torch.Tensor, outputs: int) -> bool:
 
     That depends neither on counts nor on where a tensor lies in memory: a layer computes the same after a move.
     """
-    device, dtype = rows.device, rows.dtype
     if _grouped_mm is None or not len(rows):
         return False
-    if any(width * dtype.itemsize % ALIGNMENT for width in (rows.shape[1], outputs)):
+    if any(width * rows.dtype.itemsize % ALIGNMENT for width in (rows.shape[1], outputs)):
         return False
-    if device.type == "cpu":
-        return dtype in (torch.float32, torch.bfloat16, torch.float16)
-    ampere = (8, 0)
-    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= ampere
+    return _has_grouped_products(rows.dtype, rows.device)
+
+
+@cache
+def _has_grouped_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Try the products of the forward pass, of the rows' gradient and of the weight's, of two groups.
+
+    Where torch has no kernel on an accelerator, it copies the ends of the groups to the host and loops. The host has
+    the counts here, so this module's own loop is faster: such an operator does not count.
+    """
+    width = ALIGNMENT  # elements: aligned in every dtype
+
+    def attempt() -> None:
+        rows = torch.ones(3, width, dtype=dtype, device=device)
+        weight, ends = rows.new_ones(2, width, width), _ends([1, 2], device)
+        with refusing_host_waits(device):
+            _in_one(rows, weight.mT, ends)
+            _in_one(rows, weight, ends)
+            _in_one(rows.t(), rows, ends)
+
+    return can_compute(attempt)
 
 
 def _products(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
     if has_kernel(rows, weight.shape[1]):
-        return _in_one(_aligned(rows), _aligned(weight).mT, counts)
+        return _in_one(_aligned(rows), _aligned(weight).mT, _ends(counts, rows.device))
     outputs = rows.new_empty(rows.shape[0], weight.shape[1])
     for group, of_group in _groups(counts):
         torch.mm(rows[of_group], weight[group].t(), out=outputs[of_group])
@@ -108,7 +126,7 @@ def _products(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> to
 
 def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
     if has_kernel(gradient, weight.shape[2]):
-        return _in_one(_aligned(gradient), _aligned(weight), counts)
+        return _in_one(_aligned(gradient), _aligned(weight), _ends(counts, gradient.device))
     of_rows = gradient.new_empty(gradient.shape[0], weight.shape[2])
     for group, of_group in _groups(counts):
         torch.mm(gradient[of_group], weight[group], out=of_rows[of_group])
@@ -117,7 +135,7 @@ def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, counts: list[int]) ->
 
 def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     if has_kernel(rows, gradient.shape[1]):
-        of_weight = _in_one(_aligned(gradient).t(), _aligned(rows), counts)
+        of_weight = _in_one(_aligned(gradient).t(), _aligned(rows), _ends(counts, rows.device))
     else:
         of_weight = rows.new_empty(len(counts), gradient.shape[1], rows.shape[1])
         for group, of_group in _groups(counts):
@@ -128,10 +146,14 @@ def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, counts: list[int]) ->
     return of_weight
 
 
-def _in_one(left: torch.Tensor, right: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _ends(counts: list[int], device: torch.device) -> torch.Tensor:
+    """Return where each group ends, as the kernel wants it."""
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+
+
+def _in_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Call the kernel. Groups lie in the dimensions that are not the weight's."""
     assert _grouped_mm is not None
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=left.device)
     products: torch.Tensor = _grouped_mm(left, right, offs=ends)
     return products
 

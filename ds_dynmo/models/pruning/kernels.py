@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_dynmo.models.capabilities import can_compute
 from ds_dynmo.weight_gradients import defer_weight_gradient, waits
 
 __all__ = ["CSR", "DENSE", "NOTHING", "Kernel", "Shape", "can_csr", "compressed_linear", "dense"]
@@ -188,16 +189,15 @@ def dense(values: torch.Tensor, index: torch.Tensor, shape: Shape) -> torch.Tens
 @cache
 def can_csr(dtype: torch.dtype, device: torch.device) -> bool:
     """Say whether torch has all three products in CSR, by trying them: in bf16 it has none on the CPU."""
-    index = torch.tensor([0, 3], dtype=torch.int32, device=device)
-    ones = torch.ones(2, 2, dtype=dtype, device=device)
-    try:
-        with torch.autocast(device.type, enabled=False):  # the answer is kept, and has to be that of this dtype
-            CSR.outputs(ones, ones[0], index, (2, 2))
-            CSR.of_rows(ones, ones[0], index, (2, 2))
-            CSR.of_values(ones, ones, index, (2, 2))
-    except RuntimeError:
-        return False
-    return True
+
+    def attempt() -> None:
+        index = torch.tensor([0, 3], dtype=torch.int32, device=device)
+        ones = torch.ones(2, 2, dtype=dtype, device=device)
+        CSR.outputs(ones, ones[0], index, (2, 2))
+        CSR.of_rows(ones, ones[0], index, (2, 2))
+        CSR.of_values(ones, ones, index, (2, 2))
+
+    return can_compute(attempt)
 
 
 def _in_rows(index: torch.Tensor, values: torch.Tensor, shape: Shape) -> torch.Tensor:

@@ -8,6 +8,7 @@ Tokens stand in the order of their positions; query, key and value are ``[batch,
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ds_dynmo.models.capabilities import can_compute
 
 __all__ = ["bucket_attention", "bucket_pairs", "kept_attention", "kept_pairs"]
 
@@ -196,9 +199,30 @@ def _kept_tiles(
 
 
 def _flex_takes(query: torch.Tensor) -> bool:
-    """Can FlexAttention compute this? It is for CUDA, and for heads whose width is a power of two, 16 or more."""
+    """Can FlexAttention train with this? It is asked for heads whose width is a power of two, 16 or more."""
     width = query.shape[-1]
-    return query.is_cuda and width >= 16 and width & (width - 1) == 0
+    return width >= 16 and width & (width - 1) == 0 and _has_flex(width, query.dtype, query.device)
+
+
+@cache
+def _has_flex(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Try both patterns, forward and backward. On a CPU torch has no backward pass."""
+    rows = (2, 2, 2 * FLEX_TILE)
+
+    def attempt() -> None:
+        query, key, value = (torch.ones(*rows, width, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flex_attention(query, key, value)  # not compiled, it refuses at once a device that it is not for
+        buckets = torch.zeros(rows, dtype=torch.int64, device=device)
+        own_score = torch.zeros(rows, device=device)
+        found = [
+            _bucket_attention_flex(query, key, value, buckets, buckets.argsort(dim=-1), flex=_compiled_flex()),
+            _kept_flex(query, key, value, own_score, value, buckets + FLEX_TILE, flex=_compiled_flex()),
+        ]
+        torch.autograd.grad(torch.stack(found).sum(), (query, key, value))
+
+    return can_compute(attempt)
 
 
 @cache
@@ -231,7 +255,7 @@ def _bucket_attention_flex(
 ) -> torch.Tensor:
     """Sort tokens by bucket; a tile of queries computes the key tiles from where its first bucket begins.
 
-    The forward pass has been compared with the tiles above on a CPU. Nothing here has run on a CUDA device yet.
+    The forward pass has been compared with the tiles above on a CPU. The backward pass has run nowhere yet.
     """
     index = order.unsqueeze(-1).expand_as(query)
     mixed = flex(
@@ -266,7 +290,7 @@ def _kept_flex(
 ) -> torch.Tensor:
     """Compute what :func:`_kept_tiles` does. The rows' log-sum-exp adds the column of the own keys.
 
-    The forward pass has been compared with the tiles above on a CPU. Nothing here has run on a CUDA device yet.
+    The forward pass has been compared with the tiles above on a CPU. The backward pass has run nowhere yet.
     """
     mask = _kept_block_mask(keys_up_to, key.shape[2])
     mixed, aux = flex(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))

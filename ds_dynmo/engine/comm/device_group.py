@@ -1,0 +1,27 @@
+"""Process groups of all ranks for tensors on the ranks' devices."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_dynmo.engine.comm.bounded import within
+
+
+def device_group(device: torch.device, timeout: timedelta, timeout_seconds: float) -> Any:
+    """Make a group of all ranks on the default backend, and connect it. Collective.
+
+    Some backends, such as NCCL, connect a group at its first operation, in which all its ranks have to take part.
+    Messages between two ranks would be the first otherwise. gloo, which is connected already, loses nothing by it.
+
+    Args:
+        device: the engine's device.
+        timeout: of operations on the group.
+        timeout_seconds: how long making the group waits for the other ranks.
+    """
+    group = within(2 * timeout_seconds, lambda: dist.new_group(timeout=timeout))
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
