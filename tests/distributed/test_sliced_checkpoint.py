@@ -201,7 +201,7 @@ def change(engine: Any) -> None:
             engine.basic_optimizer.state.pop(old, None)
             for group in groups:
                 group["params"] = [new if member is old else member for member in group["params"]]
-        layer.gain = nn.Parameter(torch.full((WIDTH,), 0.9))
+        layer.gain = nn.Parameter(torch.full_like(layer.up[0], 0.9))
         layer.gain.model_parallel = True  # type: ignore[attr-defined]
         groups[0]["params"].append(layer.gain)
     engine.model_changed("pruned")
