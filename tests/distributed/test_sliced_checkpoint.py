@@ -32,7 +32,6 @@ from tests.distributed.support.checkpoints import (
     train_undisturbed,
 )
 from tests.distributed.support.configs import Case
-from tests.distributed.support.models import WIDTH
 from tests.distributed.support.sliced_layers import SLICES, SlicedBlock, sliced_layers
 from tests.distributed.support.training import build, drop_decision, layers_of, whole
 
