@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 import ds_dynmo
 from ds_dynmo.models import dynamic_cases
@@ -58,9 +59,10 @@ def through(table: Sequence[Sequence[int]]) -> bool:
     """Send every rank's rows through linear experts of all ranks. Tell whether results equal those of local experts."""
     replica, replicas, total = dist.get_rank(), len(table), len(table[0])
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(total, WIDTH, WIDTH, generator=generator, dtype=torch.float64)
-    every = [torch.randn(sum(row), WIDTH, generator=generator, dtype=torch.float64) for row in table]
-    towards = [torch.randn(rows.shape, generator=generator, dtype=torch.float64) for rows in every]
+    device = get_accelerator().current_device_name()
+    weight = torch.randn(total, WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device)
+    every = [torch.randn(sum(row), WIDTH, generator=generator, dtype=torch.float64).to(device) for row in table]
+    towards = [torch.randn(rows.shape, generator=generator, dtype=torch.float64).to(device) for rows in every]
     expected_rows, expected_weight = [rows.clone().requires_grad_() for rows in every], weight.clone().requires_grad_()
     expected = [grouped_linear(rows, expected_weight, row) for rows, row in zip(expected_rows, table)]
     torch.stack([(made * to).sum() for made, to in zip(expected, towards)]).sum().backward()
@@ -108,7 +110,10 @@ def train(run: CaseRun) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "weights": {
-            f"{index}.{name}": (first[index] if getattr(p, "replica_own", False) else 0, p.detach().numpy().copy())
+            f"{index}.{name}": (
+                first[index] if getattr(p, "replica_own", False) else 0,
+                p.detach().cpu().numpy().copy(),
+            )
             for index, module in engine.stage.layers.counted_modules().items()
             for name, p in module.named_parameters()
         },

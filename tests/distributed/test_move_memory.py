@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +30,7 @@ THERE_AND_BACK = [[0, 3, 12], [0, 9, 12], [0, 6, 12]]
 
 
 class TensorBytes(TorchDispatchMode):
-    """Records the most bytes that all tensors of this process hold at once, whoever holds them.
+    """Records the most bytes that all tensors on this process's device hold at once, whoever holds them.
 
     Attributes:
         began: bytes of all tensors at the start.
@@ -53,7 +54,7 @@ class TensorBytes(TorchDispatchMode):
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
-        if tensor.layout == torch.strided and tensor.device.type == "cpu":
+        if tensor.layout == torch.strided and tensor.device.type == get_accelerator().device_name():
             storage = tensor.untyped_storage()
             self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 

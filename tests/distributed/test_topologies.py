@@ -153,7 +153,7 @@ class Places(nn.Embedding):
         self.weight.data.copy_(seeded((SEQUENCE, WIDTH), 5))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + super().forward(torch.arange(hidden.size(1)))
+        return hidden + super().forward(torch.arange(hidden.size(1), device=hidden.device))
 
 
 def sparse_layers(case: Case) -> list[Any]:

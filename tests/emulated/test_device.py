@@ -267,3 +267,12 @@ def test_the_device_is_named_as_torch_names_devices() -> None:
     assert torch.device(DEVICE).type == torch_device.NAME
     assert torch.accelerator.current_accelerator() == torch.device(DEVICE)
     assert torch.emulated.device_count() == library.device_count()
+
+
+def test_a_module_keeps_its_parameters_with_their_attributes() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    weight.mark = True
+    assert layer.to(DEVICE).weight is weight and weight.mark and weight.device.type == DEVICE
+    layer.weight.sum().backward()
+    assert weight.grad is not None and layer.cpu().weight is weight

@@ -173,7 +173,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {first, second, third, Tensor()};
 }
 
+// ------------------------------------------------------------------------------------------------------ parameters
+// torch asks whether Module.to may keep a Parameter, with its attributes, and change its data: for CUDA it may.
+bool can_take_data(const Tensor& tensor, const Tensor& other) {
+  return tensor.layout() == at::kStrided && other.layout() == at::kStrided;
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { library.impl("_has_compatible_shallow_copy_type", can_take_data); }
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("_has_compatible_shallow_copy_type", can_take_data);
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_copy_from", copy_from);
