@@ -89,10 +89,12 @@ class Group(dist.ProcessGroup):
         """Finish what was posted, and end the threads."""
         for communicator in self._communicators.values():
             communicator.close()
+        self._gloo = None  # which closes its connections
 
     def abort(self) -> None:
         """End what was posted, and the threads."""
-        self._gloo.abort()
+        if self._gloo is not None:
+            self._gloo.abort()
         self.shutdown()
 
     def _set_sequence_number_for_group(self) -> None: ...

@@ -97,7 +97,7 @@ class Work(dist._Work):
             for transfer in self._transfers:
                 transfer.wait()
         except RuntimeError as error:
-            self.error = error
+            self.error = error.with_traceback(None)  # else its frames would hold this operation
 
     def finish(self) -> None:
         """Wait for the transfer and deliver the results."""
@@ -273,7 +273,7 @@ class _Thread:
                 work.start()
                 work.finish()
             except Exception as error:
-                work.end(error)
+                work.end(error.with_traceback(None))
             finally:
                 library.end_work(ticket)
             del posted, work, behind

@@ -15,6 +15,7 @@ from typing import TextIO
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _SKIPPED = (  # in the stack of who posted an operation
+    "<string>",
     "/torch/",
     "/multiprocessing/",
     "/tests/distributed/harness.py",
