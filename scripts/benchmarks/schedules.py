@@ -243,7 +243,7 @@ def differing_arms(arms: list[Arm]) -> list[str]:
 
 def weights(engine: Any) -> dict[str, bytes]:
     """Collect the bytes of all weights of the model. Collective."""
-    here = {name: weight.detach().numpy().tobytes() for name, weight in engine.module.named_parameters()}
+    here = {name: weight.detach().cpu().numpy().tobytes() for name, weight in engine.module.named_parameters()}
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, here)
     return {name: content for part in every for name, content in part.items()}

@@ -93,9 +93,11 @@ def _context(backend: str | None) -> Any:
     return context
 
 
-def run_each(num_ranks: int, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
+def run_each(
+    num_ranks: int, function: Callable[..., Any], *calls: tuple[Any, ...], backend: str | None = None
+) -> list[list[Any]]:
     """Call ``function(*call)`` for each of ``calls`` in turn, in one world. Return, per call, the results by rank."""
-    ranks = run(num_ranks, _each, function, calls)
+    ranks = run(num_ranks, _each, function, calls, backend=backend)
     return [[results[number] for results in ranks] for number in range(len(calls))]
 
 
@@ -156,9 +158,11 @@ class Place:
         import torch
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.runtime.utils import PartitionedTensor
 
         if self.backend == "gloo":
             set_accelerator(CPU_Accelerator())
+            PartitionedTensor.from_meta.__func__.__defaults__ = ("cpu",)  # it names the device that was there at import
         get_accelerator().set_device(self.rank)
         backend = self.backend or get_accelerator().communication_backend_name()
         if get_accelerator().device_name() == emulated.NAME:

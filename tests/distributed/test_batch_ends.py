@@ -197,7 +197,8 @@ class TwoLosses(PipelineModule):  # type: ignore[misc]
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         self.passes += 1
-        return {"first": torch.tensor(float(self.passes)), "second": torch.tensor(0.5)}
+        device = next(self.parameters()).device
+        return {"first": torch.tensor(float(self.passes), device=device), "second": torch.tensor(0.5, device=device)}
 
 
 def additional_losses(case: Case) -> list[Any]:

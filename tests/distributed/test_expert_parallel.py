@@ -108,7 +108,10 @@ def train(run: CaseRun) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "weights": {
-            f"{index}.{name}": (first[index] if getattr(p, "replica_own", False) else 0, p.detach().numpy().copy())
+            f"{index}.{name}": (
+                first[index] if getattr(p, "replica_own", False) else 0,
+                p.detach().cpu().numpy().copy(),
+            )
             for index, module in engine.stage.layers.counted_modules().items()
             for name, p in module.named_parameters()
         },

@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         self.layer, self.rotary = layer, rotary
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         output = self.layer(hidden, position_embeddings=self.rotary(hidden, positions))
         return output[0] if isinstance(output, tuple) else output
 

@@ -51,7 +51,7 @@ class MaskedEmbedding(Embedding):
 class MaskedDecoder(Block):
     def forward(self, inputs: Tensors) -> Tensors:  # type: ignore[override]
         hidden, positions, mask = inputs
-        additive = torch.zeros(mask.shape).masked_fill(mask, float("-inf"))
+        additive = torch.zeros(mask.shape, device=mask.device).masked_fill(mask, float("-inf"))
         rotated = hidden + 0.1 * torch.sin(positions.float())[..., None]
         return super().forward(rotated + attend(rotated, additive)), positions, mask
 
@@ -97,9 +97,9 @@ def padded_tokens() -> Iterator[Any]:
 class RotaryEmbedding(Embedding):
     def forward(self, inputs: Tensors) -> Tensors:  # type: ignore[override]
         tokens, mask, labels = inputs
-        hidden, positions = super().forward(tokens), torch.arange(tokens.shape[1])
-        angles = positions[:, None] * torch.arange(1.0, WIDTH + 1)
-        mask = mask if bool(mask.any()) else torch.tensor([])
+        hidden, positions = super().forward(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        angles = positions[:, None] * torch.arange(1.0, WIDTH + 1, device=tokens.device)
+        mask = mask if bool(mask.any()) else torch.tensor([], device=tokens.device)
         return requiring_gradients(hidden, mask, angles.cos(), angles.sin(), positions, labels)
 
 
@@ -152,8 +152,9 @@ class Streams(nn.Module):
 
     def forward(self, inputs: Tensors) -> Tensors:
         image, words, time = requiring_gradients(*inputs)
-        table = (torch.arange(float(image.shape[1] + words.shape[1]))[:, None] * torch.arange(WIDTH)).cos()
-        count = torch.tensor(words.shape[1])
+        length, device = image.shape[1] + words.shape[1], image.device
+        table = (torch.arange(float(length), device=device)[:, None] * torch.arange(WIDTH, device=device)).cos()
+        count = torch.tensor(words.shape[1], device=device)
         vector = self.time(time)
         return self.image(image), self.words(words), table.requires_grad_(True), count, vector
 

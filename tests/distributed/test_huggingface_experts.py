@@ -77,7 +77,7 @@ def train_favourites(run: CaseRun) -> dict[str, Any]:
     layers = [layer for _, layer in local_layers(engine.module) if isinstance(layer, MoEDecoderLayer)]
     for layer in layers:
         layer.part.get_submodule("mlp.gate").register_forward_hook(
-            lambda module, inputs, routed: (*routed[:2], torch.arange(2).expand_as(routed[2]))
+            lambda module, inputs, routed: (*routed[:2], torch.arange(2, device=routed[2].device).expand_as(routed[2]))
         )
     data = case_runs.batches(engine, model)
     return {

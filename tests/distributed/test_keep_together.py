@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
@@ -43,7 +44,7 @@ class MaskedEmbedding(Embedding):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         length = tokens.shape[1]
-        mask = torch.ones(len(tokens), length, length, dtype=torch.bool).tril()
+        mask = torch.ones(len(tokens), length, length, dtype=torch.bool, device=tokens.device).tril()
         return super().forward(tokens), mask
 
 
@@ -196,7 +197,8 @@ def diffusion_both_ways(stages: int, seed: int) -> tuple[list[Any], list[Any]]:
     """Return the partitions that diffusion finds between ranks and in memory; None where nothing fits."""
     chooser = random.Random(seed)
     module = PipelineModule(layers=masked_layers(), num_stages=stages, loss_fn=loss, partition_method="uniform")
-    comm, stage = Communicator(module.mpu(), torch.device("cpu"), 30.0), module.stage_id
+    device = torch.device(get_accelerator().current_device_name())
+    comm, stage = Communicator(module.mpu(), device, 30.0), module.stage_id
     among_neighbours, at_once = [], []
     for _ in range(12):
         groups = LayerGroups((0, *sorted(chooser.sample(range(1, 13), 7)), 13))

@@ -87,7 +87,7 @@ def prune(engine: Any, stage: int, layers: Sequence[int], *, shrinks: bool) -> N
 
 
 def pruned_of(module: Pruned) -> torch.Tensor:
-    found = torch.ones(INNER * WIDTH, dtype=torch.bool)
+    found = torch.ones(INNER * WIDTH, dtype=torch.bool, device=module.weight.device)
     found[module.places] = False
     return found.view(INNER, WIDTH)
 
@@ -294,7 +294,7 @@ def train_slices(case: Case, *, shrinks: bool) -> dict[str, Any]:
                 engine.keep_elements([(layer, "bias", own) for layer in sliced(engine)])
             kept = []
             for layer in sliced(engine):
-                mask = seeded(layer.shape, engine.grid.get_slice_parallel_rank()) > 0
+                mask = seeded(layer.shape, engine.grid.get_slice_parallel_rank()).to(engine.device) > 0
                 layer.places = (~mask).view(-1).nonzero().view(-1)
                 kept.append((layer, "up", layer.places))
                 if not shrinks:

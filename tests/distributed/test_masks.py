@@ -42,7 +42,7 @@ def additive_mask(hidden: torch.Tensor, batch: Tensors) -> Tensors:
 
 def tables(hidden: torch.Tensor, batch: Tensors) -> Tensors:
     """Cosines and sines, made by the first layer."""
-    angles = batch[2].to(hidden.dtype)[..., None] * torch.arange(1.0, WIDTH + 1)
+    angles = batch[2].to(hidden.dtype)[..., None] * torch.arange(1.0, WIDTH + 1, device=hidden.device)
     return angles.cos(), angles.sin()
 
 
@@ -53,11 +53,12 @@ def labels(hidden: torch.Tensor, batch: Tensors) -> Tensors:
 
 def odd(hidden: torch.Tensor, batch: Tensors) -> Tensors:
     """A rotary table of complex numbers, no mask, a number, and a mask in bf16, expanded."""
-    table = torch.polar(torch.ones(hidden.shape[1:]), torch.arange(float(WIDTH)).expand(hidden.shape[1:]))
+    device = hidden.device
+    angles = torch.arange(float(WIDTH), device=device).expand(hidden.shape[1:])
     return (
-        table[None],
-        torch.tensor([]),
-        torch.tensor(hidden.shape[1]),
+        torch.polar(torch.ones_like(angles), angles)[None],
+        torch.tensor([], device=device),
+        torch.tensor(hidden.shape[1], device=device),
         batch[1].bfloat16()[..., None].expand(-1, -1, 2),
     )
 

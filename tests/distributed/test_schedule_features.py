@@ -116,7 +116,7 @@ class Counting(Block):
         self.register_buffer("count", torch.zeros(300, dtype=torch.long))
 
     def forward(self, inputs: Any) -> Any:
-        hidden, numbers = inputs if isinstance(inputs, tuple) else (inputs, torch.zeros(300, dtype=torch.long))
+        hidden, numbers = inputs if isinstance(inputs, tuple) else (inputs, torch.zeros_like(self.count))
         self.count += 1 + numbers.max()
         return super().forward(hidden) * (1 + 0.001 * self.count[0]), self.count
 
@@ -360,7 +360,7 @@ def with_sends_of_its_own() -> str:
     data = batches(engine)
     engine.train_batch(data)
     if engine.is_last_stage():
-        torch.distributed.recv(torch.empty(2, 4, 8), 0)
+        torch.distributed.recv(torch.empty(2, 4, 8, device=engine.device), 0)
         return ""
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, deepspeeds.SendActivation: sends_by_itself}
     return error_of(lambda: engine.train_batch(data))

@@ -32,7 +32,6 @@ from tests.distributed.support.checkpoints import (
     train_undisturbed,
 )
 from tests.distributed.support.configs import Case
-from tests.distributed.support.models import WIDTH
 from tests.distributed.support.sliced_layers import SLICES, SlicedBlock, sliced_layers
 from tests.distributed.support.training import build, drop_decision, layers_of, whole
 
@@ -201,7 +200,7 @@ def change(engine: Any) -> None:
             engine.basic_optimizer.state.pop(old, None)
             for group in groups:
                 group["params"] = [new if member is old else member for member in group["params"]]
-        layer.gain = nn.Parameter(torch.full((WIDTH,), 0.9))
+        layer.gain = nn.Parameter(torch.full_like(layer.up[0], 0.9))
         layer.gain.model_parallel = True  # type: ignore[attr-defined]
         groups[0]["params"].append(layer.gain)
     engine.model_changed("pruned")

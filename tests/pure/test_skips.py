@@ -51,6 +51,16 @@ def test_only_the_tests_of_accelerators_see_one(asked: list[str], accelerator: s
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("ci", "code"), [("", 5), ("true", 2)])
+def test_without_a_compiler_no_test_of_the_emulated_device_runs(ci: str, code: int, tmp_path: Path) -> None:
+    """They are skipped with the reason; in CI that is an error."""
+    (tmp_path / "test_one.py").write_text("import no_such_module\n")
+    (tmp_path / "nothing_compiled.py").write_text(f"import sys\nsys.prefix = {str(tmp_path)!r}\n")
+    variables = {"CXX": "no-such-compiler", "DS_ACCELERATOR": "emulated", "CI": ci}
+    done = run_tests(tmp_path, "-p", "nothing_compiled", ".", **variables)
+    assert done.returncode == code and "needs a C++ compiler" in done.stdout, done.stdout + done.stderr
+
+
 def run_tests(folder: Path, *asked: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in ``folder`` with our tests/conftest.py."""
     shutil.copy(ROOT / "tests" / "conftest.py", folder)

@@ -1,0 +1,82 @@
+"""The emulated device trains to the bit as the CPU: a workload of each kind in a world of each, moved and still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.support import case_runs
+from tests.distributed.support.case_runs import CASES, CaseRun
+from tests.distributed.support.checkpoints import check_same, load_and_continue, save_and_continue
+from tests.distributed.support.configs import Case
+from tests.distributed.support.elastic import PARK, losses, merged, train_and_repack
+from tests.distributed.support.training import train, whole
+from tests.distributed.test_huggingface import GPT2
+from tests.distributed.test_topologies import train_sliced
+
+CPU, EMULATED = "gloo", None  # backends of the ranks
+MOVES = ([0, 2, 8], [0, 7, 8], [0, 4, 8])
+ZERO_BUBBLE = {"interval": 0, "schedule": {"kind": "zero_bubble"}}
+SLICED = Case(slices=2, blocks=4, tied=True, clip=0.05, precision="bf16", groups="two")
+COMPARED = ("losses", "evaluations", "evaluated", "norm", "state", "replica")
+
+Workload = tuple[int, Any, tuple[Any, ...], tuple[Any, ...]]  # ranks, function, and its arguments: still, moved
+
+
+def of_case(**settings: Any) -> Workload:
+    case = Case(micro_batches=4, dropout=True, **settings)
+    return case.ranks, train, (case, (), 4, 1), (case, MOVES, 4, 1)
+
+
+def of_model(model: dict[str, Any], **settings: Any) -> Workload:
+    still = CaseRun(model, **settings)
+    return still.ranks, case_runs.train, (still,), (case_runs.moved(still),)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    **{f"moves, {name}": partial(of_case, precision=name) for name in ("fp32", "bf16 zero1", "fp16", "fp16 zero1")},
+    "moves, two replicas": partial(of_case, replicas=2, tied=True, precision="bf16"),
+    "zero bubble, fp32": partial(of_case, dynmo=ZERO_BUBBLE),
+    "zero bubble, bf16 zero1": partial(of_case, dynmo=ZERO_BUBBLE, precision="bf16 zero1"),
+    "recomputed activations": partial(of_case, checkpoint_interval=1),
+    "tensor parallel": lambda: (4, train_sliced, (SLICED, []), (SLICED, [[0, 2, 6], [0, 5, 6]])),
+    "expert parallel": partial(of_model, {"moe": {"experts": 4, "expert_parallel": True}}, replicas=2),
+    "pruning": partial(of_model, CASES["pruning"], precision="bf16 zero1"),
+    "automatic freezing": partial(of_model, CASES["automatic freezing"]),
+    "mixture of depths": partial(of_model, CASES["mod"]),
+    "Hugging Face": partial(of_model, {"huggingface": GPT2, "sequence_length": 12, "verified": False}),
+}
+
+
+def outcome(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: result[name] for name in COMPARED if name in result} for result in results]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_it_trains_as_the_cpu_moved_and_still(name: str) -> None:
+    ranks, function, *calls = WORKLOADS[name]()
+    on_cpu, emulated = (run_each(ranks, function, *calls, backend=backend) for backend in (CPU, EMULATED))
+    for expected, found in zip(on_cpu, emulated, strict=True):
+        assert outcome(found) == outcome(expected)
+    still, moved = emulated
+    assert [result["losses"] for result in moved] == [result["losses"] for result in still]
+    assert whole(moved) == whole(still)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+def test_it_re_packs_as_the_cpu(precision: str) -> None:
+    case = Case(precision=precision, dynmo=PARK, dropout=True, clip=0.0)
+    on_cpu, emulated = (run(2, train_and_repack, case, {2: 1, 4: 2}, 5, backend=backend) for backend in (CPU, EMULATED))
+    assert losses(emulated) == losses(on_cpu) and merged(emulated) == merged(on_cpu)
+
+
+@pytest.mark.parametrize(("first", "second"), [(CPU, EMULATED), (EMULATED, CPU), (EMULATED, EMULATED)])
+def test_checkpoints_of_either_load_on_the_other(first: str | None, second: str | None, tmp_path: Path) -> None:
+    """On other stages than they were saved on."""
+    saved = run(2, save_and_continue, Case(precision="bf16 zero1"), str(tmp_path), [0, 2, 8], backend=first)
+    check_same(saved, run(3, load_and_continue, Case(stages=3, precision="bf16 zero1"), str(tmp_path), backend=second))
