@@ -195,6 +195,7 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
     os.dup2(output, 2)
     try:
         import torch
+        from deepspeed.accelerator import get_accelerator
 
         import tests.distributed.preload  # in case the fork server was started in another folder  # noqa: F401
         from ds_dynmo.engine.comm.posted import wait_for_posted
@@ -206,6 +207,7 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         function, args = pickle.loads(call)
         result = (True, function(*args))
         wait_for_posted()  # as a process does when it exits normally
+        get_accelerator().synchronize()  # what it sent has left
     except BaseException:
         result = (False, traceback.format_exc())
     found = emulated.take_reports()

@@ -89,10 +89,12 @@ class Group(dist.ProcessGroup):
         """Finish what was posted, and end the threads."""
         for communicator in self._communicators.values():
             communicator.close()
+        self._gloo = None  # which closes its connections
 
     def abort(self) -> None:
         """End what was posted, and the threads."""
-        self._gloo.abort()
+        if self._gloo is not None:
+            self._gloo.abort()
         self.shutdown()
 
     def _set_sequence_number_for_group(self) -> None: ...
@@ -114,6 +116,9 @@ class Group(dist.ProcessGroup):
             library.report(f"{what} of a tensor on {device} while the current device is {current}")
         return tensors[0].device
 
+    def _is_bound(self) -> bool:
+        return self.bound_device_id is not None or os.environ.get("EMULATED_BOUND") == "1"
+
     def _communicator(self, members: str, device: torch.device) -> Communicator:
         if members not in self._communicators:
             name = f"{self._name} {members}".rstrip()
@@ -121,32 +126,30 @@ class Group(dist.ProcessGroup):
         return self._communicators[members]
 
     def _collective(
-        self, what: str, reads: Tensors, writes: Tensors, begin: Any, options: Any = None, **more: Any
+        self, what: str, reads: Tensors, writes: Tensors, begin: Any, options: Any = None, is_barrier: bool = False
     ) -> Work:
-        """Post a collective: ``begin`` begins it on gloo. Ranks must agree on ``what``, on sizes, types and options."""
-        device = self._check(what, [*reads, *writes])
+        """Post a collective, which ``begin`` begins on gloo. Its text holds what the ranks must agree on."""
+        tensors = [*reads, *writes]
+        device = self._check(what, tensors)
         self._connected = True
-        described = [what]
+        divisor = 1
         if hasattr(options, "reduceOp"):
-            described.append(options.reduceOp.op.name)
+            what += f" {options.reduceOp.op.name}"
             if options.reduceOp == dist.ReduceOp.AVG:
-                options.reduceOp, more["divisor"] = dist.ReduceOp.SUM, self._size
+                options.reduceOp, divisor = dist.ReduceOp.SUM, self._size
         if hasattr(options, "rootRank"):
-            described.append(f"root {options.rootRank}")
-        sizes = {tensor.numel() for tensor in (*reads, *writes)}
-        described.append(f"of {max(sizes)} {next(iter((*reads, *writes))).dtype}")
+            what += f", root {options.rootRank}"
+        what += f", {sorted({tensor.numel() for tensor in tensors})} {tensors[0].dtype}"
         communicator = self._communicator("", device)
-        self._last = communicator.post(Work(communicator, reads, writes, begin, **more), " ".join(described))
+        self._last = communicator.post(Work(communicator, what, reads, writes, begin, divisor, is_barrier))
         return self._last
 
     def _launch(self, what: str, messages: list[tuple[str, torch.Tensor, int]], *, together: bool) -> Work:
         """Post messages to and from other ranks as one operation."""
         device = self._check(what, [tensor for _, tensor, _ in messages])
-        pair = not together and self.bound_device_id is None and os.environ.get("EMULATED_BOUND") != "1"
+        pair = not together and not self._is_bound()
         if not pair and not self._connected:
-            library.report(
-                f"the first operation of a group of {self._size} ranks is a {what}, which not all take part in"
-            )
+            library.report(f"the first operation of a group of {self._size} ranks is a {what}: not all ranks connect")
             self._connected = True
         tag = _PAIR_TAG if pair else 0
         sent = [(tensor, peer) for kind, tensor, peer in messages if kind == "send"]
@@ -164,9 +167,9 @@ class Group(dist.ProcessGroup):
 
         first, second = sorted((self._rank, messages[0][2]))
         communicator = self._communicator(f"{first}:{second}" if pair else "", device)
-        work = Work(communicator, [tensor for tensor, _ in sent], [tensor for tensor, _ in received], begin)
+        work = Work(communicator, what, [tensor for tensor, _ in sent], [tensor for tensor, _ in received], begin)
         noted = [(kind, peer, tensor.nbytes) for kind, tensor, peer in messages if peer != self._rank]
-        self._last = communicator.post(work, what, noted)
+        self._last = communicator.post(work, noted)
         return self._last
 
     # -- messages between two ranks -------------------------------------------------------------------

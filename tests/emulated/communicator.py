@@ -4,9 +4,9 @@ There are two ways to run what is posted:
 
 - The host does (default): it reads the inputs and begins the transfer on gloo when the operation is posted, and
   delivers when somebody waits. Every run is the same.
-- A thread of the communicator does (environment variable ``EMULATED_OVERLAP``: the longest delay in milliseconds):
-  operation after operation it waits for what the operation is behind, then for a random time (``EMULATED_SEED`` and the
-  rank say which), and only then reads the inputs. The host goes on; kernels wait for the operation if their stream does.
+- A thread of the communicator does (``EMULATED_OVERLAP``: the longest delay in milliseconds): one operation after the
+  other, it waits for what the operation is behind, then for a random time (of ``EMULATED_SEED`` and the rank), and only
+  then reads the inputs. The host goes on; kernels and host waits that are behind the operation wait for its end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from tests.emulated import operation_log, torch_device
 library = torch_device.library
 
 Messages = Sequence[tuple[str, int, int]]  # kind, peer and bytes of each
-Begin = Callable[
-    [list[torch.Tensor], list[torch.Tensor]], list[Any]
-]  # gloo's handles, for inputs and outputs on the CPU
+Begin = Callable[[list[torch.Tensor], list[torch.Tensor]], list[Any]]  # inputs and outputs on the CPU: gloo's handles
 
 _numbers = count()  # of this process's operations
 _communicators: list[Communicator] = []
@@ -43,16 +41,22 @@ class Work(dist._Work):
     """One operation; what the caller of an asynchronous operation holds.
 
     Args:
-        reads: the inputs; what is also in ``writes`` is replaced by the result.
+        what: the operation, for messages.
+        reads: the inputs; one that is also in ``writes`` is replaced by the result.
         writes: the outputs, in which NaN stands until they arrive.
         begin: begins the transfer on gloo, from copies of the inputs into tensors on the CPU.
         divisor: what outputs are divided by, for averages.
         is_barrier: whether ``wait`` keeps the host waiting.
+
+    Attributes:
+        done: whether the outputs have arrived, or never will.
+        error: why they never will.
     """
 
     def __init__(
         self,
         communicator: Communicator,
+        what: str,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         begin: Begin,
@@ -60,11 +64,12 @@ class Work(dist._Work):
         is_barrier: bool = False,
     ) -> None:
         super().__init__()
-        self.reads, self.writes = reads, writes
-        self.error: BaseException | None = None
+        self.what, self.reads, self.writes = what, reads, writes
         self.done = False
+        self.error: BaseException | None = None
         self._communicator, self._begin, self._divisor, self._is_barrier = communicator, begin, divisor, is_barrier
         self._kept = (*reads, *writes)
+        self._waited = False
         self._watch: threading.Thread | None = None
 
     # -- for the communicator -------------------------------------------------------------------------
@@ -78,10 +83,10 @@ class Work(dist._Work):
         ]
         for tensor in self.writes:
             library.as_cpu(tensor).reshape(-1).view(torch.uint8).fill_(0xFF)
-        self._gloo = self._begin([copies[id(tensor)] for tensor in self.reads], self._results)
+        self._transfers = self._begin([copies[id(tensor)] for tensor in self.reads], self._results)
 
     def is_transferred(self) -> bool:
-        """Whether the transfer is over. gloo's handles say so only to whoever waits for them: a thread does."""
+        """Return whether the transfer is over. gloo says so only to whoever waits: a thread does."""
         if self._watch is None:
             self._watch = threading.Thread(target=self._wait_for_gloo, daemon=True)
             self._watch.start()
@@ -89,10 +94,10 @@ class Work(dist._Work):
 
     def _wait_for_gloo(self) -> None:
         try:
-            for work in self._gloo:
-                work.wait()
-        except BaseException as error:
-            self.error = error
+            for transfer in self._transfers:
+                transfer.wait()
+        except RuntimeError as error:
+            self.error = error.with_traceback(None)  # else its frames would hold this operation
 
     def finish(self) -> None:
         """Wait for the transfer and deliver the results."""
@@ -105,32 +110,37 @@ class Work(dist._Work):
                 if self._divisor != 1:
                     result.div_(self._divisor)
                 library.as_cpu(tensor).copy_(result)
-        self.end()
+        self.end(self.error)
 
-    def end(self) -> None:
-        """Hold nothing any more but what the caller's wait lets go."""
-        self.reads = self.writes = self._results = self._gloo = ()
+    def end(self, error: BaseException | None) -> None:
+        """Let go of everything but the memory that the caller's wait lets go."""
+        self.reads = self.writes = self._results = self._transfers = ()
         self._begin = None
-        self.done = True
+        self.error, self.done = error, True
+        if error is not None and self._waited:
+            self._report()
+
+    def _report(self) -> None:
+        library.report(f"{self.what} failed, and nobody waits for it any more: {self.error!r}")
 
     # -- for the caller -------------------------------------------------------------------------------
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait for the operation."""
+        """Let the current stream wait for the operation; its memory may then be used again behind that stream."""
         self._communicator.finish(self)
         stream = torch.accelerator.current_stream(self._communicator.stream.device)
         stream.wait_event(self.event)
         if self._is_barrier:
             stream.synchronize()
+        self._waited, self._kept = True, ()
         if self.error is not None:
             raise self.error
-        self._kept = ()  # from now on its memory may be used again behind the current stream
         return True
 
     synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
-        """Whether the operation is over, without a wait, as NCCL's handles say it."""
+        """Return whether the operation is over, without a wait, as NCCL's does."""
         if not self.done:
             self._communicator.poll(self)
         return self.done and self.event.query()
@@ -151,7 +161,9 @@ class Work(dist._Work):
         return future
 
     def __del__(self) -> None:
-        for tensor in self._kept:  # nobody waited: as NCCL, keep the memory until the operation is over
+        if not self._waited and self.error is not None:
+            self._report()
+        for tensor in self._kept:  # nobody waited: as NCCL does, keep the memory until the operation is over
             tensor.record_stream(self._communicator.stream)
 
 
@@ -170,32 +182,27 @@ class Communicator:
         self._unfinished: deque[Work] = deque()  # what the host has begun and not yet delivered
         self._numbers: list[int] = []  # of the operations posted here
         self._times: list[int] = []  # of the stream when they were posted
-        self._known: dict[Communicator, int] = {}  # how many operations of others are over when one begins here
-        self._thread: _Thread | None = None
-        delay = float(os.environ.get("EMULATED_OVERLAP") or 0)
-        if delay:
-            seed = f"{os.environ.get('EMULATED_SEED', 0)} {os.environ.get('RANK', 0)} {len(_communicators)}"
-            self._thread = _Thread(device, delay / 1000, random.Random(seed))
+        self._over: dict[Communicator, int] = {}  # how many operations of others the last one posted here is behind
+        self._thread = _Thread(device, len(_communicators)) if library.delay() else None
         _communicators.append(self)
 
-    def post(self, work: Work, what: str, messages: Messages = ()) -> Work:
+    def post(self, work: Work, messages: Messages = ()) -> Work:
         """Put an operation behind the current stream and behind what was posted here."""
         device = self.stream.device
         self.stream.wait_stream(torch.accelerator.current_stream(device))
         with self.stream:
             for tensor in work.reads:
-                library.touch(tensor, False, what)
+                library.touch(tensor, False, work.what)
             for tensor in work.writes:
-                library.touch(tensor, True, what)
-            self._log(what, messages)
-            behind = self.stream.record_event()
-            ticket = None if self._thread is None else library.begin_work(device.index, self.stream.stream_id)
+                library.touch(tensor, True, work.what)
+            self._log(work.what, messages)
+            if self._thread is None:
+                work.start()
+                self._unfinished.append(work)
+            else:
+                behind = self.stream.record_event()
+                self._thread.add(work, behind, library.begin_work(device.index, self.stream.stream_id))
             work.event = self.stream.record_event()
-        if self._thread is not None:
-            self._thread.run(work, behind, ticket)
-        else:
-            work.start()
-            self._unfinished.append(work)
         return work
 
     def finish(self, until: Work | None = None) -> None:
@@ -204,7 +211,7 @@ class Communicator:
             self._unfinished.popleft().finish()
 
     def poll(self, until: Work) -> None:
-        """Deliver what the host has begun and what is transferred, in order, up to ``until``."""
+        """Deliver what the host has begun and gloo has transferred, in order, up to ``until``."""
         while self._unfinished and not until.done and self._unfinished[0].is_transferred():
             self._unfinished.popleft().finish()
 
@@ -217,58 +224,58 @@ class Communicator:
             self._thread.close()
 
     def _log(self, what: str, messages: Messages) -> None:
-        number = next(_numbers)
         clock = library.clock(self.stream.device_index, self.stream.stream_id)
         after = []
         for other in _communicators:
             stream = other.stream.stream_id
-            if other is self or stream >= len(clock):
-                continue
-            over = bisect_right(other._times, clock[stream])
-            if over > self._known.get(other, 0):
-                self._known[other] = over
+            over = bisect_right(other._times, clock[stream]) if other is not self and stream < len(clock) else 0
+            if over > self._over.get(other, 0):
+                self._over[other] = over
                 after.append(other._numbers[over - 1])
-        self._numbers.append(number)
+        self._numbers.append(next(_numbers))
         self._times.append(clock[self.stream.stream_id])
-        operation_log.write(number, self._name, self._member, self._size, what, list(messages), after)
+        operation_log.write(self._numbers[-1], self._name, self._member, self._size, what, list(messages), after)
 
 
 class _Thread:
-    """Runs operations, one after the other, each after a random delay."""
+    """Runs operations, one after the other, each after a random delay.
 
-    def __init__(self, device: torch.device, delay_seconds: float, randomness: random.Random) -> None:
-        self._delay_seconds, self._random = delay_seconds, randomness
-        self._stream = torch.Stream(device)  # its kernel waits for what an operation is behind
-        self._kernel_argument = torch.zeros(1, device=device)
+    Args:
+        number: of the communicator, which decides the delays together with the seed and the rank.
+    """
+
+    def __init__(self, device: torch.device, number: int) -> None:
+        self._random = random.Random(f"{os.environ.get('EMULATED_SEED', 0)} {os.environ.get('RANK', 0)} {number}")
+        self._stream = torch.Stream(device)  # a kernel on it waits for what an operation is behind
+        with self._stream:
+            self._written = torch.zeros(1, device=device)
         self._posted: queue.SimpleQueue[tuple[Work, torch.Event, int] | None] = queue.SimpleQueue()
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
-        self._thread = threading.Thread(target=self._main, name="emulated_nccl", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="emulated_nccl", daemon=True)
         self._thread.start()
 
-    def run(self, work: Work, behind: torch.Event, ticket: int) -> None:
+    def add(self, work: Work, behind: torch.Event, ticket: int) -> None:
+        """Run an operation behind an event, and then end the ticket that others wait for."""
         self._posted.put((work, behind, ticket))
 
     def close(self) -> None:
+        """Run what was added, and end."""
         self._posted.put(None)
         self._thread.join()
 
-    def _main(self) -> None:
+    def _run(self) -> None:
         while (posted := self._posted.get()) is not None:
             work, behind, ticket = posted
             try:
                 self._stream.wait_event(behind)
                 with self._stream:
-                    self._kernel_argument.zero_()
-                time.sleep(self._random.uniform(0, self._delay_seconds))
+                    self._written.zero_()
+                time.sleep(self._random.uniform(0, library.delay()) / 1000)
                 work.start()
                 work.finish()
-            except BaseException as error:
-                work.error = error
-                work.end()
+            except Exception as error:
+                work.end(error.with_traceback(None))
             finally:
                 library.end_work(ticket)
-            if work.error is not None:  # nobody may wait for it
-                library.report(f"an operation failed in its communicator's thread: {work.error!r}")
             del posted, work, behind
 
 

@@ -86,7 +86,7 @@ def _exchange(operations: Sequence[Operation], waits: Waits, finished: bool) -> 
     for index, operation in enumerate(operations):
         for kind, peer, size in operation.messages:
             pair = (operation.member, peer) if kind == "send" else (peer, operation.member)
-            pairs[operation.communicator, *pair][kind].append((index, size))
+            pairs[(operation.communicator, *pair)][kind].append((index, size))
     for (communicator, *_), sides in pairs.items():
         for sent, received in zip_longest(sides["send"], sides["recv"]):
             if sent is None or received is None:

@@ -1,6 +1,6 @@
-"""The log of the operations that a rank posts on the backend "emulated_nccl", which :mod:`tests.emulated.deadlocks` reads.
+"""The operations that a rank posts on the backend "emulated_nccl", in a log that :mod:`tests.emulated.deadlocks` reads.
 
-A file per rank, a line per operation, written at once: what a rank posted before it failed or stood still is there too.
+A file per rank, a line per operation, written at once: it also has what a rank posted before it failed or stood still.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TextIO
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _SKIPPED = (  # in the stack of who posted an operation
+    "<string>",
     "/torch/",
     "/multiprocessing/",
     "/tests/distributed/harness.py",
