@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, default_timeout, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, default_timeout, served_devices, within
 from ds_dynmo.errors import ConfigError, MigrationError
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
@@ -167,7 +167,7 @@ class World:
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
             timeout=self._timeout,
-            device_id=self._device if topology.world_size() > 1 else None,  # as DeepSpeed does
+            device_id=self._device if topology.world_size() > 1 else None,  # DeepSpeed binds no single rank either
         )
         return topology, deepspeed.comm.new_group(ranks=range(topology.world_size()))
 
@@ -247,6 +247,10 @@ def store_at(address: str, timeout_seconds: float) -> BoundedStore:
 
 
 def _bound_device() -> torch.device | None:
-    """Get what DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none."""
-    accelerator = get_accelerator()
-    return torch.device(accelerator.current_device_name()) if accelerator.device_name() == "cuda" else None
+    """Return the device that torch binds worlds of several ranks to; None: their backend serves no accelerator.
+
+    torch 2.13.0 requires an index, and the type of ``torch.accelerator.current_accelerator()``.
+    """
+    device, present = torch.device(get_accelerator().current_device_name()), torch.accelerator.current_accelerator()
+    can_bind = present is not None and device.type == present.type and device.type in served_devices()
+    return device if can_bind else None
