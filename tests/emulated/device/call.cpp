@@ -103,7 +103,8 @@ void Call::note() {
   auto site = here(name_);
   for (bool writes : {false, true})
     for (const auto& one : shown_) {
-      if (!(writes ? one.written : one.read) || !one.device.numel() || !one.device.has_storage()) continue;
+      bool concerned = one.written ? writes : one.read && !writes;
+      if (!concerned || !one.device.numel() || !one.device.has_storage()) continue;
       auto begin = reinterpret_cast<uintptr_t>(one.device.storage().data()) + one.device.storage_offset() * one.device.itemsize();
       int64_t last = 0;
       for (int64_t i = 0; i < one.device.dim(); ++i) last += (one.device.size(i) - 1) * one.device.stride(i);

@@ -41,6 +41,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("touch", &touch);
   module.def("begin_work", [](int device, int64_t id) { return begin_work(stream_of(device, id)); });
   module.def("end_work", &end_work);
+  module.def("delay", &largest_delay, "Milliseconds that asynchronous work is delayed at most; 0: it is done at once");
+  module.def("set_delay", &set_largest_delay);
   module.def("as_cpu", [](const at::Tensor& tensor) { return Call("as_cpu").show(tensor, true); },
              "The same memory as a tensor of the CPU: unchecked, and valid while the tensor is");
   module.def("from_cpu", [](const at::Tensor& tensor, int device) {

@@ -3,6 +3,7 @@
 #include <Python.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -44,6 +45,7 @@ std::condition_variable_any work_ended;
 
 std::map<std::string, int64_t> fault_counts, synchronisation_counts;
 bool raising = false, tracing = false;
+std::atomic<double> delay = setting("EMULATED_OVERLAP", 0);
 
 struct WithoutPython {  // lets other threads run Python while this one waits
   PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
@@ -156,6 +158,7 @@ void record(Event& event, int stream, bool timed) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   launch(stream);
   event.clock = clocks[stream];
+  event.asked = false;
   event.nanoseconds = std::chrono::steady_clock::now().time_since_epoch().count();
 }
 
@@ -235,13 +238,8 @@ void run_later(int stream, std::function<void()> copy) {
   if (!lane) lane = std::make_unique<Lane>(stream);
   lane->add(std::move(copy), std::move(behind), ticket);
 }
-double largest_delay() {
-  static const double milliseconds = [] {
-    const char* value = std::getenv("EMULATED_OVERLAP");
-    return value ? std::atof(value) : 0.0;
-  }();
-  return milliseconds;
-}
+double largest_delay() { return delay; }
+void set_largest_delay(double milliseconds) { delay = milliseconds; }
 
 // -------------------------------------------------------------------------------------------- faults, and counting
 void report(const std::string& message, bool may_raise) {

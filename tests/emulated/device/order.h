@@ -28,6 +28,7 @@ inline int64_t at(const Clock& clock, int stream) { return stream < int(clock.si
 struct Event {
   Clock clock;
   int64_t nanoseconds = 0;
+  bool asked = false;  // whether it is over, and answered no: the host has to ask again, or wait
 };
 
 extern std::recursive_mutex mutex;  // of all state in these files; never taken before Python's lock
@@ -49,7 +50,7 @@ void record(Event& event, int stream, bool timed);
 void host_waits(const Clock& clock, const char* what = nullptr);
 void host_waits_for_all(const char* what);
 bool host_knows(const Clock& clock);   // has the host waited for all of it?
-bool host_finds(const Clock& clock);   // asks without a wait: true if no thread is still at it
+bool host_finds(const Clock& clock);   // asks without a wait: is no thread still at it?
 void when_host_waits(int stream, std::function<void()> then);  // call it once the host has waited for all until now
 
 // Work of a thread on a stream. What is behind it on streams waits for its end.
@@ -57,7 +58,8 @@ int64_t begin_work(int stream);
 void end_work(int64_t ticket);
 void settle(int stream);  // wait for the work that this stream's next operation is behind
 void run_later(int stream, std::function<void()> copy);  // in a thread of the stream, after a random delay
-double largest_delay();  // milliseconds; 0: all work is done at once
+double largest_delay();  // milliseconds, from EMULATED_OVERLAP; 0: all work is done at once
+void set_largest_delay(double milliseconds);
 
 // Faults, and how often each was seen.
 void report(const std::string& message, bool may_raise = true);
