@@ -247,10 +247,11 @@ def store_at(address: str, timeout_seconds: float) -> BoundedStore:
 
 
 def _bound_device() -> torch.device | None:
-    """Return the device that torch binds worlds of several ranks to; None: their backend serves no accelerator.
+    """Return the device that worlds of several ranks are bound to, as DeepSpeed 0.19.8 binds the launch's; None: none.
 
-    torch 2.13.0 requires an index, and the type of ``torch.accelerator.current_accelerator()``.
+    torch 2.13.0 requires an index, and that every group made afterwards has a backend for the device. The control
+    plane's is gloo, which serves no accelerators but those called "cuda".
     """
-    device, present = torch.device(get_accelerator().current_device_name()), torch.accelerator.current_accelerator()
-    can_bind = present is not None and device.type == present.type and device.type in served_devices()
+    device, by_gloo = torch.device(get_accelerator().current_device_name()), dist.Backend.backend_capability["gloo"]
+    can_bind = device.index is not None and device.type in by_gloo and device.type in served_devices()
     return device if can_bind else None
