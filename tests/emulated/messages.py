@@ -14,7 +14,7 @@ from tests.distributed.support.training import batches, build
 
 def losses_of_batches() -> list[float]:
     """Train, and read the losses only after all batches."""
-    engine = build(Case())
+    engine = build(Case(dynmo={"interval": 0, "schedule": {"kind": "zero_bubble"}}))  # which posts them
     data = batches(engine)
     return [loss.item() for loss in [engine.train_batch(data) for _ in range(3)]]
 
