@@ -75,6 +75,11 @@ def test_in_place_out_and_views() -> None:
     assert tensor.untyped_storage().data_ptr() == tensor.t().untyped_storage().data_ptr()
 
 
+def test_integers_are_counted_as_on_cuda() -> None:
+    numbers = torch.tensor([0, 2, 2], dtype=torch.int32, device=DEVICE)
+    assert torch.histc(numbers, bins=3, min=0, max=2).tolist() == [1, 0, 2]
+
+
 def test_autocast_computes_in_half_precision() -> None:
     matrix = torch.ones(2, 2, device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):

@@ -8,6 +8,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/histc.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -119,6 +120,17 @@ Tensor& set_nothing(Tensor& self) {
 }
 void record_stream_of(Tensor& self, c10::Stream stream) { record_stream(self.storage().data_ptr(), index_of(stream)); }
 
+// ---------------------------------------------------------------------------- what the CPU has for some types only
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {  // CUDA: of integers, too
+  Call call("histc", self.device());
+  auto values = call.show(self, false);
+  call.begin();
+  auto counts = at::histc(values.is_floating_point() ? values : values.to(at::kDouble), bins, least, most);
+  auto result = call.take(counts.to(values.scalar_type()));
+  call.note();
+  return result;
+}
+
 // ----------------------------------------------------------------------------------------------------- attention
 // torch chooses among a device's kernels for scaled dot-product attention. Here it chooses as for the CPU, so that the
 // bits are the same.
@@ -171,6 +183,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("set_", set_nothing);
   library.impl("record_stream", record_stream_of);
+  library.impl("histc", histc);
   library.impl("_fused_sdp_choice", choose_attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
