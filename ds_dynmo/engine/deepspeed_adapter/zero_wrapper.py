@@ -127,7 +127,7 @@ class ZeroWrapper(FlatWrapper):
 
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
-            """Return the norm, or DeepSpeed's number for an invalid one, which its own function copies from the host."""
+            """Return the norm, or -1 for an invalid one, which DeepSpeed's own function copies from the host."""
             assert norm_type == 2
             total = norm()
             return total.masked_fill_(~total.isfinite(), -1.0)
