@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_dynmo.engine.comm.bounded import default_timeout, served_devices
-from ds_dynmo.engine.elastic import world
+from ds_dynmo.engine.comm import bounded
 
 TIMEOUT = timedelta(seconds=77)
 OTHER = "ds_dynmo_other"  # as xccl or hccl: no backend of torch's, for devices that are neither "cuda" nor "cpu"
@@ -44,13 +43,13 @@ def default_group(backend: str) -> Iterator[None]:
 )
 def test_the_backend_of_a_device_that_the_group_serves_tells_the_time_out(backend: str, devices: set[str]) -> None:
     with default_group(backend):
-        assert set(served_devices()) == devices
-        assert default_timeout() == TIMEOUT
+        assert set(bounded.served_devices()) == devices
+        assert bounded.default_timeout() == TIMEOUT
 
 
 def test_a_backend_that_does_not_tell_has_torchs_default() -> None:
     with default_group("fake"):
-        assert default_timeout() == dist.default_pg_timeout
+        assert bounded.default_timeout() == dist.default_pg_timeout
 
 
 @pytest.mark.parametrize(
@@ -65,6 +64,6 @@ def test_a_backend_that_does_not_tell_has_torchs_default() -> None:
 def test_a_world_is_bound_to_a_device_that_all_its_groups_can_serve(
     backend: str, name: str, is_bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world, "get_accelerator", lambda: SimpleNamespace(current_device_name=lambda: name))
+    monkeypatch.setattr(bounded, "get_accelerator", lambda: SimpleNamespace(current_device_name=lambda: name))
     with default_group(backend):
-        assert world._bound_device() == (torch.device(name) if is_bound else None)
+        assert bounded.bindable_device() == (torch.device(name) if is_bound else None)

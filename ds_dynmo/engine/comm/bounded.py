@@ -175,3 +175,14 @@ def default_timeout() -> timedelta:
     except (AttributeError, RuntimeError):
         timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend())
     return timeout
+
+
+def bindable_device() -> torch.device | None:
+    """Return the device that worlds of several ranks are bound to, as DeepSpeed 0.19.8 binds the launch's; None: none.
+
+    torch 2.13.0 requires an index, and that every group made afterwards has a backend for the device. The control
+    plane's is gloo, which serves no accelerators but those called "cuda".
+    """
+    device, by_gloo = torch.device(get_accelerator().current_device_name()), dist.Backend.backend_capability["gloo"]
+    can_bind = device.index is not None and device.type in by_gloo and device.type in served_devices()
+    return device if can_bind else None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, default_timeout, served_devices, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout, within
 from ds_dynmo.errors import ConfigError, MigrationError
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
@@ -47,7 +47,7 @@ class World:
         config = dist.get_backend_config()
         self.backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
         self._timeout = default_timeout()
-        self._device = _bound_device()
+        self._device = bindable_device()
         self._generation = 0
 
     @property
@@ -244,14 +244,3 @@ def store_at(address: str, timeout_seconds: float) -> BoundedStore:
         return BoundedStore(within(timeout_seconds, connect), timeout_seconds)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"no job answers at {address} within {timeout_seconds:g} s") from error
-
-
-def _bound_device() -> torch.device | None:
-    """Return the device that worlds of several ranks are bound to, as DeepSpeed 0.19.8 binds the launch's; None: none.
-
-    torch 2.13.0 requires an index, and that every group made afterwards has a backend for the device. The control
-    plane's is gloo, which serves no accelerators but those called "cuda".
-    """
-    device, by_gloo = torch.device(get_accelerator().current_device_name()), dist.Backend.backend_capability["gloo"]
-    can_bind = device.index is not None and device.type in by_gloo and device.type in served_devices()
-    return device if can_bind else None
