@@ -204,7 +204,8 @@ class MixtureOfDepthsBlock(Block):
         self.capacity = depths.capacity_of(layer)
         self.sequence_length = config.sequence_length
         self._count_anew = True
-        self.tokens_taken = self.tokens = 0
+        self.tokens_taken: torch.Tensor | None = None
+        self.tokens = 0
 
     def train(self, mode: bool = True) -> MixtureOfDepthsBlock:
         """Set the mode as ``nn.Module`` does. Training mode begins a batch: the next pass counts anew."""
@@ -220,7 +221,7 @@ class MixtureOfDepthsBlock(Block):
         other cases leave of the block. The paper counts attention as linear in its tokens like the rest.
         """
         expected = tokens_of(self.capacity, self.sequence_length) / self.sequence_length
-        return super().load_signal() * (self.tokens_taken / self.tokens if self.tokens else expected)
+        return super().load_signal() * (expected if self.tokens_taken is None else int(self.tokens_taken) / self.tokens)
 
     def transform(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the block to tokens that it chooses; give its auxiliary loss too, with the predictor's, or None.
@@ -269,9 +270,10 @@ class MixtureOfDepthsBlock(Block):
         return taken
 
     def _count(self, members: torch.Tensor) -> None:
-        if self._count_anew:
-            self.tokens_taken, self.tokens, self._count_anew = 0, 0, False
-        self.tokens_taken += int(members.sum())
+        taken = members.sum()  # stays on the accelerator until somebody asks
+        if self._count_anew or self.tokens_taken is None:
+            self.tokens_taken, self.tokens, self._count_anew = torch.zeros_like(taken), 0, False
+        self.tokens_taken = self.tokens_taken + taken
         self.tokens += members.numel()
 
     def _on_tokens(

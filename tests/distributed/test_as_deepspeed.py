@@ -209,7 +209,7 @@ def gradient_norms(case: Case) -> list[float]:
     data, found = batches(engine), []
     for _ in range(3):
         engine.train_batch(data)
-        found.append(engine.get_global_grad_norm())
+        found.append(float(engine.get_global_grad_norm()))
     return found
 
 

@@ -179,7 +179,7 @@ def train_both(
         found.append(
             {
                 "losses": losses,
-                "norm": engine.get_global_grad_norm(),
+                "norm": float(engine.get_global_grad_norm()),
                 "state": state(engine),
                 "replica": engine.grid.get_data_parallel_id(),
                 "moved": sum(report.layers_moved for report in engine.reports),

@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -239,3 +240,16 @@ def test_trackers_without_readable_states_are_refused() -> None:
         assert f"random states of {MEGATRON} (Closed) cannot be enumerated" in early
         assert "it has no get_states and no set_states" in early and late == early
         assert "random states of mine (Closed)" in own
+
+
+def gather_sizes() -> tuple[list[int], int]:
+    """Gather a value of this rank's and the other slice. Return them, and how many collectives of the slices' group."""
+    engine = build(SLICED)
+    group = engine.grid.get_slice_parallel_group()
+    before = group._get_sequence_number_for_group()
+    gathered = engine.stage.comm.gather_over_slices({"rank": dist.get_rank()})
+    return [value["rank"] for value in gathered], group._get_sequence_number_for_group() - before
+
+
+def test_what_slices_tell_each_other_does_not_travel_on_the_devices_group() -> None:
+    assert run(4, gather_sizes) == [([0, 1], 0), ([0, 1], 0), ([2, 3], 0), ([2, 3], 0)]

@@ -157,9 +157,32 @@ class BoundedStore:
         return self._line.ask(question, self._timeout_seconds)
 
 
+def served_devices() -> dict[str, torch.device]:
+    """Map the types of the devices that the default group has a backend for. Private in torch; read in 2.13.0."""
+    return {device.type: device for device in dist.distributed_c10d._get_default_group()._device_types}
+
+
 def default_timeout() -> timedelta:
-    """Get how long operations of the default group wait. Private in torch; read in 2.13.0."""
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device(get_accelerator().device_name() if dist.get_backend() == "nccl" else "cpu")
-    timeout: timedelta = group._get_backend(device).options._timeout
+    """Return how long operations of the default group wait. Private in torch; read in 2.13.0.
+
+    The backend of the accelerator's devices knows, whatever its name; without one, that of others. Where it does not
+    tell, the time-out is what torch gives to a group of such a backend by default.
+    """
+    group, served = dist.distributed_c10d._get_default_group(), served_devices()
+    backend = group._get_backend(served.get(get_accelerator().device_name(), next(iter(served.values()))))
+    try:
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend())
     return timeout
+
+
+def bindable_device() -> torch.device | None:
+    """Return the device that worlds of several ranks are bound to, as DeepSpeed 0.19.8 binds the launch's; None: none.
+
+    torch 2.13.0 requires an index, and that every group made afterwards has a backend for the device. The control
+    plane's is gloo, which serves no accelerators but those called "cuda".
+    """
+    device, by_gloo = torch.device(get_accelerator().current_device_name()), dist.Backend.backend_capability["gloo"]
+    can_bind = device.index is not None and device.type in by_gloo and device.type in served_devices()
+    return device if can_bind else None

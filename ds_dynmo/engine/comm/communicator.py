@@ -8,6 +8,7 @@ group (:mod:`ds_dynmo.engine.comm.point_to_point`).
 from __future__ import annotations
 
 import hashlib
+import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -248,13 +249,16 @@ class Communicator:
         return [row.numpy().tobytes() for row in every]
 
     def gather_over_slices(self, value: Any) -> list[Any]:
-        """Gather one small picklable value of every tensor-parallel slice of this stage and replica, by slice index."""
-        slices = self._grid.get_slice_parallel_world_size()
-        if slices == 1:
+        """Gather one small picklable value of every tensor-parallel slice of this stage and replica, by slice index.
+
+        Collective over these slices alone.
+        """
+        if self._grid.get_slice_parallel_world_size() == 1:
             return [value]
-        gathered: list[Any] = [None] * slices
-        dist.all_gather_object(gathered, _Sent.of(value), group=self._grid.get_slice_parallel_group())
-        return self._received(gathered)
+        ranks, mine = dist.get_process_group_ranks(self._grid.get_slice_parallel_group()), _Sent.of(value)
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        received = self.p2p.exchange_bytes(dict.fromkeys(others, pickle.dumps(mine)), others)
+        return self._received([pickle.loads(received[rank]) if rank in received else mine for rank in ranks])
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Measure how many seconds this rank's clock is ahead of rank 0's, and how far off that can be."""

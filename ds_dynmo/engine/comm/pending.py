@@ -33,17 +33,21 @@ class PendingExchange:
         self._works, self._buffers, self._staged = list(works), buffers, staged
         self._stream, self._timeout = stream, timeout
         self._waiter: _Waiter | None = None
+        self._arrived: Any = None
 
     def is_done(self) -> bool:
         """Tell whether :meth:`wait` would return, or raise, at once.
 
-        gloo's handles say so only to whoever waits for them (``is_completed`` stays False until then, seen in torch
-        2.13.0). So on a CPU a thread waits, from the first call on.
+        Handles may say so only to whoever waits for them: ``is_completed`` of NCCL's, XCCL's and HCCL's looks whether
+        the accelerator is done, that of gloo's stays False until then (seen in torch 2.13.0). So somebody waits, from
+        the first call on: the transfer stream, and on a CPU a thread.
         """
-        if all(work.is_completed() for work in self._works):
+        if not self._works:
             return True
-        if any(buffer.device.type != "cpu" for buffer in self._buffers):
-            return False
+        if self._stream.is_queue:
+            if self._arrived is None:
+                self._arrived = self._stream.event_after(lambda: _wait(self._works, self._timeout))
+            return bool(self._arrived.query())
         if self._waiter is None:
             self._waiter = _Waiter(self._works, self._timeout)
             self._waiter.start()

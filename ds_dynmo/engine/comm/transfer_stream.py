@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -39,6 +40,19 @@ class TransferStream:
         self._stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(self._stream):
             yield
+
+    @property
+    def is_queue(self) -> bool:
+        """Whether what is done here is queued on an accelerator."""
+        return self._stream is not None
+
+    def event_after(self, queue: Callable[[], None]) -> Any:
+        """Return an event behind what ``queue`` puts on this stream, which the compute stream does not wait for."""
+        event = get_accelerator().Event()
+        with get_accelerator().stream(self._stream):
+            queue()
+            event.record(self._stream)
+        return event
 
     @contextmanager
     def before_compute(self) -> Iterator[None]:

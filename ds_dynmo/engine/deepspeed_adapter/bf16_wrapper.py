@@ -106,16 +106,15 @@ class Bf16Wrapper(FlatWrapper):
         ):
             yield from ((p, gradient) for p, gradient, has in zip(group, gradients, held) if has)
 
-    def clip_by(self, norm: Callable[[], float]) -> None:
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         stock, wrapper = self._wrapper.get_grads_for_norm, self._wrapper
 
         def one_number(for_clipping: bool = False) -> Any:
             """Return the norm on one rank and 0 on the others: DeepSpeed takes the 2-norm of them over all stages."""
             if for_clipping:
                 return stock(for_clipping=True)
-            value = norm()
-            mine = value if wrapper.mpu.get_model_parallel_rank() == 0 else 0.0
-            return [torch.tensor(mine)], {}
+            value = norm().float()
+            return [value if wrapper.mpu.get_model_parallel_rank() == 0 else torch.zeros_like(value)], {}
 
         wrapper.get_grads_for_norm = one_number
 

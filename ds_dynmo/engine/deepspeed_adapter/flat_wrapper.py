@@ -114,8 +114,8 @@ class FlatWrapper(ABC):
         """List the reduced gradients of this rank's parameters, or of their parts in this rank's shards."""
 
     @abstractmethod
-    def clip_by(self, norm: Callable[[], float]) -> None:
-        """Make the wrapper clip by ``norm`` (called in every step, after gradients were reduced)."""
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
+        """Make the wrapper clip by ``norm`` (called in every step, after gradients were reduced), on the device."""
 
     def hide(self, members: Callable[[], list[list[nn.Parameter]]]) -> None:
         """Keep groups without a parameter on this stage out of what DeepSpeed writes to checkpoints.

@@ -94,7 +94,7 @@ class Fp16Wrapper(ABC):
     def release(self) -> None:  # noqa: B027
         """Stop reacting to gradients: another wrapper has taken over the parameters."""
 
-    def clip_by(self, norm: Callable[[], float]) -> None:
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         """Make the wrapper clip by ``norm``, called in every step without an overflow, with scaled gradients.
 
         DeepSpeed adds the groups' norms up per stage, in an order that depends on the partition. The norm that it
@@ -108,7 +108,7 @@ class Fp16Wrapper(ABC):
             scale, found = wrapper.loss_scale_config.cur_scale, []
 
             def of_model(norm_list: Any) -> float:
-                found.append(norm())
+                found.append(float(norm()))  # DeepSpeed branches on it; the only wait beside its own
                 return found[-1]
 
             try:

@@ -17,7 +17,8 @@ def share_loss(
 ) -> torch.Tensor:
     """Run DeepSpeed's ``_aggregate_total_loss`` without waiting for its broadcast. Collective.
 
-    Stages before the last get tensors that wait where they are read, in place of what DeepSpeed copies too early.
+    Stages before the last get tensors that wait where they are read, in place of DeepSpeed's copies of its own buffer,
+    which it makes while the broadcast is under way. So what arrives has another buffer.
 
     Args:
         aggregate: that method.
@@ -26,7 +27,7 @@ def share_loss(
     posted: list[Posted] = []
 
     def broadcast(tensor: torch.Tensor, src: int, group: Any) -> None:
-        posted.append(post(tensor, src, group))
+        posted.append(post(tensor if engine.is_last_stage() else torch.empty_like(tensor), src, group))
 
     waiting, deepspeeds.dist.broadcast = deepspeeds.dist.broadcast, broadcast
     try:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
@@ -126,12 +125,12 @@ class ZeroWrapper(FlatWrapper):
         for i, inside in enumerate(wrapper.params_in_partition):
             yield from zip(inside, wrapper.averaged_gradients[i])
 
-    def clip_by(self, norm: Callable[[], float]) -> None:
+    def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
+            """Return the norm, or -1 for an invalid one, which DeepSpeed's own function copies from the host."""
             assert norm_type == 2
-            total = torch.tensor(norm(), dtype=torch.float32, device=self._wrapper.device)
-            mask_nan_or_inf_with_val_inplace(total, device=self._wrapper.device)
-            return total
+            total = norm()
+            return total.masked_fill_(~total.isfinite(), -1.0)
 
         self._wrapper.scaled_global_norm = scaled_global_norm
 

@@ -13,12 +13,11 @@ from datetime import timedelta
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, default_timeout, within
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout, within
 from ds_dynmo.errors import ConfigError, MigrationError
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
@@ -47,7 +46,7 @@ class World:
         config = dist.get_backend_config()
         self.backend = config if "," in config else dist.get_backend()  # torch's default time-outs go by the name
         self._timeout = default_timeout()
-        self._device = _bound_device()
+        self._device = bindable_device()
         self._generation = 0
 
     @property
@@ -167,7 +166,7 @@ class World:
             rank=topology.get_rank(**place._asdict()),
             world_size=topology.world_size(),
             timeout=self._timeout,
-            device_id=self._device if topology.world_size() > 1 else None,  # as DeepSpeed does
+            device_id=self._device if topology.world_size() > 1 else None,  # DeepSpeed binds no single rank either
         )
         return topology, deepspeed.comm.new_group(ranks=range(topology.world_size()))
 
@@ -244,9 +243,3 @@ def store_at(address: str, timeout_seconds: float) -> BoundedStore:
         return BoundedStore(within(timeout_seconds, connect), timeout_seconds)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"no job answers at {address} within {timeout_seconds:g} s") from error
-
-
-def _bound_device() -> torch.device | None:
-    """Get what DeepSpeed 0.19.8 binds a world of several ranks to (comm/torch.py); one of a single rank has none."""
-    accelerator = get_accelerator()
-    return torch.device(accelerator.current_device_name()) if accelerator.device_name() == "cuda" else None

@@ -46,8 +46,10 @@ def gradient_norm(
     sum_over_all: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
     gradient_of: GradientOf,
-) -> float:
+) -> torch.Tensor:
     """Take the 2-norm of the whole model's gradients, already averaged over replicas; the same on every rank.
+
+    Nothing here waits for the accelerator.
 
     Args:
         layers: this stage's layers by number. A tied layer is here only on the stage of its first use.
@@ -55,6 +57,9 @@ def gradient_norm(
         sum_over_all: collective; the elementwise sum over stages and ranks (zeros but for one rank in every element,
             so that it is exact).
         gradient_of: the gradient of a parameter, or None.
+
+    Returns:
+        fp64 ``[]`` on ``device``.
     """
     squares = torch.zeros(num_layers, location.tp_size, location.replicas, dtype=torch.float64, device=device)
     for index, layer in layers.items():
@@ -63,23 +68,24 @@ def gradient_norm(
         if gradients:
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
             squares[index, location.tp_rank, location.replica] = norms.square().sum()
-    return float(sum_over_all(squares).sum().sqrt())
+    return sum_over_all(squares).sum().sqrt()
 
 
 def gradient_magnitudes(
     layers: Mapping[int, nn.Module],
     num_layers: int,
     location: RankCoordinates,
+    device: torch.device,
     gradient_of: GradientOf,
 ) -> torch.Tensor:
-    """Sum the magnitudes of the gradients that this rank counts, per layer: fp64 ``[num_layers]`` on the CPU.
+    """Sum the magnitudes of the gradients that this rank counts, per layer: fp64 ``[num_layers]`` on ``device``.
 
     Args:
         layers: of this stage, by number.
         location: this rank's among those that hold its layers.
         gradient_of: the gradient of a parameter or this rank's part of it, or None.
     """
-    sums = torch.zeros(num_layers, dtype=torch.float64)
+    sums = torch.zeros(num_layers, dtype=torch.float64, device=device)
     for index, layer in layers.items():
         found = [gradient_of(parameter) for parameter in layer.parameters() if counts(parameter, location)]
         norms = [
@@ -88,7 +94,7 @@ def gradient_magnitudes(
             if gradient is not None
         ]
         if norms:
-            sums[index] = torch.stack(norms).sum().cpu()
+            sums[index] = torch.stack(norms).sum()
     return sums
 
 
@@ -105,15 +111,18 @@ def counts(parameter: nn.Parameter, location: RankCoordinates) -> bool:
 
 def sharded_norm(
     gradients: Iterable[torch.Tensor], sum_over_world: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-) -> float:
+) -> torch.Tensor:
     """Take the 2-norm of gradients of which every rank holds a part, rounded to fp32; the same on every rank.
 
     Which part depends on where layers are, so the order of summation does too. Squares are summed in fp64, whose
-    rounding reaches the fp32 result about once in ten million steps.
+    rounding reaches the fp32 result about once in ten million steps. Nothing here waits for the accelerator.
+
+    Returns:
+        fp32 ``[]`` on ``device``.
     """
     squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    return float(sum_over_world(total).sqrt())
+    return sum_over_world(total).sqrt().float()
 
 
 class ModelNorm:
@@ -139,7 +148,7 @@ class ModelNorm:
         grid = self._engine.grid
         return replace(self.coordinates, replica=grid.get_data_parallel_id(), replicas=grid.data_parallel_size)
 
-    def of(self, gradient_of: GradientOf) -> float:
+    def of(self, gradient_of: GradientOf) -> torch.Tensor:
         """Take the norm of gradients that lie beside their parameters, averaged over the replicas. Collective."""
         modules, count, location = self._layers.counted_modules(), self._layers.num_layers, self.coordinates
         sum_over_all = self._comm.sum_over_model
@@ -150,12 +159,12 @@ class ModelNorm:
             modules, count, location, sum_over_all, self._engine.device, self.counted_once(gradient_of)
         )
 
-    def of_sums(self, gradients: Gradients) -> float:
+    def of_sums(self, gradients: Gradients) -> torch.Tensor:
         """Take the norm of the sums of gradients that ``BF16_Optimizer`` keeps. Collective."""
         found = {id(parameter): gradient for parameter, gradient in gradients}
         return self.of(lambda parameter: found.get(id(parameter)))
 
-    def of_shards(self, gradients: Gradients) -> float:
+    def of_shards(self, gradients: Gradients) -> torch.Tensor:
         """Take the norm of gradients of which every replica holds a part (ZeRO). Collective."""
         modules, mine = self._layers.counted_modules().values(), self.coordinates
         counted = {id(p) for module in modules for p in module.parameters() if counts(p, mine)}
@@ -169,9 +178,9 @@ class ModelNorm:
         return (lambda p: None if id(p) in copies else gradient_of(p)) if copies else gradient_of
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Multiply the gradients by ``max_norm / norm`` where that is below 1."""
-    factor = max_norm / (norm + 1e-6)
-    if factor < 1.0:
-        for gradient in [p.grad for p in parameters if p.grad is not None]:
-            gradient.mul_(factor)
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply the gradients by ``max_norm / norm`` where that is below 1, else by 1, without waiting for ``norm``."""
+    factor = torch.full_like(norm, max_norm) / (norm + 1e-6)  # a number over a tensor would be rounded twice
+    factor.masked_fill_(~(factor < 1.0), 1.0)
+    for gradient in [p.grad for p in parameters if p.grad is not None]:
+        gradient.mul_(factor)

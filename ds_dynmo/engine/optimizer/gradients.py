@@ -48,6 +48,7 @@ def gradient_magnitudes(stage: StageContext) -> torch.Tensor:
         stage.layers.counted_modules(),
         stage.layers.num_layers,
         norm.coordinates if sharded else norm.replica_coordinates,
+        stage.engine.device,
         norm.counted_once(lambda parameter: reduced.get(id(parameter))),
     )
-    return magnitudes / present_loss_scale(stage.engine.optimizer)
+    return magnitudes.cpu() / present_loss_scale(stage.engine.optimizer)

@@ -1,0 +1,50 @@
+"""A batch makes the host wait for the device no more often than stock DeepSpeed does, and ds_dynmo hardly ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.harness import run
+from tests.distributed.support.configs import Case
+from tests.emulated.synchronisations import BATCHES, Waits, by_ds_dynmo, counted, waits_for_magnitudes, waits_under
+from tests.local.test_mixture_of_depths import SEQUENCE, block_of, hidden_states
+
+
+@pytest.mark.parametrize(
+    ("precision", "dropout", "waiting"),
+    [
+        ("fp32", False, []),
+        ("fp32", True, []),
+        ("bf16", False, []),
+        ("bf16 zero1", False, []),
+        ("fp16", False, ["fp16_wrapper.py"]),  # DeepSpeed computes with the norm on the host
+    ],
+)
+def test_a_batch_waits_no_more_often_than_deepspeeds(precision: str, dropout: bool, waiting: list[str]) -> None:
+    case = Case(precision=precision, micro_batches=4, dropout=dropout)
+    blocks = [{"interval": 1000, "schedule": {"kind": kind}} for kind in ("1f1b", "zero_bubble")]
+    for stock, *ours in run(2, waits_under, case, blocks):
+        for waits in ours:
+            assert by_ds_dynmo(waits) == waiting * BATCHES
+            assert BATCHES <= waits.total() <= stock.total()
+
+
+def test_gradients_are_measured_with_one_wait_per_step() -> None:
+    for waits in run(2, waits_for_magnitudes, Case()):
+        assert by_ds_dynmo(waits) == ["gradients.py"] * BATCHES
+
+
+def test_mixture_of_depths_counts_tokens_without_a_wait() -> None:
+    here, there = block_of(), block_of().to("emulated")
+    positions, waits, asked = torch.arange(SEQUENCE), Waits(), Waits()
+    for micro_batch in range(3):
+        hidden = hidden_states(micro_batch)
+        here.transform(hidden, positions)
+        on_device = hidden.detach().to("emulated"), positions.to("emulated")
+        with counted(waits):
+            there.transform(*on_device)
+    assert not waits
+    with counted(asked):
+        assert there.load_signal() == here.load_signal()
+    assert asked.total() == 1
