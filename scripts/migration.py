@@ -167,8 +167,12 @@ def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default: %(default)s")
     parser.add_argument("--stage-parameters", type=float, default=10.0, help="millions per stage, default %(default)s")
-    parser.add_argument("--layer-parameters", type=float, default=4.0, help=f"millions in each of the {MOVED} layers whose "
-        "bandwidth is measured, default %(default)s")
+    parser.add_argument(
+        "--layer-parameters",
+        type=float,
+        default=4.0,
+        help=f"millions in each of the {MOVED} layers whose bandwidth is measured, default %(default)s",
+    )
     parser.add_argument("--pairs", type=int, default=6, help="pairs of measurements, default %(default)s")
     arguments = parser.parse_args(given)
     with refusals_of("migration.py"):

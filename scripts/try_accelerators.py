@@ -5,9 +5,9 @@
     bash scripts/try_accelerators.sh --quick                  # short sizes, a few minutes; seconds are not judged
     bash scripts/try_accelerators.sh --only schedules --only memory
 
-Steps: tests, quickstart, schedules, migration, overhead, memory. A step that fails, or takes longer than its limit, does
-not stop the others. FOLDER, accelerators/DATE by default, gets results.json, page.md, and the figures and the output of
-each command. Ends with 1 if an expectation does not hold.
+Steps: tests, quickstart, schedules, migration, overhead, memory. A step that fails, or takes longer than its limit,
+does not stop the others. FOLDER, accelerators/DATE by default, gets results.json, page.md, and the figures and the
+output of each command. Ends with 1 if an expectation does not hold.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_dynmo.cli.command_line import path_of, write_json
+from ds_dynmo.cli.command_line import check_at_least_1, path_of, refusals_of, write_json
 from ds_dynmo.files import write_text
 from ds_dynmo.wording import counted
 from guard import guarded_group
@@ -164,17 +165,17 @@ def migration(trial: Trial) -> Commands:
 
 
 def overhead(trial: Trial) -> Commands:
-    pairs = "4" if trial.quick else "30"
-    words = ["scripts/emulate.py", "overhead", "--compute", "real", "--pairs", pairs, *block_sizes(trial)]
+    words = ["scripts/emulate.py", "overhead", "--compute", "real", *block_sizes(trial)]
+    words += ["--pairs", "4", "--micro-batches", "4"] if trial.quick else ["--pairs", "30"]
     return {"overhead": launched(trial.devices[:2], *words)}
 
 
 def memory(trial: Trial) -> Commands:
-    return {"memory": launched(trial.devices, "scripts/emulate.py", "allocated", *block_sizes(trial))}
+    return {"memory": launched(trial.devices, "scripts/emulate.py", "allocated", *block_sizes(trial, quick=256))}
 
 
-def block_sizes(trial: Trial) -> list[str]:
-    hidden, sequence = (128, 128) if trial.quick else (1024, 2048)
+def block_sizes(trial: Trial, quick: int = 64) -> list[str]:
+    hidden, sequence = (quick, quick) if trial.quick else (1024, 2048)
     return ["--hidden-size", str(hidden), "--sequence-length", str(sequence)]
 
 
@@ -270,16 +271,25 @@ def judge_memory(found: Figures) -> list[Expectation]:
     counts = found["memory"]["machine"]["accelerator"] != "cpu"
     expected = []
     for row in found["memory"]["rows"]:
-        shares = [held / predicted for held, predicted in zip(row["measured_bytes"], row["predicted_bytes"])]
-        expected.append(
-            Expectation(
-                f"{row['schedule']}, {row['precision']}, checkpointing {row['checkpointing']}: stages allocate "
-                f"{least} to {most} of what is predicted",
-                ", ".join(f"{share:.3f}" for share in shares)
-                + f"; at most {max(row['measured_bytes']) / 2**20:,.0f} MiB",
-                all(least <= share <= most for share in shares) if counts else None,
+        case = f"{row['schedule']}, {row['precision']}, checkpointing {row['checkpointing']}"
+        shares = {
+            key: [held / predicted for held, predicted in zip(row[key], row["predicted_bytes"])]
+            for key in ("measured_bytes", "step_bytes")
+        }
+        for says, key, held in (
+            (
+                f"passes allocate {least} to {most} of what is predicted",
+                "measured_bytes",
+                least <= min(shares["measured_bytes"]),
+            ),
+            (f"the optimizer's step allocates {most} of that, or less", "step_bytes", True),
+        ):
+            figures = ", ".join(f"{share:.3f}" for share in shares[key])
+            held = held and max(shares[key]) <= most
+            most_bytes = max(row[key]) / 2**20
+            expected.append(
+                Expectation(f"{case}: {says}", f"{figures}; at most {most_bytes:,.0f} MiB", held if counts else None)
             )
-        )
     return expected
 
 
@@ -355,7 +365,7 @@ def run(label: str, words: Sequence[str], files: Path, limit: float) -> Done:
     if found is None and fault is None:
         fault = "no figures were written"
     lines = log.read_text(errors="replace").splitlines()
-    return Done(label, " ".join(command), seconds, fault, found, lines[-(FAILED_LINES if fault else OUTPUT_LINES) :])
+    return Done(label, shlex.join(command), seconds, fault, found, lines[-(FAILED_LINES if fault else OUTPUT_LINES) :])
 
 
 def read_figures(path: Path) -> Any:
@@ -386,7 +396,10 @@ def page(results: Mapping[str, Any]) -> str:
     expectations = [(step["step"], expected) for step in steps for expected in step["expectations"]]
     names = ", ".join(f"{machine['devices'].count(name)} × {name}" for name in dict.fromkeys(machine["devices"]))
     rows = [
-        ("accelerator", f"{machine['accelerator']}, {counted(machine['count'], 'device')}: {names or 'unnamed'}"),
+        (
+            "accelerator",
+            f"{machine['accelerator']}, {results['devices']} tried of {machine['count']}: {names or 'unnamed'}",
+        ),
         ("torch, deepspeed", f"{machine['torch']}, {machine['deepspeed']}"),
         ("processor", f"{machine['processor']}, {counted(machine['cores'], 'core')}"),
         *((name.replace("_", " "), value) for name, value in machine["environment"].items() if name in ENVIRONMENT),
@@ -400,7 +413,12 @@ def page(results: Mapping[str, Any]) -> str:
     lines += table(("step", "expected", "figures", ""), [*cells, *skipped])
     for step in steps:
         for done in step["commands"]:
-            lines += ["", f"## {step['step']}: {done['label']}", "", f"{done['fault'] or 'Done'}, {done['seconds']:.0f} s"]
+            lines += [
+                "",
+                f"## {step['step']}: {done['label']}",
+                "",
+                f"{done['fault'] or 'Done'}, {done['seconds']:.0f} s",
+            ]
             lines += ["", *(f"    {line}" for line in [f"$ {done['command']}", *done["output"]])]
     return "\n".join(lines) + "\n"
 
@@ -420,7 +438,12 @@ def summary(steps: Sequence[Mapping[str, Any]]) -> str:
 
 def record(trial: Trial, machine: Mapping[str, Any], date: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Collect everything for results.json."""
-    settings = {"date": date, "quick": trial.quick, "judges_seconds": trial.judges_seconds}
+    settings = {
+        "date": date,
+        "devices": len(trial.devices),
+        "quick": trial.quick,
+        "judges_seconds": trial.judges_seconds,
+    }
     return {**settings, "machine": dict(machine), "steps": [asdict(outcome) for outcome in outcomes]}
 
 
@@ -447,15 +470,18 @@ def main(given: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=path_of, nargs="?", metavar="FOLDER", help="default: accelerators/DATE")
     parser.add_argument("--only", action="append", choices=[step.name for step in STEPS], help="may be repeated")
+    parser.add_argument("--devices", type=int, metavar="N", help="take the first N (default: all that DeepSpeed sees)")
     parser.add_argument("--quick", action="store_true", help="short sizes; seconds are not judged")
     arguments = parser.parse_args(given)
+    with refusals_of("try_accelerators.py"):
+        check_at_least_1(arguments, "devices")
     date = datetime.now().astimezone().isoformat(timespec="minutes")
     folder: Path = (arguments.folder or ROOT / "accelerators" / date[:16].replace(":", "")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     # A program of its own, as it may take memory of a device until it ends.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as program:
         machine = program.submit(describe_machine).result()
-    devices = tuple(machine["numbers"] or range(machine["count"]))
+    devices = tuple(machine["numbers"] or range(machine["count"]))[: arguments.devices]
     trial = Trial(devices, machine["accelerator"], arguments.quick, folder)
     steps = [step for step in STEPS if not arguments.only or step.name in arguments.only]
     outcomes: list[Outcome] = []

@@ -9,12 +9,10 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.arms import engines_end_here, say
-from benchmarks.held_bytes import PRECISIONS, of_all_ranks, predicted_peaks, profiled_engine, show, tokens
+from benchmarks.held_bytes import PRECISIONS, of_all_ranks, predicted_peaks, profiled_engine, show_peaks, tokens
 from benchmarks.packing import workspace_bytes
 from ds_dynmo.cli.command_line import check_at_least_1
 from ds_dynmo.partitioners import loads
-
-__all__ = ["OPTIONS", "measure", "show"]
 
 OPTIONS = {"micro_batches": 8, "hidden_size": 1024, "sequence_length": 1024}
 
@@ -22,7 +20,8 @@ OPTIONS = {"micro_batches": 8, "hidden_size": 1024, "sequence_length": 1024}
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare what devices allocate at most in a batch of a GPT with what stages are predicted to need.
 
-    Two blocks a stage. A CPU does not count what is allocated: there it is what the process holds.
+    Two blocks a stage. Forward and backward passes apart from the optimizer's step. A CPU does not count what is
+    allocated: there it is what the process holds.
     """
     check_at_least_1(arguments, "micro_batches", "hidden_size", "sequence_length")
     rows = []
@@ -38,13 +37,24 @@ def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkp
     accelerator = get_accelerator()
     held_before = accelerator.memory_allocated()
     engine = profiled_engine(arguments, kind, precision, checkpointing)
+    peaks = []
+
+    def take_peak(*_: Any) -> None:
+        peaks.append(accelerator.max_memory_allocated() - held_before)
+        accelerator.reset_peak_memory_stats()
+
     accelerator.reset_peak_memory_stats()
+    hook = engine.basic_optimizer.register_step_pre_hook(take_peak)
     engine.train_batch(tokens(arguments))
+    hook.remove()
+    take_peak()
+    in_passes, in_step = peaks
     return {
         "schedule": kind,
         "precision": precision,
         "checkpointing": checkpointing,
-        "measured_bytes": of_all_ranks(accelerator.max_memory_allocated() - held_before),
+        "measured_bytes": of_all_ranks(in_passes),
+        "step_bytes": of_all_ranks(in_step),
         "predicted_bytes": predicted_bytes(engine),
     }
 
@@ -57,3 +67,10 @@ def predicted_bytes(engine: Any) -> list[int]:
         return [int(held) + peak + workspace for held, peak in zip(static, predicted_peaks(engine))]
     model = engine.balancer.memory.model(engine.profile, get_accelerator().total_memory())
     return [needed + workspace for needed in model.bytes_per_stage(engine.partition)]
+
+
+def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    print("\nIn passes")
+    show_peaks(found["rows"], "measured_bytes", arguments)
+    print("\nIn the optimizer's step")
+    show_peaks(found["rows"], "step_bytes", arguments)

@@ -211,13 +211,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    stages = len(found["rows"][0]["measured_bytes"])
+    show_peaks(found["rows"], "measured_bytes", arguments)
+
+
+def show_peaks(rows: Sequence[dict[str, Any]], key: str, arguments: argparse.Namespace) -> None:
+    """Print these bytes of all stages, and over those predicted."""
+    stages = len(rows[0][key])
     print(
         f"\n{stages} stages of {BLOCKS_PER_STAGE} blocks, {arguments.micro_batches} micro-batches: KiB, over predicted"
     )
     cells = []
-    for row in found["rows"]:
-        pairs = zip(row["measured_bytes"], row["predicted_bytes"])
+    for row in rows:
+        pairs = zip(row[key], row["predicted_bytes"])
         figures = [f"{measured / 1024:,.0f} ({measured / predicted:.3f})" for measured, predicted in pairs]
         cells.append((SCHEDULES[row["schedule"]], row["precision"], row["checkpointing"], *figures))
     print_table(("schedule", "precision", "checkpointing", *(f"stage {stage}" for stage in range(stages))), cells)
