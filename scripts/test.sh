@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Sets up once, then checks style, types, documentation and behaviour on the CPU; fails if any of them does. Arguments go
-# to pytest:
-#   scripts/test.sh                      all tests but the long fuzz forms
+# Sets up once, then checks style, types, documentation and behaviour on the CPU, and a part of the tests on the emulated
+# device, which is compiled once; fails if any of them does. Arguments go to pytest, on the CPU alone:
+#   scripts/test.sh                      all tests but the long fuzz forms, and the short form on the emulated device
 #   scripts/test.sh -m fuzz              the fuzz forms alone
 #   scripts/test.sh tests/pure -k config
 #   scripts/test.sh -n 0                 in one process (three by default: many tests wait)
 #   scripts/test.sh --accelerator        tests/accelerator alone, on the machine's accelerators, one test at a time
+#   DS_ACCELERATOR=emulated scripts/test.sh                      that short form alone
+#   DS_ACCELERATOR=emulated scripts/test.sh tests/distributed    other tests on the emulated device
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 if [[ "${1:-}" == --accelerator ]]; then
@@ -14,7 +16,17 @@ if [[ "${1:-}" == --accelerator ]]; then
     ds_dynmo_accelerators >/dev/null || exit 1
     exec python -m pytest -n 0 tests/accelerator "$@"
 fi
+asked="${DS_ACCELERATOR:-}"
+short_form=@tests/emulated/short_form.txt # pytest reads its arguments there
 source scripts/setup_env.sh test cpu || exit 1
+run_tests() {
+    python -m pytest -n 3 --dist worksteal "$@"
+}
+if [[ "$asked" == emulated ]]; then
+    export DS_ACCELERATOR=emulated
+    run_tests "${@:-$short_form}"
+    exit
+fi
 
 failed=0
 check() {
@@ -26,5 +38,8 @@ check python -m mypy
 site="$(mktemp -d)"
 trap 'rm -rf "$site"' EXIT
 check python -m mkdocs build --quiet --strict --site-dir "$site"
-python -m pytest -n 3 --dist worksteal "$@" || exit # last, so that its summary is the last line
+run_tests "$@" || failed=1
+if (($# == 0)); then
+    DS_ACCELERATOR=emulated run_tests "$short_form" || failed=1 # last, so that its summary is the last line
+fi
 exit "$failed"

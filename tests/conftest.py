@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from guard import scratch_folder_of_program
+from tests import emulated
 
 NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importorskip gives
+NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.py gives
+NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
 LAUNCHES = {"test_benchmark.py", "test_launch.py", "test_left_behind.py", "test_slurm.py", "test_train_script.py"}
 
 
@@ -34,7 +37,8 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Run on the CPU, also on a machine with accelerators, unless only tests/accelerator is asked for.
 
-    DeepSpeed looks for an accelerator once. Workers, fork servers and launched programs inherit the variable.
+    ``DS_ACCELERATOR`` may ask for another device. The emulated one is compiled here if need be. DeepSpeed looks for an
+    accelerator once. Workers, fork servers and launched programs inherit the variable.
 
     Where ``CI`` is set, the summary lists what was skipped, and why: nobody there sees what the machine lacks.
     """
@@ -44,6 +48,35 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
     if not all(path.resolve().is_relative_to(folder) for path in asked):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if emulated.is_asked_for():
+        from tests.emulated import build
+
+        config.stash[NO_DEVICE] = build.why_not()
+        if config.stash[NO_DEVICE] is None:
+            build.library()
+            emulated.activate()
+
+
+class SkippedModule(pytest.Module):
+    """A file of tests that cannot be imported, because the device that it is to run on cannot be made."""
+
+    def collect(self) -> Any:
+        pytest.skip(str(self.config.stash[NO_DEVICE]), allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip every file, with the reason, if the emulated device is asked for and cannot be made."""
+    if parent.config.stash.get(NO_DEVICE, None) is None:
+        return None
+    return SkippedModule.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(autouse=True)
+def emulated_device_found_no_fault() -> Iterator[None]:
+    """Fail a test if the emulated device found a fault in pytest's own process."""
+    yield
+    found = emulated.take_reports()
+    assert not found, "\n".join(found)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,16 +94,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    return _fail_without_package((yield))
+    return _fail_if_incomplete((yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, Any, Any]:
-    return _fail_without_package((yield))
+    return _fail_if_incomplete((yield))
 
 
-def _fail_without_package(report: Any) -> Any:
-    """Where ``CI`` is set, fail a test that was skipped because a Python package is missing.
+def _fail_if_incomplete(report: Any) -> Any:
+    """Where ``CI`` is set, fail a test that was skipped for want of a Python package or of a compiler.
 
     The extra "test" installs all packages. Skips because of a missing device, browser or Slurm stay skips.
     """
@@ -78,4 +111,6 @@ def _fail_without_package(report: Any) -> Any:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if NO_PACKAGE in reason:
             report.outcome, report.longrepr = "failed", f'{reason}: pyproject.toml\'s extra "test" should install it'
+        elif NO_COMPILER in reason:
+            report.outcome, report.longrepr = "failed", reason
     return report

@@ -1,7 +1,7 @@
-"""The accelerators of this machine, and ranks that have one each.
+"""The accelerators of this machine, what they can, and ranks that have one each.
 
 These tests are skipped on a machine without accelerators, and in a run of other tests, which uses the CPU. On a machine
-with accelerators run ``scripts/test.sh --accelerator``.
+with accelerators run ``scripts/test.sh --accelerator``; anywhere, ``DS_ACCELERATOR=emulated scripts/test.sh``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from tests import emulated
 from tests.distributed.harness import run
 
 ACCELERATOR = get_accelerator()
 PRESENT = 0 if ACCELERATOR.device_name() == "cpu" else ACCELERATOR.device_count()
+IS_REAL = ACCELERATOR.device_name() != emulated.NAME  # its kernels take their own time, in torch's profiler, too
+BUSY_WIDTH = 4096 if IS_REAL else 64  # of matrices whose products keep the device busy for long
 SECONDS = 900.0  # every rank imports everything, and compiles
 
 
@@ -26,10 +29,14 @@ def needs(count: int) -> Any:
     return pytest.mark.skipif(count > PRESENT, reason=f"needs {count} accelerator(s), DeepSpeed uses {PRESENT} here")
 
 
+def only_real(what: str) -> Any:
+    """Skip a test on the emulated device, which does not show ``what``."""
+    return pytest.mark.skipif(not IS_REAL, reason=f"only a real device shows {what}")
+
+
 def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``function(*args)`` on ranks with an accelerator each, and return the results in rank order."""
-    backend = ACCELERATOR.communication_backend_name()
-    return run(num_ranks, repeatably, function, args, seconds=SECONDS, backend=backend)
+    return run(num_ranks, repeatably, function, args, seconds=SECONDS)
 
 
 def repeatably(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

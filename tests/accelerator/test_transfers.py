@@ -6,27 +6,25 @@ import pytest
 import torch
 
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
-from tests.accelerator.devices import ACCELERATOR, each, needs, run_on_devices
+from tests.accelerator.devices import ACCELERATOR, BUSY_WIDTH, each, needs, run_on_devices
 from tests.distributed.support.configs import PRECISIONS, Case
 from tests.distributed.support.training import whole
 from tests.distributed.test_migration_phases import train
 
-SIZE = 4096
-
 
 def long_work(device: torch.device) -> None:
-    """Keep the compute stream busy for some tens of milliseconds."""
-    matrix = torch.ones(SIZE, SIZE, device=device)
+    """Keep the compute stream busy, on a real device for some tens of milliseconds."""
+    matrix = torch.ones(BUSY_WIDTH, BUSY_WIDTH, device=device)
     for _ in range(50):
-        matrix = matrix @ matrix / SIZE
+        matrix = matrix @ matrix / BUSY_WIDTH
 
 
 def pass_through_the_stream() -> tuple[float, float]:
     """Write a tensor on the compute stream, copy it on the transfer stream, and read it on the compute stream."""
     device = torch.device(ACCELERATOR.current_device_name())
     stream = TransferStream(device)
-    source = torch.zeros(SIZE, device=device)
-    arrived = torch.zeros(SIZE, device=device)
+    source = torch.zeros(BUSY_WIDTH, device=device)
+    arrived = torch.zeros(BUSY_WIDTH, device=device)
     long_work(device)
     source.fill_(1.0)
     with stream.after_compute():

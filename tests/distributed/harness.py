@@ -18,7 +18,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests import emulated
 from tests.distributed.namespaces import Network, enter
+from tests.emulated import deadlocks
+from tests.emulated.operation_log import log_operations
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -35,7 +38,7 @@ def run(
     port: int | None = None,
     hosts: Network | None = None,
     group_timeout: timedelta = GROUP_TIMEOUT,
-    backend: str = "gloo",
+    backend: str | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank of a fresh world, and return the results in rank order.
 
@@ -46,15 +49,14 @@ def run(
         port: of a ``TCPStore`` on this machine where the ranks meet.
         hosts: a host for each rank to run on; the ranks meet at the first.
         group_timeout: timeout of the default process group.
-        backend: with a backend other than gloo each rank has its own accelerator and is a new program, because a fork
-            of a process that has looked for accelerators cannot use them.
+        backend: of the default process group; None: that of DeepSpeed's accelerator. With "gloo" the ranks use the CPU,
+            otherwise each its own device.
 
     Raises:
-        RankError: a rank raised, died, or was not done in time.
+        RankError: a rank raised, died, or was not done in time; or the emulated device found a fault, or its backend
+            an order of operations in which real ones would stand still.
     """
-    context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
-    if backend == "gloo":
-        context.set_forkserver_preload(["tests.distributed.preload"])
+    context = _context(backend)
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -67,11 +69,28 @@ def run(
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, seconds)
+            results = _collect(pipes, seconds)
+            faults = deadlocks.check(folder)
+        except RankError as error:
+            faults = [str(error), *deadlocks.check(folder, finished=False)]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+    if faults:
+        raise RankError("\n".join(faults))
+    return results
+
+
+def _context(backend: str | None) -> Any:
+    """Return how ranks start: as new programs where a fork of a process that has looked for devices cannot use them."""
+    from deepspeed.accelerator import get_accelerator
+
+    if backend != "gloo" and get_accelerator().device_name() not in ("cpu", emulated.NAME):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    return context
 
 
 def run_each(num_ranks: int, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
@@ -129,21 +148,33 @@ class Place:
     port: int | None
     hosts: Network | None
     timeout: timedelta
-    backend: str
+    backend: str | None
 
     def meet(self) -> None:
+        """Take this rank's device, and initialize communication."""
+        import deepspeed
         import torch
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        store: Any = torch.distributed.FileStore(os.path.join(self.folder, "store"), self.num_ranks)
+        if self.backend == "gloo":
+            set_accelerator(CPU_Accelerator())
+        get_accelerator().set_device(self.rank)
+        backend = self.backend or get_accelerator().communication_backend_name()
+        if get_accelerator().device_name() == emulated.NAME:
+            log_operations(self.folder, self.rank)
+        self._initialize(torch.distributed, backend)
+        deepspeed.init_distributed(backend)
+
+    def _initialize(self, dist: Any, backend: str) -> None:
+        store: Any = dist.FileStore(os.path.join(self.folder, "store"), self.num_ranks)
         if self.port is not None:
-            store = torch.distributed.TCPStore("localhost", self.port, is_master=False)
+            store = dist.TCPStore("localhost", self.port, is_master=False)
         if self.hosts is not None:
             enter(self.hosts, self.rank)
-            torch.distributed.init_process_group(self.backend, timeout=self.timeout)
+            dist.init_process_group(backend, timeout=self.timeout)
             return
-        torch.distributed.init_process_group(
-            self.backend, store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout
-        )
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout)
 
 
 def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
@@ -159,7 +190,6 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
-        import deepspeed
         import torch
 
         import tests.distributed.preload  # in case the fork server was started in another folder  # noqa: F401
@@ -168,15 +198,15 @@ def _rank_main(place: Place, pipe: Connection, call: bytes) -> None:
         torch.set_num_threads(1)
         # Linux's default. Otherwise the workers of a DataLoader would start a fork server that imports torch.
         multiprocessing.set_start_method("fork", force=True)
-        if place.backend != "gloo":
-            deepspeed.get_accelerator().set_device(rank)
         place.meet()
-        deepspeed.init_distributed(place.backend)
         function, args = pickle.loads(call)
         result = (True, function(*args))
         wait_for_posted()  # as a process does when it exits normally
     except BaseException:
         result = (False, traceback.format_exc())
+    found = emulated.take_reports()
+    if found:
+        result = (False, "\n".join(found if result[0] else [result[1], *found]))
     pipe.send(result)
     for worker in multiprocessing.active_children():  # workers of a DataLoader would exit only seconds later
         worker.kill()

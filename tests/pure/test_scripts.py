@@ -73,7 +73,9 @@ def launched(stages: int, *arguments: str, sees: str) -> str:
     return " ".join([sees, *words, "--deepspeed_config ds_configs/freezing.json", *arguments])
 
 
-ON_CPU, ANYWHERE = "[cpu,]", "[any,all]"
+ON_CPU, ON_EMULATED, ANYWHERE = "[cpu,]", "[emulated,]", "[any,all]"
+TESTS = "-m pytest -n 3 --dist worksteal"
+SHORT_FORM = "@tests/emulated/short_form.txt"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,22 @@ def test_each_command_installs_once_what_it_needs(checkout: Checkout) -> None:
     assert checkout.run("quickstart.sh")[0] == [launched(2, sees=ON_CPU)]
     calls, _ = checkout.run("test.sh", "-k", "config", DS_ACCELERATOR="cuda")
     assert calls[0] == f"install --quiet --editable {checkout.folder}[test]" and TORCH not in str(calls)
-    assert calls[-1] == f"{ON_CPU} -m pytest -n 3 --dist worksteal -k config"
+    assert calls[-1] == f"{ON_CPU} {TESTS} -k config"
+
+
+@pytest.mark.parametrize(
+    ("asked", "arguments", "runs"),
+    [
+        ("", [], [f"{ON_CPU} {TESTS}", f"{ON_EMULATED} {TESTS} {SHORT_FORM}"]),
+        ("emulated", [], [f"{ON_EMULATED} {TESTS} {SHORT_FORM}"]),
+        ("emulated", ["tests/accelerator", "-x"], [f"{ON_EMULATED} {TESTS} tests/accelerator -x"]),
+    ],
+)
+def test_the_short_form_runs_on_the_emulated_device(
+    asked: str, arguments: list[str], runs: list[str], checkout: Checkout
+) -> None:
+    calls, _ = checkout.run("test.sh", *arguments, DS_ACCELERATOR=asked)
+    assert [call for call in calls if " -m pytest " in call] == runs
 
 
 @pytest.mark.parametrize(("count", "stages"), [(1, 1), (2, 2), (8, 2)])

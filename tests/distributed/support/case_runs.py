@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
 import ds_dynmo
@@ -22,6 +23,7 @@ from ds_dynmo.models import (
     model_layers,
 )
 from ds_dynmo.models.early_exit.exits import ExitHead
+from ds_dynmo.models.pruning.kernels import can_csr
 from tests.distributed.harness import run, run_each
 from tests.distributed.support.configs import BLOCK, Case, config
 from tests.distributed.support.training import drop_decision, state, whole
@@ -144,8 +146,14 @@ class CaseRun:
 
 
 def model_of(run: CaseRun) -> ModelConfig:
+    """Return the "model" block of a run. Pruned weights compute dense where the device has no products in CSR."""
     sizes = {} if "huggingface" in run.model else SIZES
-    return parse_block(ModelConfig, {**sizes, **run.model}, "model")
+    block, pruning = {**sizes, **run.model}, run.model.get("pruning", {})
+    dtype = torch.bfloat16 if "bf16" in run.precision else torch.float16 if "fp16" in run.precision else torch.float32
+    device = torch.device(get_accelerator().current_device_name())
+    if "csr_from" in pruning and "block_size" not in pruning and not can_csr(dtype, device):
+        block["pruning"] = {**pruning, "csr_from": None, "probe": False}
+    return parse_block(ModelConfig, block, "model")
 
 
 def num_layers(run: CaseRun) -> int:
