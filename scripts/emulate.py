@@ -5,7 +5,7 @@
     deepspeed --num_gpus 2 scripts/emulate.py profile --compute real       # profiled seconds and the layers' own clocks
     deepspeed --num_gpus 2 scripts/emulate.py overhead --compute real      # cost of a profile and a rebalance
     deepspeed --num_gpus 4 scripts/emulate.py memory                       # measured and predicted peak bytes of stages
-    deepspeed --num_gpus 2 scripts/emulate.py allocated                    # what devices allocate, and what is predicted
+    deepspeed --num_gpus 2 scripts/emulate.py allocated                    # what devices allocate, and as predicted
     deepspeed --num_gpus 8 scripts/emulate.py prediction                   # simulated and measured iterations
     deepspeed --num_gpus 8 scripts/emulate.py makespan                     # balancers "makespan" and "partition"
     deepspeed --num_gpus 8 scripts/emulate.py slowed --rank 3 --factor 2   # a rank that becomes slow during the run
