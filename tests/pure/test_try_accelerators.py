@@ -52,8 +52,8 @@ def step_of(name: str) -> Step:
         ),
         (
             "quickstart",
-            {"quickstart": [{"stages": 2}, {"kind": "rebalance", "moves": [1, 2]}, END]},
-            {"quickstart": [{"stages": 2}, {"kind": "rebalance", "moves": []}, END]},
+            {"quickstart": [{"stages": 2}, {"kind": "rebalance", "bytes_moved": 9}, END]},
+            {"quickstart": [{"stages": 2}, {"kind": "rebalance", "bytes_moved": 0}, END]},
             "0 moves, 10,000 tokens/s",
         ),
         (
@@ -163,6 +163,13 @@ def test_a_step_that_fails_or_hangs_is_an_expectation_that_does_not_hold(
     assert [expected.says for expected in outcome.expectations[1:]] == ["seven"] * (figures is not None)
     if "print" in program:
         assert done.output in (["written"], ["lost"])
+
+
+def test_figures_that_end_early_are_an_expectation_that_does_not_hold(tmp_path: Path) -> None:
+    program = 'import sys; open(sys.argv[1], \'w\').write(\'{"kind": "start", "stages": 2}\')'
+    step = step_of("quickstart")._replace(commands=lambda trial: {"quickstart": [sys.executable, "-c", program]})
+    *_, last = try_step(step, trial_in(tmp_path)).expectations
+    assert last.says == "quickstart writes all figures" and last.held is False
 
 
 def test_the_page_and_the_json_have_every_figure(tmp_path: Path) -> None:
