@@ -5,6 +5,7 @@
     deepspeed --num_gpus 2 scripts/emulate.py profile --compute real       # profiled seconds and the layers' own clocks
     deepspeed --num_gpus 2 scripts/emulate.py overhead --compute real      # cost of a profile and a rebalance
     deepspeed --num_gpus 4 scripts/emulate.py memory                       # measured and predicted peak bytes of stages
+    deepspeed --num_gpus 2 scripts/emulate.py allocated                    # what devices allocate, and as predicted
     deepspeed --num_gpus 8 scripts/emulate.py prediction                   # simulated and measured iterations
     deepspeed --num_gpus 8 scripts/emulate.py makespan                     # balancers "makespan" and "partition"
     deepspeed --num_gpus 8 scripts/emulate.py slowed --rank 3 --factor 2   # a rank that becomes slow during the run
@@ -19,7 +20,7 @@ import sys
 
 import torch
 
-from benchmarks import differences, held_bytes, one_engine, prediction, slowed
+from benchmarks import allocated, differences, held_bytes, one_engine, prediction, slowed
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import CommandParser, num_processes, refusals_of, write_json
 from ds_dynmo.cli.startup import begin_rank
@@ -29,6 +30,7 @@ COMMANDS = {
     "profile": (one_engine, one_engine.profile),
     "overhead": (one_engine, one_engine.overhead),
     "memory": (held_bytes, held_bytes.measure),
+    "allocated": (allocated, allocated.measure),
     "prediction": (prediction, prediction.measure),
     "makespan": (differences, differences.measure),
     "slowed": (slowed, slowed.measure),

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from benchmarks.arms import timed
+from benchmarks.arms import timed, wait_for_all
 from benchmarks.emulation import pipeline_engine
 from benchmarks.machine import Machine
 from ds_dynmo.cli.command_line import (
@@ -45,7 +46,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "fp32-zero1": {"zero_optimization": {"stage": 1}},
 }
-MOVED, BIG = 4, 4_000_000  # layers that move at once, and parameters of each
+MOVED = 4  # layers that move at once
 SMALL = 1_000  # parameters of the layer that moves when the cost of those that stay is measured
 STAY = 10  # layers of each stage that stay then
 LEAST = STAY * SMALL / 1e6  # millions of parameters of those
@@ -79,13 +80,14 @@ def make_engine(counts: list[int], boundary: int, precision: str) -> Any:
 
 def bandwidth(arguments: argparse.Namespace) -> dict[str, Any]:
     """Move layers to the other stage and back, and send the same bytes raw, in turns."""
-    engine = make_engine([BIG] * (MOVED + 2), MOVED + 1, arguments.precision)
+    count = int(arguments.layer_parameters * 1e6)
+    engine = make_engine([count] * (MOVED + 2), MOVED + 1, arguments.precision)
     moved, raw = [], []
     for _ in range(arguments.pairs):
         for sender, boundary in ((0, 1), (1, MOVED + 1)):
             moved.append(timed(partial(engine.rebalance, [0, boundary, MOVED + 2])))
             size = engine.reports[-1].bytes_moved
-            payload = torch.ones(size, dtype=torch.uint8) if engine.stage_id == sender else None
+            payload = torch.ones(size, dtype=torch.uint8, device=engine.device) if engine.stage_id == sender else None
             raw.append(timed(partial(send_raw, payload, size, 1 - engine.stage_id)))
     return {
         "bytes": size,
@@ -100,7 +102,7 @@ def send_raw(payload: torch.Tensor | None, size: int, peer: int) -> None:
     if payload is not None:
         dist.send(payload, peer)
     else:
-        dist.recv(torch.empty(size, dtype=torch.uint8), peer)
+        dist.recv(torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name()), peer)
 
 
 def nothing_moves(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -126,8 +128,10 @@ def optimizer(arguments: argparse.Namespace) -> dict[str, Any]:
     settle = engine.stage.state.settle
 
     def clocked(*args: Any) -> None:
+        get_accelerator().synchronize()
         began = time.perf_counter()
         settle(*args)
+        get_accelerator().synchronize()
         settled.append(time.perf_counter() - began)
 
     engine.stage.state.settle = clocked
@@ -151,10 +155,11 @@ def copy_of_state(engine: Any) -> float:
             tensors += [value for value in engine.basic_optimizer.state[parameter].values() if value.dim()]
             if engine.optimizer is not engine.basic_optimizer:
                 tensors.append(parameter.data)
-    dist.barrier()
+    wait_for_all()
     began = time.perf_counter()
     for tensor in tensors:
         tensor.clone()
+    get_accelerator().synchronize()
     return time.perf_counter() - began
 
 
@@ -162,12 +167,19 @@ def main(given: list[str]) -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default: %(default)s")
     parser.add_argument("--stage-parameters", type=float, default=10.0, help="millions per stage, default %(default)s")
+    parser.add_argument(
+        "--layer-parameters",
+        type=float,
+        default=4.0,
+        help=f"millions in each of the {MOVED} layers whose bandwidth is measured, default %(default)s",
+    )
     parser.add_argument("--pairs", type=int, default=6, help="pairs of measurements, default %(default)s")
     arguments = parser.parse_args(given)
     with refusals_of("migration.py"):
         check_at_least_1(arguments, "pairs")
-        if not LEAST <= arguments.stage_parameters < math.inf:
-            raise ConfigError(f"--stage-parameters {arguments.stage_parameters}: should be at least {LEAST} (millions)")
+        for option, millions in (("stage", arguments.stage_parameters), ("layer", arguments.layer_parameters)):
+            if not LEAST <= millions < math.inf:
+                raise ConfigError(f"--{option}-parameters {millions}: should be at least {LEAST} (millions)")
         if num_processes("2 scripts/migration.py") != 2:
             raise ConfigError("two ranks are needed: deepspeed --num_gpus 2 scripts/migration.py ...")
     begin_rank()

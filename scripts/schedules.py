@@ -13,12 +13,13 @@ Set OMP_NUM_THREADS=1: one thread per stage. Layers sleep; those of "--compute r
 batch in which all stages work as long and never wait. "simulated": from the seconds that layers are told. "replayed":
 the order of passes from the seconds that passes took in further batches. With --back-to-back a turn is several
 batches in a row; figures are of one after the first. It fails where an engine trained other weights than DeepSpeed's
-1F1B.
+1F1B: with --deterministic also on a device whose kernels may add in any order.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
@@ -61,6 +62,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--loads", choices=LOADS, default="equal", help="of the layers, default %(default)s")
     parser.add_argument("--hidden-size", type=int, default=256, help="of real blocks, default %(default)s")
     parser.add_argument("--sequence-length", type=int, default=256, help="of real blocks, default %(default)s")
+    parser.add_argument("--deterministic", action="store_true", help="choose kernels that always give the same bits")
     parser.add_argument("--seed", type=int, default=0, help="of random loads, default %(default)s")
     return parser.parse_args(given)
 
@@ -88,6 +90,9 @@ def main(given: list[str]) -> None:
     arguments = parse(given)
     with refusals_of("schedules.py"):
         check(arguments)
+    if arguments.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
     begin_rank()
     machine = Machine()
     with engines_end_here():

@@ -42,7 +42,7 @@ ds_dynmo_setup_env() {
     export VIRTUAL_ENV="$prefix" PATH="$prefix/bin:$PATH"
     export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$prefix/torchinductor}" # else torch makes one under /tmp
     unset PYTHONHOME
-    ds_dynmo_choose "$device"
+    ds_dynmo_choose "$device" "$root"
 }
 
 # Print the interpreter to start from.
@@ -125,12 +125,14 @@ ds_dynmo_reached() {
     "$1" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$2" 2>/dev/null
 }
 
-# Let programs see no device but $1.
+# Let programs see no device but $1; of the checkout $2 the emulated one, where it is asked for.
 ds_dynmo_choose() {
     if [[ "$1" == cpu ]]; then
         export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
     elif [[ "${DS_ACCELERATOR:-}" == cpu ]]; then
         unset DS_ACCELERATOR CUDA_VISIBLE_DEVICES # of a call for the CPU
+    elif [[ "${DS_ACCELERATOR:-}" == emulated ]]; then
+        export PYTHONPATH="$2/tests/emulated/site:$2${PYTHONPATH:+:$PYTHONPATH}"
     fi
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 
 def hardware() -> dict[str, object]:
@@ -19,7 +20,16 @@ def hardware() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
+        "accelerator": get_accelerator().device_name(),
+        "devices": device_names(),
     }
+
+
+def device_names() -> list[str]:
+    """Name the devices that this process sees, by their model; a CPU has no such names."""
+    accelerator = get_accelerator()
+    name_of = getattr(torch.get_device_module(accelerator.device_name()), "get_device_name", None)
+    return [] if name_of is None else [str(name_of(index)) for index in range(accelerator.device_count())]
 
 
 def processor() -> str:

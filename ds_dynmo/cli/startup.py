@@ -48,6 +48,11 @@ def init_distributed() -> None:
 
 
 def begin_rank() -> None:
-    """Start a rank of a benchmark. It computes with one thread unless OMP_NUM_THREADS says otherwise."""
+    """Start a rank of a benchmark. It computes with one thread unless OMP_NUM_THREADS says otherwise.
+
+    Raises:
+        ConfigError: it has no device, or the ranks cannot meet.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    take_device(int(os.environ["LOCAL_RANK"]))
     init_distributed()

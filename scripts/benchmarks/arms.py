@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
 from benchmarks.rows import Costs, Slice
@@ -49,9 +50,7 @@ class Arm:
         reports = self.engine.reports[self._reports_seen :]
         self._reports_seen += len(reports)
         parts = [(-one.profile_seconds, one.decide_seconds, one.migrate_seconds) for one in reports]
-        seconds = torch.tensor([(0.0, 0.0, 0.0), *parts], dtype=torch.float64).sum(dim=0)
-        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
-        profile, decide, migrate = seconds.tolist()
+        profile, decide, migrate = most_over_ranks([sum(column) for column in zip((0.0, 0.0, 0.0), *parts)])
         return -profile, decide, migrate
 
 
@@ -74,19 +73,33 @@ def arm_block(arm: str, block: dict[str, Any]) -> dict[str, Any]:
 
 
 def timed(batch: Callable[[], Any]) -> float:
-    """Measure the wall-clock seconds until the last rank is done, with the rebalance that may follow. Collective."""
-    torch.distributed.barrier()
+    """Measure the wall-clock seconds until the last rank's device is done, with the rebalance that may follow.
+
+    Collective.
+    """
+    wait_for_all()
     began = time.perf_counter()
     batch()
-    torch.distributed.barrier()
+    wait_for_all()
     return time.perf_counter() - began
+
+
+def wait_for_all() -> None:
+    """Wait until the devices of all ranks have done what they were given. Collective."""
+    get_accelerator().synchronize()
+    torch.distributed.barrier()
+
+
+def most_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Take the largest of all ranks' numbers, one by one. Collective."""
+    most = torch.tensor(numbers, dtype=torch.float64, device=get_accelerator().current_device_name())
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return most.tolist()
 
 
 def least_over_ranks(seconds: float) -> float:
     """Take the least over all ranks: gathering begins with a wait for the others' batch. Collective."""
-    least = torch.tensor(seconds, dtype=torch.float64)
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
-    return least.item()
+    return -most_over_ranks([-seconds])[0]
 
 
 def profiling_seconds(arm: Arm, batch: Callable[[], Any], pairs: int) -> float:

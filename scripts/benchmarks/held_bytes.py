@@ -163,7 +163,22 @@ def tokens(arguments: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.
 
 
 def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkpointing: str) -> dict[str, Any]:
-    """Measure a batch after a profile; zero bubble has the order for equal costs. Collective."""
+    """Measure a batch after a profile. Collective."""
+    engine, data = profiled_engine(arguments, kind, precision, checkpointing), tokens(arguments)
+    return {
+        "schedule": kind,
+        "precision": precision,
+        "checkpointing": checkpointing,
+        "measured_bytes": of_all_ranks(measured_peak(engine, data)),
+        "predicted_bytes": list(predicted_peaks(engine)),
+    }
+
+
+def profiled_engine(arguments: argparse.Namespace, kind: str, precision: str, checkpointing: str) -> Any:
+    """Make an engine and train it until its profile and messages are known. Collective.
+
+    Zero bubble has the order for equal costs.
+    """
     engine, data = make_engine(arguments, kind, precision, checkpointing), tokens(arguments)
     engine.train_batch(data)
     engine.rebalance()
@@ -171,16 +186,14 @@ def measure_one(arguments: argparse.Namespace, kind: str, precision: str, checkp
         order = one_f_one_b if kind == "1f1b" else schedule_for_equal_costs
         engine.stage.schedule.decide(order(engine.num_stages, engine.micro_batches))
     engine.train_batch(data)  # what messages look like is known from here on
-    mine = measured_peak(engine, data)
+    return engine
+
+
+def of_all_ranks(mine: int) -> list[int]:
+    """Gather a number of every rank. Collective."""
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, mine)
-    return {
-        "schedule": kind,
-        "precision": precision,
-        "checkpointing": checkpointing,
-        "measured_bytes": every,
-        "predicted_bytes": list(predicted_peaks(engine)),
-    }
+    return every
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -198,13 +211,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    stages = len(found["rows"][0]["measured_bytes"])
+    show_peaks(found["rows"], "measured_bytes", arguments)
+
+
+def show_peaks(rows: Sequence[dict[str, Any]], key: str, arguments: argparse.Namespace) -> None:
+    """Print these bytes of all stages, and over those predicted."""
+    stages = len(rows[0][key])
     print(
         f"\n{stages} stages of {BLOCKS_PER_STAGE} blocks, {arguments.micro_batches} micro-batches: KiB, over predicted"
     )
     cells = []
-    for row in found["rows"]:
-        pairs = zip(row["measured_bytes"], row["predicted_bytes"])
+    for row in rows:
+        pairs = zip(row[key], row["predicted_bytes"])
         figures = [f"{measured / 1024:,.0f} ({measured / predicted:.3f})" for measured, predicted in pairs]
         cells.append((SCHEDULES[row["schedule"]], row["precision"], row["checkpointing"], *figures))
     print_table(("schedule", "precision", "checkpointing", *(f"stage {stage}" for stage in range(stages))), cells)

@@ -180,7 +180,8 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     freeze_first(engine, FROZEN)
     engine.train_batch(data)  # profiled; a decision follows
     decision = engine.reports[-1]
-    balanced, static = engine.partition, [0, FROZEN, BLOCKS]
+    balanced = engine.partition
+    static = [0, FROZEN, BLOCKS] if engine.num_stages == 2 else balanced  # on one stage nothing can move
     moves = [engine.rebalance(partition).migrate_seconds for _ in range(5) for partition in (static, balanced)]
     total = extra + decision.profile_seconds + decision.decide_seconds + statistics.median(moves)
     return {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 
-from benchmarks.arms import say, timed, turns
+from benchmarks.arms import most_over_ranks, say, timed, turns
 from benchmarks.emulation import pipeline_engine
 from benchmarks.scaling import WIDTH, ScalingBlock, layer_seconds, stage_costs
 from benchmarks.traced_passes import traced_batches
@@ -89,9 +89,7 @@ class Arm:
         for _ in range(self.in_a_row):
             self._train()
             ends.append(time.perf_counter())
-        slowest = torch.tensor((ends[-1] - ends[0]) / (self.in_a_row - 1), dtype=torch.float64)
-        torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
-        return slowest.item()
+        return most_over_ranks([(ends[-1] - ends[0]) / (self.in_a_row - 1)])[0]
 
     def _train(self) -> None:
         loss = self.engine.train_batch(self.data)

@@ -49,7 +49,8 @@ class EmulatedAccelerator(DeepSpeedAccelerator):
         return ["EMULATED_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        """Leave a launched rank all devices: it takes the one of its local rank."""
+        """Leave a launched rank all devices: it takes the one of its local rank. DeepSpeed's launcher reads the key."""
+        current_env["EMULATED_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
 
     # Order of work: the host runs ahead of the device
     def is_synchronized_device(self) -> bool:

@@ -66,6 +66,13 @@ class Group(dist.ProcessGroup):
 
     getBackendName = _get_backend_name = name
 
+    def _set_group_name(self, name: str) -> None:
+        self._given_name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._given_name
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(TYPE)]

@@ -23,6 +23,7 @@ TEXT = ["--data", __file__, "--model"]
         (migration, ["--pairs", "0"], 2, "--pairs 0: should be at least 1"),
         (migration, ["--stage-parameters", "0"], 2, r"--stage-parameters 0\.0: should be at least 0\.01 \(millions\)"),
         (migration, ["--stage-parameters", "nan"], 2, "--stage-parameters nan: should be at least"),
+        (migration, ["--layer-parameters", "0"], 2, r"--layer-parameters 0\.0: should be at least 0\.01 \(millions\)"),
         (migration, [], None, "start with DeepSpeed's launcher: deepspeed --num_gpus 2 scripts/migration.py"),
         (packing, [*TEXT, "nowhere"], 2, r"model\.huggingface: nowhere: there is no such folder"),
         (packing, [*TEXT, "nowhere", "--batches", "0"], 2, "--batches 0: should be at least 1"),

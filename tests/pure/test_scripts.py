@@ -138,7 +138,18 @@ def test_accelerators_are_tried_where_they_are_asked_for(count: int, stages: int
     assert calls[-1] == f"{ANYWHERE} -m pytest -n 0 tests/accelerator -x"
 
 
-@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_one_command_tries_everything_on_accelerators(checkout: Checkout) -> None:
+    """Programs that it starts find the emulated one where that is asked for."""
+    calls, _ = checkout.run(
+        "try_accelerators.sh", "--quick", DEVICES="cuda 2 2.13.0", REACHED="1", DS_ACCELERATOR="cpu"
+    )
+    assert calls[-1] == f"{ANYWHERE} scripts/try_accelerators.py --quick"
+    calls, _ = checkout.run("try_accelerators.sh", DEVICES="emulated 8 2.13.0", DS_ACCELERATOR="emulated")
+    folder = checkout.folder
+    assert calls[-1] == f"[emulated,all] {folder}/tests/emulated/site:{folder} scripts/try_accelerators.py"
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh", "try_accelerators.sh"])
 def test_no_accelerator_is_an_error_where_one_is_asked_for(script: str, checkout: Checkout) -> None:
     calls, said = checkout.run(script, "--accelerator", DEVICES="cpu 2 2.13.0+cpu")
     assert "no accelerator is seen by torch 2.13.0+cpu" in said
