@@ -179,5 +179,5 @@ def losses(results: list[dict[str, Any]]) -> dict[int, float]:
     return found
 
 
-DIFFER = {"engine.local_rank", "module.local_rank"}  # a rank keeps its device
+DIFFER = {"engine.local_rank", "module.local_rank", "optimizer.device"}  # a rank keeps its device
 DIFFER |= {"engine.loss", "module.curr_layer"}
