@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
