@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_dynmo.engine.checkpoint.progress import random_states, restore_random_states
 from tests.emulated import torch_device
 from tests.emulated.torch_device import Event, Stream, current_stream, library, stream, synchronize
 
@@ -64,6 +65,13 @@ def test_random_numbers_are_the_generators() -> None:
     assert torch.equal(first, torch.rand(3, device=DEVICE))
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(3, device=DEVICE, generator=torch.Generator())
+
+
+def test_the_devices_random_state_is_saved_in_checkpoints() -> None:
+    state = random_states()
+    first = torch.rand(3, device=DEVICE)
+    restore_random_states(state)
+    assert torch.equal(first, torch.rand(3, device=DEVICE))
 
 
 def test_in_place_out_and_views() -> None:

@@ -10,6 +10,7 @@ PHASES = "tests/accelerator/test_transfers.py"
 SCHEDULES = "tests/accelerator/test_schedules.py"
 RESUMES = "tests/accelerator/test_one_device.py::test_a_run_resumes_from_a_checkpoint"
 WAITS = "tests/emulated/test_synchronisations.py"
+LOSSES = "tests/emulated/test_communication.py -k loss"
 
 MUTATIONS = [
     Mutation(
@@ -27,13 +28,6 @@ MUTATIONS = [
         PHASES,
     ),
     Mutation(
-        "transfers are posted on the layers' stream, and waited for on their own",
-        f"{COMM}/point_to_point.py",
-        "        with self._stream.after_compute():\n            for peer",
-        "        if True:\n            for peer",
-        PHASES,
-    ),
-    Mutation(
         "what has arrived is copied without a wait",
         f"{COMM}/pending.py",
         "                _wait(self._works, self._timeout)\n            for tensor",
@@ -48,32 +42,25 @@ MUTATIONS = [
         SCHEDULES + " -k two_stages",
     ),
     Mutation(
-        "what is sent between stages is let go before it has left",
-        f"{COMM}/ordered_channels.py",
-        "posted = _Posted(works, [tensor for _, tensor in operations])",
-        "posted = _Posted(works, [])",
-        "tests/emulated/test_memory_of_messages.py",
-    ),
-    Mutation(
         "the loss is read before it has arrived",
         f"{COMM}/posted.py",
         "            work.wait()\n            self._work = None",
         "            self._work = None",
-        MOVES,
+        LOSSES,
     ),
     Mutation(
         "the loss arrives in a buffer that DeepSpeed copies meanwhile",
         "ds_dynmo/engine/deepspeed_adapter/losses.py",
         "tensor if engine.is_last_stage() else torch.empty_like(tensor)",
         "tensor",
-        MOVES,
+        LOSSES,
     ),
     Mutation(
-        "a stage sends before it receives, its neighbour too",
+        "two neighbours use different groups",
         f"{COMM}/neighbour_links.py",
         "group, rank = self._groups[min(stage, self._grid.get_stage_id()) % 2]",
-        "group, rank = self._groups[0]",
-        SCHEDULES + " -k four_stages",
+        "group, rank = self._groups[self._grid.get_stage_id() % 2]",
+        SCHEDULES + " -k dynamic_shapes",
     ),
     Mutation(
         "two messages of one stage are posted in the other order",
@@ -84,17 +71,38 @@ MUTATIONS = [
     ),
     Mutation(
         "a group's first operation is between two ranks",
-        f"{COMM}/neighbour_links.py",
-        "                dist.all_reduce(torch.zeros(1, device=device), group=group)",
-        "                pass",
+        f"{COMM}/device_group.py",
+        "    dist.all_reduce(torch.zeros(1, device=device), group=group)\n",
+        "",
         SCHEDULES + " -k four_stages",
     ),
     Mutation(
-        "a group of layers' first operation is between two ranks",
-        f"{COMM}/point_to_point.py",
-        "            dist.all_reduce(torch.zeros(1, device=device), group=self._layers)",
-        "            pass",
-        "tests/accelerator/test_several_devices.py -k four_stages",
+        "a group is connected by a tensor of the CPU",
+        f"{COMM}/device_group.py",
+        "torch.zeros(1, device=device)",
+        "torch.zeros(1)",
+        SCHEDULES + " -k dynamic_shapes",
+    ),
+    Mutation(
+        "a group is connected by a tensor of the first device",
+        f"{COMM}/device_group.py",
+        "torch.zeros(1, device=device)",
+        "torch.zeros(1, device=torch.device(device.type, 0))",
+        SCHEDULES + " -k dynamic_shapes",
+    ),
+    Mutation(
+        "sums over the world are taken of tensors of the CPU",
+        f"{COMM}/communicator.py",
+        "        moved = numbers.to(self._device, copy=True)\n        dist.all_reduce(moved)\n",
+        "        moved = numbers.cpu()\n        dist.all_reduce(moved)\n",
+        MOVES + " -k zero1",
+    ),
+    Mutation(
+        "which gradients go back is announced in the CPU's memory",
+        "ds_dynmo/engine/pipeline/gradient_flags.py",
+        "announced = torch.zeros(_MOST, dtype=torch.uint8, device=engine.device)",
+        "announced = torch.zeros(_MOST, dtype=torch.uint8)",
+        SCHEDULES + " -k masks",
     ),
     Mutation(
         "sums over the model are taken of tensors of the CPU",
@@ -102,35 +110,42 @@ MUTATIONS = [
         "        moved = numbers.to(self._device, copy=True)\n"
         "        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())",
         "        moved = numbers.cpu()\n        dist.all_reduce(moved, group=self._grid.get_model_parallel_group())",
-        MOVES,
+        MOVES + " -k fp32",
     ),
     Mutation(
         "small numbers travel on the device's group",
         f"{COMM}/communicator.py",
         "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._control)",
         "            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)",
-        MOVES,
+        MOVES + " -k fp32",
     ),
     Mutation(
         "a layer arrives in the CPU's memory",
         "ds_dynmo/engine/migration/arriving.py",
         'where = torch.device("cpu") if meta.on_cpu else device',
         'where = torch.device("cpu")',
-        MOVES,
+        MOVES + " -k fp32",
     ),
     Mutation(
         "a layer arrives on the first device",
         "ds_dynmo/engine/migration/arriving.py",
         'where = torch.device("cpu") if meta.on_cpu else device',
         "where = torch.device(device.type, 0)",
-        MOVES,
+        MOVES + " -k fp32",
     ),
     Mutation(
-        "shards of a rebuilt optimizer lie on the CPU",
-        "ds_dynmo/engine/optimizer/flat_shards.py",
-        "shard = torch.zeros(size, dtype=torch.float32, device=self.device)",
-        "shard = torch.zeros(size, dtype=torch.float32)",
-        "tests/accelerator/test_one_device.py::test_freezing_rebuilds_the_optimizer_and_takes_effect",
+        "placeholders of empty parameter groups lie on the CPU",
+        "ds_dynmo/engine/optimizer/parameter_groups.py",
+        "nn.Parameter(torch.zeros(1, dtype=dtype, device=device))",
+        "nn.Parameter(torch.zeros(1, dtype=dtype))",
+        MOVES + " -k zero1",
+    ),
+    Mutation(
+        "trackers of tensor-parallel random states forget the device",
+        "ds_dynmo/engine/pipeline/rng_trackers.py",
+        '        if get_accelerator().device_name() != "cpu":',
+        "        if False:",
+        "tests/emulated/test_bitwise.py -k tensor",
     ),
     Mutation(
         "squares are summed on the CPU",
@@ -158,14 +173,14 @@ MUTATIONS = [
         "ds_dynmo/engine/pipeline/random_streams.py",
         '        if accelerator.device_name() != "cpu":\n            self._generators.append',
         "        if False:\n            self._generators.append",
-        MOVES,
+        MOVES + " -k fp32",
     ),
     Mutation(
         "the device's generator is not restored from a checkpoint",
         "ds_dynmo/engine/checkpoint/progress.py",
         '        get_accelerator().set_rng_state(saved["accelerator"])',
         "        pass",
-        "tests/emulated/test_random_state.py",
+        "tests/emulated/test_device.py -k checkpoint",
     ),
     Mutation(
         "events are read before they have passed",
