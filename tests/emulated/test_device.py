@@ -55,6 +55,16 @@ def test_attention_equals_the_cpus(causal: bool) -> None:
     assert all(torch.equal(one, two.cpu()) for one, two in zip(*gradients))
 
 
+def test_a_convolution_equals_the_cpus() -> None:
+    layer, given = nn.Conv2d(4, 6, 3, groups=2), torch.randn(2, 4, 8, 8)
+    other = copy.deepcopy(layer).to(DEVICE)
+    results = [layer(given), other(given.to(DEVICE))]
+    for result in results:
+        result.square().mean().backward()
+    assert torch.equal(results[0], results[1].cpu())
+    assert all(torch.equal(one.grad, two.grad.cpu()) for one, two in zip(layer.parameters(), other.parameters()))
+
+
 def test_random_numbers_are_the_generators() -> None:
     torch.manual_seed(3)
     first, state = torch.rand(3, device=DEVICE), torch.emulated.get_rng_state()

@@ -145,7 +145,7 @@ MUTATIONS = [
         "ds_dynmo/engine/pipeline/rng_trackers.py",
         '        if get_accelerator().device_name() != "cpu":',
         "        if False:",
-        "tests/emulated/test_bitwise.py -k tensor",
+        "tests/distributed/test_trackers.py",
     ),
     Mutation(
         "squares are summed on the CPU",

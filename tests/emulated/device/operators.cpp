@@ -7,6 +7,8 @@
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/histc.h>
 #include <torch/library.h>
@@ -131,12 +133,39 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at
   return result;
 }
 
+optional<Tensor> show(Call& call, const optional<Tensor>& tensor) {
+  return tensor && tensor->defined() ? optional<Tensor>(call.show(*tensor, false)) : std::nullopt;
+}
+
+// --------------------------------------------------------------------------------------------------- convolution
+// torch leaves it to devices of this kind. The CPU chooses its kernel as for tensors of its own.
+Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride, IntArrayRef padding,
+                   IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  Call call("convolution", input.device());
+  auto x = call.show(input, false), w = call.show(weight, false);
+  auto b = show(call, bias);
+  call.begin();
+  auto result = call.take(at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups));
+  call.note();
+  return result;
+}
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, IntArrayRef stride,
+                                                        IntArrayRef padding, IntArrayRef dilation, bool transposed,
+                                                        IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
+  Call call("convolution's backward", input.device());
+  auto g = call.show(grad, false), x = call.show(input, false), w = call.show(weight, false);
+  const int64_t channels = grad.size(1);
+  call.begin();
+  auto [dx, dw, db] = at::convolution_backward(g, x, w, IntArrayRef(channels), stride, padding, dilation, transposed, output_padding,
+                                               groups, wanted);
+  auto first = call.take(dx), second = call.take(dw), third = call.take(db);
+  call.note();
+  return {first, second, third};
+}
+
 // ----------------------------------------------------------------------------------------------------- attention
 // torch chooses among a device's kernels for scaled dot-product attention. Here it chooses as for the CPU, so that the
 // bits are the same.
-optional<Tensor> show(Call& call, const optional<Tensor>& mask) {
-  return mask && mask->defined() ? optional<Tensor>(call.show(*mask, false)) : std::nullopt;
-}
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask, double dropout,
                          bool causal, optional<double> scale, bool grouped) {
   if (mask && mask->defined() && mask->requires_grad()) return int64_t(at::SDPBackend::math);
@@ -192,6 +221,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_", set_nothing);
   library.impl("record_stream", record_stream_of);
   library.impl("histc", histc);
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
   library.impl("_fused_sdp_choice", choose_attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
