@@ -40,6 +40,8 @@ trap 'rm -rf "$site"' EXIT
 check python -m mkdocs build --quiet --strict --site-dir "$site"
 run_tests "$@" || failed=1
 if (($# == 0)); then
-    DS_ACCELERATOR=emulated run_tests "$short_form" || failed=1 # last, so that its summary is the last line
+    DS_ACCELERATOR=emulated run_tests "$short_form" # last, so that its summary is the last line
+    code=$?
+    ((code == 0 || code == 5)) || failed=1 # 5: no test ran, because no compiler is there; with CI set, that fails
 fi
 exit "$failed"

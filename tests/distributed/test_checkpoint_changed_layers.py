@@ -185,11 +185,11 @@ def test_weights_of_another_precision_are_converted(tmp_path: Path) -> None:
 def change(engine: Any) -> None:
     layers = layers_of(engine)
     if 1 in layers:
-        layers[1].gain = nn.Parameter(torch.full((6,), 0.9))
+        layers[1].gain = nn.Parameter(torch.full((6,), 0.9, device=engine.device))
         engine.basic_optimizer.param_groups[1]["params"].append(layers[1].gain)
     if 2 in layers:
         narrow(layers[2], engine.basic_optimizer)
-        layers[2].mask = torch.tensor([1.0, 0.0, 1.0])
+        layers[2].mask = torch.tensor([1.0, 0.0, 1.0], device=engine.device)
     if 3 in layers:
         layers[3].weight.requires_grad_(False)
         layers[3].weight.grad = None

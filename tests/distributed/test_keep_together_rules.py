@@ -18,6 +18,7 @@ from tests.distributed.support.checkpoints import STEPS, load_and_continue, save
 from tests.distributed.support.configs import Case
 from tests.distributed.support.elastic import ACCEPTS_JOINS, job, joining_launch, together
 from tests.distributed.support.training import batches, build, whole
+from tests.emulated import not_on_it
 
 PAIR = {"keep_together": [[6, 7]]}
 BY_HAND = {"interval": 0, **PAIR}
@@ -176,6 +177,7 @@ def store() -> Iterator[TCPStore]:
     yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
+@not_on_it("deadlocks are searched in the operations of one launch")
 def test_a_job_admits_no_more_stages_than_it_has_groups(store: TCPStore) -> None:
     """Two ranks join a job of one stage whose model has two groups."""
     case = Case(stages=1, dynmo={**ACCEPTS_JOINS, "keep_together": [[0, 1, 2, 3], [4, 5, 6, 7]]})

@@ -32,6 +32,7 @@ from tests.distributed.support.models import (
 )
 from tests.distributed.support.sliced_layers import sliced_layers
 from tests.distributed.support.training import batches, build, state, whole
+from tests.emulated import not_on_it
 
 MOVES = [[0, 2, 8], [0, 6, 8], [0, 1, 8]]
 PROFILED = {"interval": 0, "profile": {"batches": 1, "warmup_batches": 0}}
@@ -189,6 +190,7 @@ def train_both(
     return found
 
 
+@not_on_it("torch has no sparse tensors on devices of this kind")
 def test_moves_change_nothing_with_sparse_gradients() -> None:
     """Layers with nn.Embedding(sparse=True) move with sparse momentum and clipping."""
     case = Case(stages=2, replicas=2, optimizer="SGD", clip=0.05, dynmo=PROFILED)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
@@ -46,11 +47,11 @@ class ForkingBlock(SlicedBlock):
         tracker, drawn = SLICES["tracker"], SLICES["drawn"]
         inner = torch.tanh(_Copy.apply(self.norm(hidden), SLICES["group"]) @ self.up.t())
         with tracker.fork(OF_SLICE):
-            drawn.add((self.index, OF_SLICE, torch.rand(()).item()))
+            drawn.add((self.index, OF_SLICE, torch.rand((), device=hidden.device).item()))
             inner = F.dropout(inner, 0.3, self.training)
         outer = hidden + _Reduce.apply(inner @ self.down.t(), SLICES["group"]) + self.bias
         with tracker.fork(OF_ALL):
-            drawn.add((self.index, OF_ALL, torch.rand(()).item()))
+            drawn.add((self.index, OF_ALL, torch.rand((), device=hidden.device).item()))
             outer = F.dropout(outer, 0.1, self.training)
         return F.dropout(outer, 0.1, self.training)
 
@@ -77,7 +78,7 @@ class Generators:
         self.states: dict[str, torch.Generator] = {}
 
     def add(self, name: str, seed: int) -> None:
-        self.states[name] = torch.Generator().manual_seed(seed)
+        self.states[name] = torch.Generator(get_accelerator().current_device_name()).manual_seed(seed)
 
     def get_states(self) -> dict[str, torch.Generator]:
         return dict(self.states)
@@ -87,13 +88,14 @@ class Generators:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self.states[name].get_state())
+        device = get_accelerator()
+        outer = device.get_rng_state()
+        device.set_rng_state(self.states[name].get_state())
         try:
             yield
         finally:
-            self.states[name].set_state(torch.get_rng_state())
-            torch.set_rng_state(outer)
+            self.states[name].set_state(device.get_rng_state())
+            device.set_rng_state(outer)
 
 
 def make_tracker(which: str, engine: Any) -> Any:

@@ -290,7 +290,7 @@ def refuse(case: Case, folder: str) -> list[tuple[str, bool]]:
     found.append(attempt(sgd, folder))
     sgd.load_checkpoint(folder, load_optimizer_states=False)
     for name, parameter in sgd.module.named_parameters():
-        assert torch.load(good / "zero" / name / "fp32.pt", weights_only=True)["param"].equal(parameter), name
+        assert torch.load(good / "zero" / name / "fp32.pt", weights_only=True)["param"].equal(parameter.cpu()), name
     found.append(attempt(build(replace(case, groups="one"), more=UNIVERSAL), folder))
     found.append(attempt(build(case), folder, tag="universal"))
     pruned = [layers_of(engine)[2].up] if engine.stage_id == 0 else []

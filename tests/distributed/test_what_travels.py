@@ -134,7 +134,9 @@ class Noisy(Block):
         self.generator = torch.Generator().manual_seed(index)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) + 0.1 * torch.rand(hidden.shape, generator=self.generator, dtype=hidden.dtype)
+        return super().forward(hidden) + 0.1 * torch.rand(
+            hidden.shape, generator=self.generator, dtype=hidden.dtype
+        ).to(hidden.device)
 
 
 class HookedByLambda(Block):

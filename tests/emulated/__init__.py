@@ -37,6 +37,13 @@ def activate() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(ours + [folder for folder in folders if folder not in (*ours, "")])
 
 
+def not_on_it(reason: str) -> Any:
+    """Skip a test on the emulated device."""
+    import pytest
+
+    return pytest.mark.skipif(is_asked_for(), reason=f"emulated device: {reason}")
+
+
 def take_reports() -> list[str]:
     """Return the faults that the device found in this process since the last call, each with its stacks."""
     if "tests.emulated.torch_device" not in sys.modules:

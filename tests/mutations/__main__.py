@@ -1,8 +1,8 @@
 """Break the code in small ways, one at a time, and see that a test fails: ``python -m tests.mutations [WORDS]``.
 
 Each breakage is applied to a copy of the checkout, and the tests that should catch it run there; they have to pass
-without it. WORDS choose breakages by what their names contain. Fails, naming them, if one was not caught, or could not be
-applied any more.
+without it. WORDS choose breakages by what their names contain. Fails, naming them, if one was not caught, or does not
+apply any more.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ MUTATIONS = [
     Mutation(
         "a group's first operation is between two ranks",
         f"{COMM}/device_group.py",
-        "    dist.all_reduce(torch.zeros(1, device=device), group=group)\n",
+        "        dist.all_reduce(torch.zeros(1, device=device), group=group)\n",
         "",
         SCHEDULES + " -k four_stages",
     ),

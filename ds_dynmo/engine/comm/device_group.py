@@ -22,6 +22,10 @@ def device_group(device: torch.device, timeout: timedelta, timeout_seconds: floa
         timeout: of operations on the group.
         timeout_seconds: how long making the group waits for the other ranks.
     """
-    group = within(2 * timeout_seconds, lambda: dist.new_group(timeout=timeout))
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return group
+
+    def connected() -> Any:
+        group = dist.new_group(timeout=timeout)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return group
+
+    return within(2 * timeout_seconds, connected)
