@@ -25,7 +25,7 @@ def test_a_step_is_launched_judged_and_written(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     (step,) = results["steps"]
     assert [held for _, _, held, _ in step["expectations"]] == [True, None, None]
-    assert step["commands"][0]["figures"]["MiB per move"] > 0
+    assert "MiB per move" in step["commands"][0]["figures"]
     assert results["machine"]["accelerator"] == "cpu" and results["machine"]["environment"]["os"]
     text = (tmp_path / "out" / "page.md").read_text()
     assert "**1 of 1 expectation held, 2 not judged, 0 steps skipped**" in text and "batch ms" in text

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -24,6 +25,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.emulated import torch_device
 from tests.emulated.communicator import Communicator, Work
+
+warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # DeepSpeed binds CUDA's groups alone
 
 NAME = "emulated_nccl"
 TYPE = "emulated"
@@ -43,7 +46,7 @@ class Group(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self.options = SimpleNamespace(_timeout=timeout)
+        self._timeout = timeout
         if rank == 0:
             store.set("name", f"{name or 'world'}#{os.getpid()}.{next(_groups)}")
         self._name = store.get("name").decode()
@@ -74,6 +77,10 @@ class Group(dist.ProcessGroup):
         return self._given_name
 
     @property
+    def options(self) -> SimpleNamespace:
+        return SimpleNamespace(_timeout=self._timeout)
+
+    @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(TYPE)]
 
@@ -89,7 +96,7 @@ class Group(dist.ProcessGroup):
         """Take no part in a group that is split from this one: there is nothing to do."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.options._timeout = timeout
+        self._timeout = timeout
         self._gloo.set_timeout(timeout)
 
     def shutdown(self) -> None:

@@ -63,7 +63,9 @@ def controller(block: dict[str, Any], *, blocks: range = range(1, 4), total_step
 
 def magnitudes(stage: Stage) -> torch.Tensor:
     alone = RankCoordinates(0, 1)
-    return gradient_magnitudes(dict(local_layers(stage)), len(stage._layer_specs), alone, lambda p: p.grad)
+    return gradient_magnitudes(
+        dict(local_layers(stage)), len(stage._layer_specs), alone, torch.device("cpu"), lambda p: p.grad
+    )
 
 
 def alone(numbers: torch.Tensor) -> torch.Tensor:

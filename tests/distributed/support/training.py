@@ -17,7 +17,7 @@ from torch import nn
 
 import ds_dynmo
 from ds_dynmo.engine.migration.tensors import dense_parts
-from ds_dynmo.engine.profiling.profiler import CpuClock
+from ds_dynmo.engine.profiling.profiler import CpuClock, EventClock
 from ds_dynmo.models import local_layers
 from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.distributed.support.models import SEQUENCE, VOCABULARY, SleepingLayer, layers, loss, module_of
@@ -256,7 +256,9 @@ def use_virtual_clock() -> None:
         elapsed[0] += seconds
 
     time.sleep = sleep
-    CpuClock.now = lambda _: elapsed[0]  # type: ignore[method-assign]
+    for clock in (CpuClock, EventClock):
+        clock.now = lambda _: elapsed[0]  # type: ignore[attr-defined]
+        clock.seconds_between = CpuClock.seconds_between  # type: ignore[attr-defined]
 
 
 def freeze(engine: Any, prefix: int) -> None:
