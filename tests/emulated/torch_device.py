@@ -5,9 +5,12 @@ Importing this compiles the device if need be, and registers it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,4 +159,19 @@ def _register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
+def _let_autograd_rest() -> None:
+    """Wait until autograd's threads are idle: one that frees a graph while Python ends aborts the process."""
+    end, looks = time.monotonic() + 10.0, 0
+    while looks < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in _threads_of_autograd()]
+        looks = 0 if set(states) - {"S"} else looks + 1
+
+
+def _threads_of_autograd() -> list[Path]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [task / "stat" for task in tasks if (task / "comm").read_text().startswith("pt_autograd")]
+
+
 _register()
+atexit.register(_let_autograd_rest)

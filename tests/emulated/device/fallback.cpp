@@ -66,9 +66,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto written = [&](size_t i) { return arguments[i].alias_info() && arguments[i].alias_info()->isWrite(); };
 
   const bool takes_indices = TAKES_CPU_INDICES.count(schema.name());
+  bool waits = WAITS.count(schema.name());
   for (size_t i = 0; i < arguments.size(); ++i)
     each_tensor((*stack)[first + i], [&](const Tensor& tensor, bool in_index) {
       call.meet(tensor, takes_indices && in_index, written(i));
+      waits |= in_index && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);  // a mask's nonzero
       return tensor;
     });
   for (size_t i = 0; i < arguments.size(); ++i)
@@ -88,7 +90,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   call.begin();
-  if (WAITS.count(schema.name())) host_waits(clock_of(current_index(call.device().index())), call.name().c_str());
+  if (waits) host_waits(clock_of(current_index(call.device().index())), call.name().c_str());
   {
     std::optional<DrawnFrom> drawn;
     if (!has_generator && op.hasTag(at::Tag::nondeterministic_seeded)) drawn.emplace(of_cpu(default_generator(call.device().index())));

@@ -1,5 +1,6 @@
 // What torch asks of a device: its guard (current device and stream, events) and its hooks.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
@@ -100,6 +101,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(DeviceIndex device) const override { return new_generator(device); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto* impl = storage.unsafeGetStorageImpl();
+    c10::DeviceGuard guard(storage.device());
+    settle(current_index(current_device));
     auto other = allocator()->allocate(size);
     std::memcpy(other.get(), storage.data(), std::min(size, storage.nbytes()));
     impl->set_data_ptr_noswap(std::move(other));

@@ -1,6 +1,7 @@
 // Operators that the fallback cannot do: new memory, copies between devices, numbers for the host, storages, attention.
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
@@ -52,11 +53,17 @@ void copy_behind(Call& call, const Tensor& from, const Tensor& to, const Tensor&
   bool down = to.device().is_cpu();
   if (largest_delay() > 0) {
     if (down) hide(to);
-    run_later(stream, [from, to, source, target] { target.copy_(source); });
+    run_later(stream, [from, to, source, target] {
+      at::AutoDispatchBelowADInplaceOrView without_autograd;  // which the copy itself has gone through
+      target.copy_(source);
+    });
   } else if (down) {
     auto arrived = source.clone();
     hide(to);
-    when_host_waits(stream, [to, arrived] { to.copy_(arrived); });
+    when_host_waits(stream, [to, arrived] {
+      at::AutoDispatchBelowADInplaceOrView without_autograd;
+      to.copy_(arrived);
+    });
   } else {
     target.copy_(source);
     when_host_waits(stream, [from, sent = source.clone()] {

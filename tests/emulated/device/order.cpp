@@ -185,7 +185,7 @@ void host_waits_for_all(const char* what) {
   Clock all;
   {
     std::lock_guard<std::recursive_mutex> lock(mutex);
-    for (int i = 0; i < num_streams; ++i) merge(all, clocks[i]);
+    for (const auto& clock : clocks) merge(all, clock);
   }
   host_waits(all, what);
 }
