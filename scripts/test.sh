@@ -42,6 +42,7 @@ run_tests "$@" || failed=1
 if (($# == 0)); then
     DS_ACCELERATOR=emulated run_tests "$short_form" # last, so that its summary is the last line
     code=$?
-    ((code == 0 || code == 5)) || failed=1 # 5: no test ran, because no compiler is there; with CI set, that fails
+    # 5: no test ran, for want of a compiler
+    [[ "$code" == 0 || ("$code" == 5 && -z "${CI:-}") ]] || failed=1
 fi
 exit "$failed"

@@ -9,11 +9,10 @@ import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 import tests.emulated.backend
-import tests.emulated.torch_device
 from tests.emulated import NAME
+from tests.emulated.torch_device import MEMORY
 
 DEVICE: Any = torch.emulated  # type: ignore[attr-defined]
-BYTES = 8 << 30  # of memory on each device
 
 
 def _tensor(dtype: torch.dtype) -> Any:
@@ -93,10 +92,10 @@ class EmulatedAccelerator(DeepSpeedAccelerator):
         }
 
     def total_memory(self, device_index: int | None = None) -> int:
-        return BYTES
+        return MEMORY
 
     def available_memory(self, device_index: int | None = None) -> int:
-        return BYTES - self.memory_allocated(device_index)
+        return MEMORY - self.memory_allocated(device_index)
 
     # Types
     BFloat16Tensor = _tensor(torch.bfloat16)

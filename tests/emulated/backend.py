@@ -29,7 +29,7 @@ from tests.emulated.communicator import Communicator, Work
 warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # DeepSpeed binds CUDA's groups alone
 
 NAME = "emulated_nccl"
-TYPE = "emulated"
+TYPE = torch_device.NAME
 library = torch_device.library
 _groups = count()
 _PAIR_TAG = 1  # of gloo's messages on communicators of two ranks; those on the group's have 0

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from tests.emulated import build
+from tests.emulated import NAME, build
 
-NAME = "emulated"
 MEMORY = 8 << 30  # bytes that a device says it has
 
 library: Any = build.load()  # device/module.cpp

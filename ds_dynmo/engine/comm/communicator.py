@@ -8,7 +8,6 @@ group (:mod:`ds_dynmo.engine.comm.point_to_point`).
 from __future__ import annotations
 
 import hashlib
-import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -257,8 +256,9 @@ class Communicator:
             return [value]
         ranks, mine = dist.get_process_group_ranks(self._grid.get_slice_parallel_group()), _Sent.of(value)
         others = [rank for rank in ranks if rank != dist.get_rank()]
-        received = self.p2p.exchange_bytes(dict.fromkeys(others, pickle.dumps(mine)), others)
-        return self._received([pickle.loads(received[rank]) if rank in received else mine for rank in ranks])
+        received = self.p2p.exchange_bytes(dict.fromkeys(others, to_bytes(mine)), others)
+        every = [from_bytes(received[rank], self._device) if rank in received else mine for rank in ranks]
+        return self._received(every)
 
     def clock_offset(self, now: Callable[[], float]) -> tuple[float, float]:
         """Measure how many seconds this rank's clock is ahead of rank 0's, and how far off that can be."""
