@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,7 +34,7 @@ SCHEDULES = {"stock": "DeepSpeed's 1F1B", "1f1b": "1F1B's order, ours", "zero_bu
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of storages that an operator made while this was on, and that still exist.
+    """Counts the bytes of the device's storages that an operator made while this was on, and that still exist.
 
     Attributes:
         live_bytes: of them, now.
@@ -65,7 +66,9 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+    device = get_accelerator().device_name()
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+    return [leaf for leaf in leaves if leaf.device.type == device]
 
 
 def _key(tensor: torch.Tensor) -> int:

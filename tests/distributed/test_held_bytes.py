@@ -6,11 +6,16 @@ import argparse
 from typing import Any
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from benchmarks.held_bytes import CHECKPOINTING, PRECISIONS, SCHEDULES, measure_one
+from ds_dynmo.engine.comm.channels import AHEAD
 from tests.distributed.harness import run_each
 
 SIZES = argparse.Namespace(micro_batches=8, hidden_size=32, sequence_length=32)
+MESSAGE = 4 * SIZES.hidden_size * SIZES.sequence_length  # bytes
+# Prediction counts what messages ahead may hold at most. An accelerator's end as soon as its streams are that far.
+ENDED = 0 if get_accelerator().device_name() == "cpu" else (AHEAD + 1) * MESSAGE
 OFTEN = [  # all others in the fuzz form
     ("stock", "fp32", "none"),
     ("1f1b", "fp32", "reentrant"),
@@ -29,4 +34,4 @@ def test_measured_peaks_equal_predicted_ones(cases: list[tuple[str, str, str]]) 
         if case[0] == "stock":
             pairs.pop()  # DeepSpeed keeps the outputs of finished micro-batches
         for measured, predicted in pairs:
-            assert measured == pytest.approx(predicted, rel=0.05), row
+            assert 0.95 * predicted - ENDED <= measured <= 1.05 * predicted, row

@@ -348,7 +348,7 @@ def bytes_held(case: Case) -> list[tuple[int, int, int]]:
         if prunes:
             here = [layer for layer in layers_of(engine).values() if isinstance(layer, Large)]
             for layer in here:
-                layer.places = torch.arange(30)
+                layer.places = torch.arange(30, device=engine.device)
             engine.keep_elements([(layer, "large", torch.arange(0, 60_000, 10)) for layer in here])
             engine.keep_elements([(layer, "weight", layer.places) for layer in here])
             del here

@@ -63,7 +63,7 @@ def names_of(layers: list[Layer], specs: list[Any] | None = None, **attributes: 
 
 
 def packed(layer: Layer, names: References) -> PackedLayer:
-    return pack(PerParameterState(None).content(layer), Layer, names)
+    return pack(PerParameterState(None).content(layer), type(layer), names)
 
 
 @pytest.mark.parametrize("how", HOLDERS)
@@ -95,6 +95,21 @@ def test_shared_objects_that_hold_named_ones_are_refused_too() -> None:
     layers = [Layer(held=shared), Layer(held=shared)]
     with pytest.raises(TypeError, match=r"held, a .*Thing, is shared with layer 1"):
         packed(layers[0], names_of(layers, grid=grid, settings=settings))
+
+
+class Grouped(Layer):
+    """A layer with what every rank has of its own, as a process group."""
+
+    def __init__(self) -> None:
+        super().__init__(group=Thing(lock=threading.Lock(), timeout=[1.0]))
+
+
+def test_what_only_an_unpicklable_attribute_holds_stays_with_it() -> None:
+    layers = [Grouped(), Grouped()]
+    vars(layers[1]).update(group=layers[0].group, kept=layers[0].group.timeout)
+    assert packed(layers[0], names_of(layers, [LayerSpec(Grouped) for _ in layers])).num_bytes == 16
+    with pytest.raises(TypeError, match=r"kept, a builtins\.list, is shared with layer 0"):
+        packed(layers[1], names_of(layers, [LayerSpec(Grouped) for _ in layers]))
 
 
 def test_an_unpicklable_name_is_refused_before_anything_is_sent() -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from ds_dynmo.engine.migration.names import Name, Names
 from ds_dynmo.engine.serialization.description import can_be_sent, checksum, kind_of, path_text
 from ds_dynmo.engine.serialization.object_graph import Path, Step, children, is_frozen, members, walk
+from ds_dynmo.engine.serialization.pickling import pickles_with
 
 RANK_ATTRIBUTES = "rank_attributes"  # of a module's class: names of its attributes that belong to the rank
 
@@ -133,7 +134,7 @@ class References:
                 del found.references[key]
             self._check_not_parts_of_others([nameless[key] for key in named.keys() & travels], self._others(layer))
             own = {key: entry for key, entry in nameless.items() if key in travels - named.keys()}
-            self._check_nameless(own, layer, found)
+            self._check_nameless(own, layer, roots, found)
         return found
 
     def check_left_behind(self, leaving: Mapping[int, nn.Module]) -> None:
@@ -199,7 +200,9 @@ class References:
                     "along, and it may be on another stage; tie the two (TiedLayerSpec)"
                 )
 
-    def _check_nameless(self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, found: Outside) -> None:
+    def _check_nameless(
+        self, nameless: dict[int, tuple[Path, Any]], layer: nn.Module, roots: Sequence[tuple[Path, Any]], found: Outside
+    ) -> None:
         """Refuse objects without a name that another layer refers to, too."""
         others = self._others(layer)
         for path, value in nameless.values():
@@ -208,8 +211,7 @@ class References:
                 _check_not_of_others(path, value, others)
         for number, other in others.items():
             for _, value in walk([((), other)], lambda value: not self._names.is_shared(value), children=_all_of):
-                # An object that cannot be pickled does not travel: the layer gets a new one when it is built there.
-                if id(value) in nameless and can_be_sent(value, found.references):
+                if id(value) in nameless and _travels(value, layer, roots, found):
                     path, shared = nameless[id(value)]
                     raise TypeError(
                         f"{path_text(path)}, a {kind_of(shared)}, is shared with layer {number} and would become a "
@@ -285,6 +287,20 @@ def _walk_layer(
         yield from (entry for entry in children(value) if entry[0][1] not in of_rank)
 
     yield from walk(roots, enter, children=refers_to)
+
+
+def _travels(value: Any, layer: nn.Module, roots: Sequence[tuple[Path, Any]], found: Outside) -> bool:
+    """Tell whether ``value`` is sent when ``layer`` moves.
+
+    An attribute that cannot be pickled, such as a process group, stays behind with all that it holds: the layer gets a
+    new one when it is built there.
+    """
+    known = {*found.references, *map(id, layer.modules())}
+    attributes = [held for _, held in roots[1:]]
+    for part in layer.modules():
+        of_rank = found.rank_attributes.get(id(part), ())
+        attributes += [held for name, held in vars(part).items() if name not in of_rank]
+    return any(pickles_with(held, value, known) and can_be_sent(held, known) for held in attributes)
 
 
 def _all_of(value: Any) -> Iterator[tuple[Step, Any]]:

@@ -9,7 +9,7 @@ import pickle
 import random
 import types
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +102,20 @@ class _Pickler(pickle.Pickler):
         return self._number[id(obj)]
 
 
+class _Seeker(_Pickler):
+    """Pickle anything, and note whether one object is part of it."""
+
+    found = False
+
+    def __init__(self, sought: Any, references: Mapping[int, int]) -> None:
+        super().__init__(io.BytesIO(), references)
+        self._sought = sought
+
+    def persistent_id(self, obj: Any) -> int | None:
+        self.found = self.found or obj is self._sought
+        return super().persistent_id(obj)
+
+
 class _Unpickler(pickle.Unpickler):
     """Load what :class:`_Pickler` wrote on another rank of the same job."""
 
@@ -141,6 +155,23 @@ def dump(value: Any, references: Mapping[int, int] = _NO_REFERENCES) -> Dumped:
     pickler = _Pickler(file, references)
     pickler.dump(value)
     return Dumped(file.getvalue(), pickler.tensors, pickler.referred)
+
+
+def pickles_with(value: Any, sought: Any, references: Iterable[int]) -> bool:
+    """Tell whether a pickle of ``value`` has a copy of ``sought`` in it.
+
+    Args:
+        references: the ``id`` of each object that is not pickled.
+
+    Returns:
+        False if ``value`` cannot be pickled.
+    """
+    seeker = _Seeker(sought, dict.fromkeys(references, 0))
+    try:
+        seeker.dump(value)
+    except Exception:  # whatever a user's object raises
+        return False
+    return seeker.found
 
 
 def load(data: bytes, tensors: Sequence[torch.Tensor], references: Sequence[Any] | Mapping[int, Any] = ()) -> Any:
