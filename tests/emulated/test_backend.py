@@ -182,6 +182,7 @@ def test_tensors_of_the_cpu_and_with_gaps_are_refused() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ streams
 def read_early() -> tuple[list[float], list[str], list[float]]:
+    library.set_delay(0.0)  # else it is left to chance what is read
     peer = 1 - dist.get_rank()
     sent, received = tensor(1), torch.zeros(1, device=device())
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
@@ -198,6 +199,7 @@ def test_what_is_received_is_not_there_before_a_wait() -> None:
 
 
 def write_early() -> list[str]:
+    library.set_delay(0.0)  # else it is left to chance what is sent
     numbers, gathered = tensor(1), torch.empty(2, device=device())
     work = dist.all_gather_into_tensor(gathered, numbers, async_op=True)
     numbers.add_(1)
