@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.engine.checkpoint.progress import random_states, restore_random_states
+from ds_dynmo.models.capabilities import refusing_host_waits
 from tests.emulated import torch_device
 from tests.emulated.torch_device import Event, Stream, current_stream, library, stream, synchronize
 
@@ -174,6 +175,15 @@ def test_waits_of_the_host_are_counted_by_place() -> None:
     places = library.syncs()
     assert sorted(text.splitlines()[0] for text in places) == ["aten::index.Tensor", "aten::nonzero", "item"]
     assert all(f"{HERE}:" in text and "wait_twice" in text for text in places)
+
+
+def test_waits_of_the_host_can_be_refused() -> None:
+    tensor = torch.ones(1, device=DEVICE)
+    with refusing_host_waits(tensor.device):
+        tensor + 1
+        with pytest.raises(RuntimeError, match="synchronizing operation: item"):
+            tensor.item()
+    assert tensor.item() == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- streams

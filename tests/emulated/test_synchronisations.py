@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_dynmo.models.sparse_attention.kernels import bucket_pairs
 from tests.distributed.harness import run
 from tests.distributed.support.configs import Case
 from tests.emulated.synchronisations import BATCHES, Waits, by_ds_dynmo, counted, waits_for_magnitudes, waits_under
 from tests.local.test_mixture_of_depths import SEQUENCE, block_of, hidden_states
+from tests.local.test_moe import experts_of, hidden_of
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,26 @@ def test_a_batch_waits_no_more_often_than_deepspeeds(precision: str, dropout: bo
 def test_gradients_are_measured_with_one_wait_per_step() -> None:
     for waits in run(2, waits_for_magnitudes, Case()):
         assert by_ds_dynmo(waits) == ["gradients.py"] * BATCHES
+
+
+@pytest.mark.parametrize("routing", ["aux_loss", "bias"])  # "sbase" waits to know whether its scaling has ended
+def test_a_layer_of_experts_waits_for_their_counts_alone(routing: str) -> None:
+    """By which the host divides the rows. In its backward pass it does not wait."""
+    layer, waits = experts_of(routing=routing).to("emulated"), Waits()
+    for micro_batch in range(3):
+        hidden = hidden_of(micro_batch).detach().to("emulated").requires_grad_()
+        with counted(waits):
+            made = layer(hidden)
+            sum(part.sum() for part in (made if isinstance(made, tuple) else [made])).backward()
+    assert by_ds_dynmo(waits) == ["layer.py"] * 3 and waits.total() == 3
+
+
+def test_pairs_of_sparse_attention_are_counted_without_a_wait() -> None:
+    buckets, waits = torch.randint(4, (2, 3, 16)), Waits()
+    on_device = buckets.to("emulated")
+    with counted(waits):
+        found = bucket_pairs(on_device, 4)
+    assert not waits and found.item() == bucket_pairs(buckets, 4).item()
 
 
 def test_mixture_of_depths_counts_tokens_without_a_wait() -> None:

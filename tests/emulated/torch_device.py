@@ -22,6 +22,7 @@ MEMORY = 8 << 30  # bytes that a device says it has
 library: Any = build.load()  # device/module.cpp
 torch.utils.rename_privateuse1_backend(NAME)
 
+_sync_debug_mode = "default"
 before_synchronize: list[Callable[[], None]] = []  # finish what other threads were asked for
 
 
@@ -100,6 +101,13 @@ class device_of(device):
         super().__init__(tensor.device if tensor.device.type == NAME else None)
 
 
+def set_sync_debug_mode(mode: str) -> None:
+    """Let waits of the host fail with mode "error", as ``torch.cuda`` does."""
+    global _sync_debug_mode
+    _sync_debug_mode = mode
+    library.refuse_syncs(mode == "error")
+
+
 def _generator(device: Any = None) -> torch.Generator:
     generator: torch.Generator = library.default_generator(index_of(device))
     return generator
@@ -123,6 +131,8 @@ def _register() -> None:
         current_stream=current_stream,
         default_stream=default_stream,
         synchronize=synchronize,
+        get_sync_debug_mode=lambda: _sync_debug_mode,
+        set_sync_debug_mode=set_sync_debug_mode,
         device=device,
         device_of=device_of,
         device_count=library.device_count,

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_dynmo.models.host_numbers import integers
+
 __all__ = ["Dispatch", "Replicas", "loads_of_replicas", "share_of", "through_replicas"]
 
 Table = Sequence[Sequence[int]]  # per replica, in the order of their indices, rows that it has for each expert
@@ -44,7 +46,7 @@ class Replicas:
 
     def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Gather ``numbers`` of every replica, in the order of their indices; all have equally many. Collective."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        mine = integers(numbers, device)
         every = mine.new_empty(self.size * len(numbers))
         dist.all_gather_into_tensor(every, mine, group=self._group)
         table: list[list[int]] = every.view(self.size, -1).tolist()
@@ -154,6 +156,7 @@ def through_replicas(
 
 def _by_expert(own: Table, device: torch.device) -> torch.Tensor:
     """Order the rows that arrived, sorted by replica and then expert, by expert and then replica: indices, int64."""
-    counts = torch.tensor(own, device=device)
-    experts = torch.arange(counts.shape[1], device=device).repeat(len(own))
-    return experts.repeat_interleave(counts.flatten()).argsort(stable=True)
+    counts = [count for row in own for count in row]
+    experts = torch.arange(len(own[0]), device=device).repeat(len(own))
+    of_rows = experts.repeat_interleave(integers(counts, device), output_size=sum(counts))
+    return of_rows.argsort(stable=True)

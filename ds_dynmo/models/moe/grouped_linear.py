@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_dynmo.models.capabilities import can_compute, refusing_host_waits
+from ds_dynmo.models.host_numbers import integers
 from ds_dynmo.weight_gradients import defer_weight_gradient, waits
 
 _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
@@ -148,7 +149,7 @@ def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, counts: list[int]) ->
 
 def _ends(counts: list[int], device: torch.device) -> torch.Tensor:
     """Return where each group ends, as the kernel wants it."""
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+    return integers(list(accumulate(counts)), device, torch.int32)
 
 
 def _in_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 from ds_dynmo.errors import ConfigError
 from ds_dynmo.models.case import DynamicCase
 from ds_dynmo.models.gpt_config import GPTConfig
+from ds_dynmo.models.host_numbers import counts_of
 from ds_dynmo.models.local_layers import local_layers
 from ds_dynmo.models.moe.expert_parallel import Replicas, loads_of_replicas, share_of, through_replicas
 from ds_dynmo.models.moe.grouped_linear import grouped_linear
@@ -97,7 +98,7 @@ class MixtureOfExperts(nn.Module):
         tokens = hidden.flatten(0, -2)
         routing = self.router(tokens)
         choices = routing.experts.t().flatten()  # all first choices, then all second ones: what capacity goes by
-        chosen = torch.bincount(choices, minlength=self.num_experts).tolist()
+        chosen = counts_of(choices, self.num_experts).tolist()
         order = choices.argsort(stable=True)
         taken = chosen
         if self.capacity_factor is not None and self.training:  # else a token's way would depend on later ones

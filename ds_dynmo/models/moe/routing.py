@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import nn
 
+from ds_dynmo.models.host_numbers import counts_of
 from ds_dynmo.models.transformer import INIT_STD, init_linear
 
 __all__ = ["MoEConfig", "Router", "Routing", "load_balancing_loss", "moe_blocks", "sinkhorn"]
@@ -182,7 +183,7 @@ def load_balancing_loss(probabilities: torch.Tensor, experts: torch.Tensor) -> t
         fp32 ``[1]``.
     """
     num_tokens, num_experts = probabilities.shape
-    fractions = torch.bincount(experts.flatten(), minlength=num_experts) / num_tokens
+    fractions = counts_of(experts, num_experts) / num_tokens
     return num_experts * (fractions * probabilities.mean(dim=0)).sum().reshape(1)
 
 

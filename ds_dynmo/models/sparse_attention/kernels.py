@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ds_dynmo.models.capabilities import can_compute
+from ds_dynmo.models.host_numbers import counts_of
 
 __all__ = ["bucket_attention", "bucket_pairs", "kept_attention", "kept_pairs"]
 
@@ -57,7 +58,7 @@ def _bucket_sizes(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
     """Count the tokens in each bucket of each head of each sequence, one after the other."""
     rows = buckets.flatten(0, 1)
     first = torch.arange(rows.shape[0], device=rows.device) * num_buckets
-    return (rows + first[:, None]).flatten().bincount(minlength=rows.shape[0] * num_buckets)
+    return counts_of(rows + first[:, None], rows.shape[0] * num_buckets)
 
 
 def _bucket_attention_batched(

@@ -56,4 +56,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("syncs", &synchronisations, "How often the host waited, by operation and, if traced, place");
   module.def("clear_syncs", &clear_synchronisations);
   module.def("trace_syncs", &trace_synchronisations);
+  module.def("refuse_syncs", &refuse_synchronisations);
 }

@@ -44,7 +44,7 @@ int64_t last_ticket = 0;
 std::condition_variable_any work_ended;
 
 std::map<std::string, int64_t> fault_counts, synchronisation_counts;
-bool raising = false, tracing = false;
+bool raising = false, tracing = false, refusing = false;
 std::atomic<double> delay = setting("EMULATED_OVERLAP", 0);
 
 struct WithoutPython {  // lets other threads run Python while this one waits
@@ -165,6 +165,7 @@ void record(Event& event, int stream, bool timed) {
 // ------------------------------------------------------------------------------------------------------- the host
 void host_waits(const Clock& clock, const char* what) {
   if (what) {
+    TORCH_CHECK(!refusing, "called a synchronizing operation: ", what);
     std::string text = what;
     if (tracing) text += "\n" + text_of(*here_always(what));
     std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -268,5 +269,6 @@ void clear_synchronisations() {
   synchronisation_counts.clear();
 }
 void trace_synchronisations(bool on) { tracing = on; }
+void refuse_synchronisations(bool on) { refusing = on; }
 
 }  // namespace emulated

@@ -71,5 +71,6 @@ void set_raising(bool raise);
 std::map<std::string, int64_t> synchronisations();
 void clear_synchronisations();
 void trace_synchronisations(bool on);
+void refuse_synchronisations(bool on);
 
 }  // namespace emulated
