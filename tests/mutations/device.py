@@ -192,8 +192,22 @@ MUTATIONS = [
     Mutation(
         "a share's counts are gathered in the CPU's memory",
         "ds_dynmo/models/moe/expert_parallel.py",
-        "mine = torch.tensor(numbers, dtype=torch.int64, device=device)",
-        "mine = torch.tensor(numbers, dtype=torch.int64)",
+        "mine = integers(numbers, device)",
+        'mine = integers(numbers, torch.device("cpu"))',
         "tests/emulated/test_bitwise.py tests/distributed/test_expert_parallel.py",
+    ),
+    Mutation(
+        "experts wait for the device to count",
+        "ds_dynmo/models/host_numbers.py",
+        "return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))",
+        "return torch.bincount(flat, minlength=size)",
+        WAITS + " -k experts",
+    ),
+    Mutation(
+        "what a process group holds would have to move",
+        "ds_dynmo/engine/migration/references.py",
+        "_travels(value, layer, roots, found)",
+        "can_be_sent(value, found.references)",
+        "tests/local/test_references.py",
     ),
 ]
