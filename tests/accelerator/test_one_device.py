@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator.devices import each, needs, run_on_devices
+from tests.accelerator.devices import IS_REAL, each, needs, run_on_devices
 from tests.distributed.support import case_runs
 from tests.distributed.support.case_runs import CASES, CaseRun
 from tests.distributed.support.checkpoints import check_same, load_and_continue, save_and_continue
@@ -17,13 +17,16 @@ from tests.distributed.support.configs import PRECISIONS, Case
 from tests.distributed.support.training import train_frozen
 
 
-def train_every_case(precision: str) -> dict[str, tuple[list[float], list[float]] | str]:
-    """Return, by case, the losses of two equal runs, or the error of one."""
-    found: dict[str, tuple[list[float], list[float]] | str] = {}
+def train_every_case(precision: str) -> dict[str, list[list[float]] | str]:
+    """Return, by case, the losses of equal runs, or the error of one.
+
+    There are two on a real device. The emulated one computes as the CPU does, so a second run would show nothing.
+    """
+    found: dict[str, list[list[float]] | str] = {}
     for name, model in CASES.items():
         run = CaseRun(model, stages=1, precision=precision)
         try:
-            found[name] = tuple(case_runs.train(run)["losses"] for _ in range(2))
+            found[name] = [case_runs.train(run)["losses"] for _ in range(2 if IS_REAL else 1)]
         except Exception:
             found[name] = traceback.format_exc()
     return found
@@ -36,9 +39,9 @@ def test_every_case_trains_and_is_deterministic(precision: str) -> None:
     assert found.keys() == CASES.keys()
     failures = {name: losses for name, losses in found.items() if isinstance(losses, str)}
     assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
-    for name, (once, again) in found.items():
+    for name, (once, *again) in found.items():
         assert all(map(math.isfinite, once)), name
-        assert once == again, name
+        assert all(losses == once for losses in again), name
 
 
 @needs(1)
