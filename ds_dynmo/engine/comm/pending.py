@@ -40,7 +40,7 @@ class PendingExchange:
 
         Handles may say so only to whoever waits for them: ``is_completed`` of NCCL's, XCCL's and HCCL's looks whether
         the accelerator is done, that of gloo's stays False until then (seen in torch 2.13.0). So somebody waits, from
-        the first call on: the transfer stream, and on a CPU a thread.
+        the first call on: a stream of its own, and on a CPU a thread.
         """
         if not self._works:
             return True

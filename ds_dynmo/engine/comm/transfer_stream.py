@@ -47,11 +47,11 @@ class TransferStream:
         return self._stream is not None
 
     def event_after(self, queue: Callable[[], None]) -> Any:
-        """Return an event behind what ``queue`` puts on this stream, which the compute stream does not wait for."""
-        event = get_accelerator().Event()
-        with get_accelerator().stream(self._stream):
+        """Return an event behind what ``queue`` puts on a stream of its own: no transfer waits for that."""
+        event, stream = get_accelerator().Event(), get_accelerator().Stream()
+        with get_accelerator().stream(stream):
             queue()
-            event.record(self._stream)
+            event.record(stream)
         return event
 
     @contextmanager
