@@ -76,6 +76,8 @@ def test_random_numbers_are_the_generators() -> None:
     assert torch.equal(first, torch.rand(3, device=DEVICE))
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(3, device=DEVICE, generator=torch.Generator())
+    with pytest.raises(RuntimeError, match="another kind of device"):
+        torch.emulated.set_rng_state(torch.Generator().get_state())
 
 
 def test_the_devices_random_state_is_saved_in_checkpoints() -> None:

@@ -1,11 +1,17 @@
 #include "random.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
 
 #include "order.h"
 
 namespace emulated {
 namespace {
+
+at::Tensor as_tensor(c10::TensorImpl* state) {
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(state));
+}
 
 struct DeviceGenerator final : c10::GeneratorImpl {
   explicit DeviceGenerator(int device, at::Generator cpu = at::detail::createCPUGenerator())
@@ -15,8 +21,16 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   uint64_t seed() override { return cpu.seed(); }
   void set_offset(uint64_t) override { TORCH_CHECK(false, "emulated: a generator has no offset"); }
   uint64_t get_offset() const override { TORCH_CHECK(false, "emulated: a generator has no offset"); }
-  void set_state(const c10::TensorImpl& state) override { cpu.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu.unsafeGetGeneratorImpl()->get_state(); }
+  // A state of the CPU's generator with a byte more: neither takes the other's.
+  void set_state(const c10::TensorImpl& state) override {
+    auto whole = as_tensor(const_cast<c10::TensorImpl*>(&state)), own = as_tensor(cpu.unsafeGetGeneratorImpl()->get_state().get());
+    TORCH_CHECK(whole.numel() == own.numel() + 1, "RNG state is of another kind of device: ", whole.numel(), " bytes, not ", own.numel() + 1);
+    cpu.unsafeGetGeneratorImpl()->set_state(*whole.narrow(0, 0, own.numel()).clone().unsafeGetTensorImpl());
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto own = as_tensor(cpu.unsafeGetGeneratorImpl()->get_state().get());
+    return at::cat({own, at::zeros({1}, own.options())}).getIntrusivePtr();
+  }
   DeviceGenerator* clone_impl() const override { return new DeviceGenerator(device_.index(), cpu.clone()); }
 
   at::Generator cpu;
