@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import doctest
 import json
-import random
 from dataclasses import replace
 
 import pytest
 
-from ds_dynmo.engine.checkpoint import layout
-from ds_dynmo.engine.checkpoint.layout import Manifest, SavedFile, SliceLayout, Slot, StageLayout, fragments, join
+from ds_dynmo.engine.checkpoint.layout import Manifest, SavedFile, SliceLayout, Slot, StageLayout, join
 from ds_dynmo.placement import Placement
 
 CHAIN, V = Placement.chain([0, 1, 3]), Placement.v([0, 1, 2, 3, 4])
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(layout).failed == 0
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_fragments_restore_every_element(seed: int) -> None:
-    chooser = random.Random(seed)
-    sizes = [chooser.choice([1, 2, 7, 20]) for _ in range(chooser.randint(1, 6))]
-    shards = chooser.randint(1, 5)
-    shard_numel = -(-sum(sizes) // shards)
-    flat = list(range(sum(sizes)))
-    saved = [flat[shard * shard_numel : (shard + 1) * shard_numel] for shard in range(shards)]
-    offset = 0
-    for index, numel in enumerate(sizes):
-        first = chooser.randint(0, numel)
-        last = chooser.randint(first, numel)
-        slot = Slot(0, "w", 0, index, offset, numel)
-        found: list[int | None] = [None] * (last - first)
-        for piece in fragments(slot, shard_numel, (first, last)):
-            values = saved[piece.shard][piece.start : piece.stop]
-            assert len(values) == piece.stop - piece.start > 0
-            found[piece.destination : piece.destination + len(values)] = values
-        assert found == flat[offset + first : offset + last]
-        offset += numel
 
 
 def manifest(placement: Placement = CHAIN) -> Manifest:

@@ -11,7 +11,6 @@ from ds_dynmo.engine.checkpoint.context import CheckpointContext, together, univ
 from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer, install
 from ds_dynmo.engine.checkpoint.layout import Manifest
-from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import restore_random_states
 from ds_dynmo.engine.deepspeed_adapter import files
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import set_loss_scale_state
@@ -68,7 +67,7 @@ def apply(context: CheckpointContext, manifest: Manifest | None, loaded: Loaded,
 def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions) -> None:
     """Put layers and their optimizer state in place."""
     layers = context.stage.layers
-    before = named_parameters(layers)
+    before = layers.named_parameters()
     for index, module in layers.modules().items():
         install(
             module,
@@ -77,7 +76,7 @@ def _put_layers(context: CheckpointContext, loaded: Loaded, options: LoadOptions
             strict=options.strict,
             is_shared=context.names.is_shared,
         )
-    after = named_parameters(layers)
+    after = layers.named_parameters()
     optimizer_files(context.stage).restore(before, after, loaded.optimizer)
     set_loss_scale_state(context.engine.optimizer, loaded.loss_scale)
     layers.split_uses()  # tied aliases copy their layer's attributes

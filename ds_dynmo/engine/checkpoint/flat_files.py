@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.checkpoint.layout import FLAT, Key, Slot, StageLayout, flat_file, fragments, stage_file
+from ds_dynmo.engine.checkpoint.layout import FLAT, Slot, StageLayout, flat_file, stage_file
 from ds_dynmo.engine.checkpoint.master_files import MasterFiles
 from ds_dynmo.engine.checkpoint.optimizer_files import Named, OptimizerFiles, PerParameter, Saved, in_memory
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale, set_loss_scale_state
 from ds_dynmo.engine.deepspeed_adapter.universal import MOMENTS
-from ds_dynmo.engine.optimizer.flat_layout import MASTER, shard_size
+from ds_dynmo.engine.move.layout import cut_one, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import Pieces
 from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.master_state import MasterState
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.errors import CheckpointError
 
 
@@ -39,8 +40,8 @@ class LoadedFlat:
         loss_scale: state of a dynamic loss scale (fp16), the same in every file.
     """
 
-    groups: dict[Key, int] = field(default_factory=dict)
-    pieces: dict[Key, Pieces] = field(default_factory=dict)
+    groups: dict[ParamKey, int] = field(default_factory=dict)
+    pieces: dict[ParamKey, Pieces] = field(default_factory=dict)
     kinds: dict[int, set[str]] = field(default_factory=dict)
     scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -66,14 +67,13 @@ class FlatFiles:
     # -- writing --------------------------------------------------------------------------------------
 
     def layout(self, named: Named) -> StageLayout:
-        key_of = {id(parameter): key for key, parameter in named.items()}
         slots: list[Slot] = []
         files = [number for number, members in enumerate(self._state.shards.members) if members]
         for parked, groups in ((False, self._state.shards.members), (True, self._state.shards.parked)):
             for number, members in enumerate(groups):
                 index, offset = files.index(number) if number in files and not parked else -1, 0
-                for parameter in members:
-                    slots.append(Slot(*key_of[id(parameter)], number, index, offset, parameter.numel(), parked))
+                for key, parameter in members.items():
+                    slots.append(Slot(*key, number, index, offset, parameter.numel(), parked))
                     offset += parameter.numel()
         shards, parked_shards = self._state.shards.numels
         return StageLayout(tuple(slots), shards, parked_shards)
@@ -84,7 +84,7 @@ class FlatFiles:
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> LoadedFlat:
+    def read(self, saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int) -> LoadedFlat:
         loaded = LoadedFlat(loss_scale=saved_loss_scale(_content(saved, stage, 0)))
         places = saved.layout.slots(prefer=stage)
         sources = {stage: None}  # stages, each once, in this order
@@ -95,16 +95,17 @@ class FlatFiles:
             sources[source] = None
             loaded.groups[key] = slot.group
             rows: Pieces = {}
-            for fragment in fragments(slot, self._shard_numel(saved, source, slot)):
-                replica = self._state.replica if slot.group in self._state.shards.own_groups else fragment.shard
+            for shard, interval in cut_one(key, slot.numel, slot.offset, self._shard_numel(saved, source, slot)):
+                replica = self._state.replica if slot.group in self._state.shards.own_groups else shard
+                stop = interval.offset + interval.numel
                 for name, tensor in self._tensors(saved, source, replica, slot).items():
-                    if tensor.numel() < fragment.stop:
+                    if tensor.numel() < stop:
                         raise CheckpointError(
                             f"{saved.path(_rank_file(saved, source, replica))}: {name} of parameter group "
-                            f"{slot.group} has {tensor.numel()} elements, expected {fragment.stop} at least: layer "
+                            f"{slot.group} has {tensor.numel()} elements, expected {stop} at least: layer "
                             f"{slot.layer}'s {slot.name} under the partition {saved.manifest.placement}"
                         )
-                    rows.setdefault(name, []).append((fragment.destination, tensor[fragment.start : fragment.stop]))
+                    rows.setdefault(name, []).append((interval.start, tensor[interval.offset : stop]))
             loaded.pieces[key] = rows
         for number, values, options, kinds in self._groups(saved, sources):
             loaded.options.setdefault(number, options)
@@ -171,15 +172,15 @@ class FlatFiles:
 
     def assemble(
         self,
-        values: Mapping[Key, Mapping[str, torch.Tensor]],
-        steps: Mapping[Key, Any],
-        groups: Mapping[Key, int],
+        values: Mapping[ParamKey, Mapping[str, torch.Tensor]],
+        steps: Mapping[ParamKey, Any],
+        groups: Mapping[ParamKey, int],
         options: Mapping[int, dict[str, Any]],
     ) -> LoadedFlat:
         loaded = LoadedFlat(options=dict(options))
         for key, tensors in values.items():
             loaded.pieces[key] = {name: [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
-        first: dict[int, Key] = {}
+        first: dict[int, ParamKey] = {}
         for key, step in steps.items():
             other = first.setdefault(groups[key], key)
             if steps[other] != step:
@@ -205,9 +206,11 @@ class FlatFiles:
             if (number := self._state.shards.membership.group(parameter)) is not None
         }
         groups.update(loaded.groups)
-        members = [
-            (parameter, groups[key], loaded.pieces.get(key, {})) for key, parameter in after.items() if key in groups
-        ]
+        members = {
+            key: (parameter, groups[key], loaded.pieces.get(key, {}))
+            for key, parameter in after.items()
+            if key in groups
+        }
         for parameter in before.values():
             if not any(parameter is other for other in after.values()):
                 self._state.drop([parameter])

@@ -16,7 +16,6 @@ from torch import nn
 from ds_dynmo.digests import digest
 from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.layout import StageLayout
-from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.serialization.object_graph import MODULE_MACHINERY
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.placement import Placement
@@ -116,7 +115,7 @@ class InitialModelSpec:
 
 
 def _layout(stage: StageContext) -> StageLayout:
-    return optimizer_files(stage).layout(named_parameters(stage.layers))
+    return optimizer_files(stage).layout(stage.layers.named_parameters())
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:

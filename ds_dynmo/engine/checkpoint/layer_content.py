@@ -18,12 +18,12 @@ from ds_dynmo.engine.checkpoint.initial_model import (
     is_its_own,
     plain_attributes,
 )
-from ds_dynmo.engine.checkpoint.layout import Key
 from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed_adapter.module import is_split
 from ds_dynmo.engine.optimizer.flat_state import FlatState
 from ds_dynmo.engine.optimizer.state import OptimizerState
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.errors import CheckpointError
 
 Extras = dict[str, Any]
@@ -305,7 +305,7 @@ def own_optimizer_state(layer: int, loaded: LoadedLayer, optimizer: LoadedState)
         layer: the number of the layer that was ``loaded``.
     """
     for name, content in _own(loaded):
-        key: Key = (layer, name)
+        key = ParamKey(layer, name)
         optimizer.state.pop(key, None)
         if content["state"]:
             optimizer.state[key] = content["state"]

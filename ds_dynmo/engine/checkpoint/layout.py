@@ -7,11 +7,12 @@ position only. A :class:`Slot` records that position, and a :class:`Manifest` al
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ds_dynmo.checkpoint_files import FOLDER
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.placement import Placement
 
 FORMAT = 3
@@ -19,8 +20,6 @@ MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
 FLAT = "flat"
 MASTERS = "fp16"
-
-Key = tuple[int, str]  # (layer, parameter name); a layer that is tied whole counts as its first use in the model
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Slot:
     parked: bool = False
 
     @property
-    def key(self) -> Key:
-        return self.layer, self.name
+    def key(self) -> ParamKey:
+        return ParamKey(self.layer, self.name)
 
 
 @dataclass(frozen=True)
@@ -66,35 +65,6 @@ class StageLayout:
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """Elements ``[start, stop)`` of one saved shard, and where in the destination they begin."""
-
-    shard: int
-    start: int
-    stop: int
-    destination: int
-
-
-def fragments(slot: Slot, shard_numel: int, wanted: tuple[int, int] | None = None) -> Iterator[Fragment]:
-    """Find the pieces of saved shards that make up elements ``wanted`` of a parameter (None: all of it).
-
-    Shard ``r`` holds elements ``[r * shard_numel, (r + 1) * shard_numel)`` of the group's flat vector.
-
-    >>> list(fragments(Slot(0, "w", 0, 0, offset=3, numel=6), shard_numel=4))
-    [Fragment(shard=0, start=3, stop=4, destination=0), Fragment(shard=1, start=0, stop=4, destination=1), \
-Fragment(shard=2, start=0, stop=1, destination=5)]
-    """
-    first, last = wanted or (0, slot.numel)
-    begin, end = slot.offset + first, slot.offset + last
-    position = begin
-    while position < end:
-        shard = position // shard_numel
-        stop = min(end, (shard + 1) * shard_numel)
-        yield Fragment(shard, position - shard * shard_numel, stop - shard * shard_numel, position - begin)
-        position = stop
-
-
-@dataclass(frozen=True)
 class SliceLayout:
     """What the files of one tensor-parallel slice hold.
 
@@ -110,9 +80,9 @@ class SliceLayout:
     shapes: dict[int, dict[str, list[int]]]
     weights: dict[int, str]
 
-    def slots(self, *, prefer: int) -> dict[Key, tuple[int, Slot]]:
+    def slots(self, *, prefer: int) -> dict[ParamKey, tuple[int, Slot]]:
         """Find for each parameter a stage that holds it and where: stage ``prefer`` if it does, else the first."""
-        found: dict[Key, tuple[int, Slot]] = {}
+        found: dict[ParamKey, tuple[int, Slot]] = {}
         for stage in sorted(range(len(self.stages)), key=lambda stage: (stage != prefer, stage)):
             for slot in self.stages[stage].slots:
                 found.setdefault(slot.key, (stage, slot))

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ds_dynmo.engine.checkpoint.layout import MASTERS, Key, Slot, StageLayout, flat_file, stage_file
+from ds_dynmo.engine.checkpoint.layout import MASTERS, Slot, StageLayout, flat_file, stage_file
 from ds_dynmo.engine.checkpoint.optimizer_files import LoadedState, Named, Saved, in_memory
 from ds_dynmo.engine.deepspeed_adapter.fp16_wrapper import saved_state
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale, set_loss_scale_state
 from ds_dynmo.engine.optimizer.master_state import MasterState
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.errors import CheckpointError
 
 
@@ -64,7 +65,7 @@ class MasterFiles:
             "options": self._state.options,
         }
 
-    def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> LoadedMasters:
+    def read(self, saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int) -> LoadedMasters:
         loaded = LoadedMasters(options=self._options(saved, stage), loss_scale=saved_loss_scale(_content(saved, stage)))
         places = saved.layout.slots(prefer=stage)
         for key, saved_as in wanted.items():
@@ -110,9 +111,9 @@ class MasterFiles:
 
     def assemble(
         self,
-        values: Mapping[Key, Mapping[str, torch.Tensor]],
-        steps: Mapping[Key, Any],
-        groups: Mapping[Key, int],
+        values: Mapping[ParamKey, Mapping[str, torch.Tensor]],
+        steps: Mapping[ParamKey, Any],
+        groups: Mapping[ParamKey, int],
         options: Mapping[int, dict[str, Any]],
     ) -> LoadedMasters:
         loaded = LoadedMasters(groups={key: groups[key] for key in values}, options=dict(options))

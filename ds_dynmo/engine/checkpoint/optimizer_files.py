@@ -15,19 +15,17 @@ from torch import nn
 
 from ds_dynmo.engine.checkpoint.layout import (
     PER_PARAMETER,
-    Key,
     Manifest,
     SliceLayout,
     Slot,
     StageLayout,
     stage_file,
 )
-from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.optimizer.flat_layout import MASTER
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.errors import CheckpointError
 
-Named = Mapping[Key, nn.Parameter]
+Named = Mapping[ParamKey, nn.Parameter]
 
 
 class Saved(Protocol):
@@ -55,7 +53,7 @@ class OptimizerFiles(Protocol):
     def layout(self, named: Named) -> StageLayout:
         """Describe what DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
 
-    def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> Any:
+    def read(self, saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int) -> Any:
         """Read the state of some parameters. Changes nothing.
 
         Args:
@@ -68,9 +66,9 @@ class OptimizerFiles(Protocol):
 
     def assemble(
         self,
-        values: Mapping[Key, Mapping[str, torch.Tensor]],
-        steps: Mapping[Key, Any],
-        groups: Mapping[Key, int],
+        values: Mapping[ParamKey, Mapping[str, torch.Tensor]],
+        steps: Mapping[ParamKey, Any],
+        groups: Mapping[ParamKey, int],
         options: Mapping[int, dict[str, Any]],
     ) -> Any:
         """Make what :meth:`restore` takes from whole tensors. Changes nothing.
@@ -94,16 +92,6 @@ class OptimizerFiles(Protocol):
         """
 
 
-def named_parameters(layers: StageLayers) -> dict[Key, nn.Parameter]:
-    """List the parameters of a stage, in the order of DeepSpeed's module."""
-    key_of = {
-        id(parameter): (layers.first_use(index), name)
-        for index, module in layers.modules().items()
-        for name, parameter in module.named_parameters()
-    }
-    return {key_of[id(parameter)]: parameter for parameter in layers.parameters() if id(parameter) in key_of}
-
-
 @dataclass(frozen=True)
 class LoadedState:
     """Optimizer state of some parameters.
@@ -114,8 +102,8 @@ class LoadedState:
         options: per group number its options.
     """
 
-    state: dict[Key, dict[Any, Any]] = field(default_factory=dict)
-    groups: dict[Key, int] = field(default_factory=dict)
+    state: dict[ParamKey, dict[Any, Any]] = field(default_factory=dict)
+    groups: dict[ParamKey, int] = field(default_factory=dict)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -140,7 +128,7 @@ class PerParameter:
                 index, offset = index + 1, offset + parameter.numel()
         return StageLayout(tuple(slots))
 
-    def read(self, saved: Saved, wanted: Mapping[Key, Key], stage: int) -> LoadedState:
+    def read(self, saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int) -> LoadedState:
         if self._optimizer is None:
             return LoadedState()
         loaded = LoadedState(options=self._options(saved, stage))
@@ -179,9 +167,9 @@ class PerParameter:
 
     def assemble(
         self,
-        values: Mapping[Key, Mapping[str, torch.Tensor]],
-        steps: Mapping[Key, Any],
-        groups: Mapping[Key, int],
+        values: Mapping[ParamKey, Mapping[str, torch.Tensor]],
+        steps: Mapping[ParamKey, Any],
+        groups: Mapping[ParamKey, int],
         options: Mapping[int, dict[str, Any]],
     ) -> LoadedState:
         loaded = LoadedState(options=dict(options))

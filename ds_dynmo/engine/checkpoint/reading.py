@@ -27,7 +27,6 @@ from ds_dynmo.engine.checkpoint.layer_content import (
 )
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
-    Key,
     Manifest,
     SliceLayout,
     join,
@@ -40,6 +39,7 @@ from ds_dynmo.engine.checkpoint.safe_load import check_file, safe_load
 from ds_dynmo.engine.checkpoint.universal import read_universal
 from ds_dynmo.engine.checkpoint.universal_folder import is_universal
 from ds_dynmo.engine.deepspeed_adapter.universal import LATEST as LATEST_UNIVERSAL
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.errors import CheckpointError
 from ds_dynmo.placement import Placement
 
@@ -261,7 +261,7 @@ def _read_layers(
     digests: dict[int, dict[str, str]],
     replica: int,
     options: LoadOptions,
-) -> tuple[dict[int, LoadedLayer], dict[Key, Key]]:
+) -> tuple[dict[int, LoadedLayer], dict[ParamKey, ParamKey]]:
     """Read and check this stage's layers under ``target``.
 
     Args:
@@ -272,7 +272,7 @@ def _read_layers(
     """
     layers, origins = context.stage.layers, context.origin.layers
     found: dict[int, LoadedLayer] = {}
-    wanted: dict[Key, Key] = {}
+    wanted: dict[ParamKey, ParamKey] = {}
     for index in target.layers_of(context.engine.stage_id):
         name = layers.first_use(index)
         if name not in origins or not layers.owner(index, target):
@@ -290,7 +290,7 @@ def _read_layers(
         )
         extras = found[index].extras
         parameters = extras["parameters"] if extras is not None else origins[name].shapes
-        wanted.update({(name, parameter): (old, parameter) for parameter in parameters})
+        wanted.update({ParamKey(name, parameter): ParamKey(old, parameter) for parameter in parameters})
     return found, wanted
 
 

@@ -16,16 +16,14 @@ from ds_dynmo.engine.checkpoint.applying import Loaded, LoadOptions
 from ds_dynmo.engine.checkpoint.context import CheckpointContext, together
 from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.layer_content import LoadedLayer
-from ds_dynmo.engine.checkpoint.layout import Key
 from ds_dynmo.engine.checkpoint.matching import check_common
-from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.safe_load import safe_load
 from ds_dynmo.engine.checkpoint.universal_folder import UniversalFolder
 from ds_dynmo.engine.checkpoint.universal_slices import Shape
 from ds_dynmo.engine.deepspeed_adapter import universal
 from ds_dynmo.engine.deepspeed_adapter.universal import FP32_WEIGHT_KEY, MOMENTS
-from ds_dynmo.engine.optimizer.flat_layout import MASTER
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.errors import CheckpointError
 
 
@@ -39,15 +37,15 @@ class WholeModel:
         groups: the number of its parameter group, unless no optimizer has it.
     """
 
-    names: dict[Key, tuple[str, ...]]
-    shapes: dict[Key, list[Shape]]
-    groups: dict[Key, int]
+    names: dict[ParamKey, tuple[str, ...]]
+    shapes: dict[ParamKey, list[Shape]]
+    groups: dict[ParamKey, int]
 
     @classmethod
     def gather(cls, context: CheckpointContext) -> WholeModel:
         """Gather what every rank knows of its own layers. Collective."""
         stage, origins = context.stage, context.origin.layers
-        layout = optimizer_files(stage).layout(named_parameters(stage.layers))
+        layout = optimizer_files(stage).layout(stage.layers.named_parameters())
         every = stage.comm.gather_objects(
             (
                 context.engine.grid.get_slice_parallel_rank(),
@@ -55,11 +53,11 @@ class WholeModel:
                 {slot.key: slot.group for slot in layout.slots},
             )
         )
-        shapes: dict[Key, dict[int, Shape]] = {}
+        shapes: dict[ParamKey, dict[int, Shape]] = {}
         for slice_index, layers, _ in every:
             for index, found in layers.items():
                 for name, shape in found.items():
-                    shapes.setdefault((index, name), {})[slice_index] = shape
+                    shapes.setdefault(ParamKey(index, name), {})[slice_index] = shape
         return cls(
             names={key: tuple(_names(context, *key)) for key in shapes},
             shapes={key: [shape for _, shape in sorted(of_slices.items())] for key, of_slices in shapes.items()},
@@ -97,8 +95,8 @@ class ReadState:
     """
 
     layers: dict[int, LoadedLayer]
-    values: dict[Key, dict[str, torch.Tensor]]
-    steps: dict[Key, float]
+    values: dict[ParamKey, dict[str, torch.Tensor]]
+    steps: dict[ParamKey, float]
 
 
 def read_universal(context: CheckpointContext, path: str, options: LoadOptions) -> Loaded:
@@ -159,7 +157,7 @@ def _read_parameters(
     for index, module in layers.modules().items():
         weights: dict[str, torch.Tensor] = {}
         for name, parameter in module.named_parameters():
-            key = layers.first_use(index), name
+            key = ParamKey(layers.first_use(index), name)
             _check_as_built(model, key, parameter, tp_rank, folder)
             saved = next((found for found in model.names[key] if os.path.isdir(folder.path(found))), None)
             if saved is None and strict:
@@ -181,7 +179,7 @@ def _read_parameters(
 
 
 def _check_as_built(
-    model: WholeModel, key: Key, parameter: torch.Tensor, tp_rank: int, folder: UniversalFolder
+    model: WholeModel, key: ParamKey, parameter: torch.Tensor, tp_rank: int, folder: UniversalFolder
 ) -> None:
     """Refuse to load a layer that changed: what changed beside its parameters is not in the folder."""
     built = model.shapes[key][tp_rank] if key in model.shapes else None
@@ -196,7 +194,11 @@ def _check_as_built(
 
 
 def _optimizer_state(
-    context: CheckpointContext, folder: UniversalFolder, model: WholeModel, found: ReadState, steps: dict[Key, float]
+    context: CheckpointContext,
+    folder: UniversalFolder,
+    model: WholeModel,
+    found: ReadState,
+    steps: dict[ParamKey, float],
 ) -> Any:
     """Make what the optimizer's ``restore`` takes; ``steps``: of the whole model's parameters."""
     optimizer = context.engine.basic_optimizer

@@ -22,7 +22,6 @@ from ds_dynmo.engine.checkpoint.layout import (
     rank_file,
 )
 from ds_dynmo.engine.checkpoint.master_files import MasterFiles
-from ds_dynmo.engine.checkpoint.optimizer_files import named_parameters
 from ds_dynmo.engine.checkpoint.progress import random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.deepspeed_adapter import files
@@ -103,7 +102,7 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
     if isinstance(of_optimizer, FlatFiles):
         _write(of_optimizer.extras(), folder, flat_file(engine.stage_id, replica, slice_index))
     elif isinstance(of_optimizer, MasterFiles) and replica == 0:  # every replica has all of it
-        content = compact(of_optimizer.extras(named_parameters(layers)))
+        content = compact(of_optimizer.extras(layers.named_parameters()))
         _write(content, folder, flat_file(engine.stage_id, replica, slice_index))
     _write(random_states(), folder, rank_file(engine.stage_id, replica, slice_index))
 
@@ -129,7 +128,7 @@ def _check_files(context: CheckpointContext, folder: str) -> dict[str, SavedFile
 
 
 def _layout(context: CheckpointContext) -> SliceLayout:
-    return own_layout(context, optimizer_files(context.stage).layout(named_parameters(context.stage.layers)))
+    return own_layout(context, optimizer_files(context.stage).layout(context.stage.layers.named_parameters()))
 
 
 def _manifest(

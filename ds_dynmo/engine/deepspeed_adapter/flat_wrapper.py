@@ -10,7 +10,7 @@ runtime/bf16_optimizer.py and runtime/zero/stage_1_and_2.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class FlatWrapper(ABC):
     def clip_by(self, norm: Callable[[], torch.Tensor]) -> None:
         """Make the wrapper clip by ``norm`` (called in every step, after gradients were reduced), on the device."""
 
-    def hide(self, members: Callable[[], list[list[nn.Parameter]]]) -> None:
+    def hide(self, members: Callable[[], Sequence[Collection[Any]]]) -> None:
         """Keep groups without a parameter on this stage out of what DeepSpeed writes to checkpoints.
 
         Args:

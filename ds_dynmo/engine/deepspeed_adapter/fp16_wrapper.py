@@ -16,7 +16,7 @@ from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
 from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import Groups
-from ds_dynmo.engine.optimizer.flat_layout import MASTER
+from ds_dynmo.engine.state.keys import MASTER
 
 State = dict[str, Any]  # of one parameter: its fp32 weights, and what the torch optimizer keeps for it
 

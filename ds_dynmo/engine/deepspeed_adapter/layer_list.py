@@ -89,16 +89,11 @@ class LayerList:
         here = placement.layers_of(placement.stage_of(index))
         return index == min(use for use in self.uses(key) if use in here)
 
-    def param_owner(self, index: int) -> str:
-        """Name the owner of layer ``index``'s parameters: its number, or the key that it shares with others."""
-        key = self.key(index)
-        return str(index) if key is None else f"tied {key}"
-
-    def param_owners(self, placement: Placement, stage: int) -> dict[str, int]:
-        """List the owners of a stage's parameters, each with its layer there, in the order of DeepSpeed's module."""
+    def first_uses_at(self, placement: Placement, stage: int) -> list[int]:
+        """List the layers that name a stage's parameters, in the order of DeepSpeed's module."""
         here = placement.layers_of(stage)
         owners = [index for index in here if self.owner(index, placement)]
-        return {self.param_owner(index): index for index in self._in_order(owners, here)}
+        return [self.first_use(index) for index in self._in_order(owners, here)]
 
     def _leads(self, index: int, here: Container[int]) -> bool:
         """Tell whether a use that is a module of its own is the first on the stage that holds the layers ``here``."""

@@ -21,6 +21,7 @@ from ds_dynmo.engine.deepspeed_adapter.tied_gradients import tied_comms
 from ds_dynmo.engine.deepspeed_adapter.ties import OwnUses, tied_weight
 from ds_dynmo.engine.serialization.object_graph import copy_of_modules
 from ds_dynmo.engine.serialization.pickling import stand_in
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.placement import Placement
 
 try:
@@ -122,11 +123,18 @@ class StageLayers(LayerList):
 
     # -- parameters -----------------------------------------------------------------------------------
 
-    def parameters(self) -> list[nn.Parameter]:
-        """List this stage's parameters, each once, in the order of DeepSpeed's module: tied layers first."""
+    def named_parameters(self) -> dict[ParamKey, nn.Parameter]:
+        """Map keys to this stage's parameters, each once, in the order of DeepSpeed's module: tied layers first."""
         modules = self.modules()
-        ordered = self._in_order(modules, self.indices)
-        return list({id(p): p for index in ordered for p in modules[index].parameters()}.values())
+        found: dict[int, tuple[ParamKey, nn.Parameter]] = {}
+        for index in self._in_order(modules, self.indices):
+            for name, parameter in modules[index].named_parameters():
+                found.setdefault(id(parameter), (ParamKey(self.first_use(index), name), parameter))
+        return dict(found.values())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """List :meth:`named_parameters` without their keys."""
+        return [*self.named_parameters().values()]
 
     def sharing(self) -> set[int]:
         """Find layers that share a parameter with another layer here, though they are not tied."""

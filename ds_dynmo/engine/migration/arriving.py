@@ -15,7 +15,7 @@ from ds_dynmo.engine.migration.shell import Build
 from ds_dynmo.engine.migration.tensors import TensorMeta, bytes_of, restored, restored_sparse
 
 Complete = Callable[[nn.Module], None]
-RecvBufferOf = Callable[[int], torch.Tensor | None]
+RecvBufferOf = Callable[[str], torch.Tensor | None]
 
 
 class ArrivingLayer:
@@ -52,7 +52,7 @@ class ArrivingLayer:
         """Allocate the receive buffers.
 
         Args:
-            buffer_of: by position, the flat memory in which a parameter is to lie; None: memory of its own.
+            buffer_of: by its name, the flat memory in which a parameter is to lie; None: memory of its own.
             sent_ahead: has what was received before. It gives up all of its buffers.
         """
         wanted = {meta.sent_ahead for meta in self._metas if meta.sent_ahead is not None}
@@ -92,7 +92,7 @@ class ArrivingLayer:
         return lambda: restored(meta, data)
 
     def _recv_buffer(self, meta: TensorMeta, device: torch.device, buffer_of: RecvBufferOf) -> torch.Tensor:
-        given = buffer_of(meta.position) if meta.position is not None and meta.is_contiguous else None
+        given = buffer_of(meta.name) if meta.name is not None and meta.is_contiguous else None
         if given is not None and given.dtype == meta.dtype:
             data = given.view(meta.shape)
         else:

@@ -19,6 +19,7 @@ from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.migration.references import References
 from ds_dynmo.engine.optimizer.state import OptimizerState
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.plan import LayerMove, MigrationPlan
 
 
@@ -132,7 +133,11 @@ class MigrationContext:
         """
         for index, arrival in arrivals.items():
             arrival.bind(self.names, self.device)
-            buffer_of = partial(self.state.recv_buffer_of, index)
+            layer = self.layers.first_use(index)
+
+            def buffer_of(name: str, layer: int = layer) -> torch.Tensor | None:
+                return self.state.recv_buffer_of(ParamKey(layer, name))
+
             arrival.allocate(self.device, buffer_of, (sent_ahead or {}).get(index))
             self.load(index, arrival)
 

@@ -91,7 +91,7 @@ def pack(
     _check_not_compiled_in_place(content.module)
     outside = names.outside(content.module, _marks(content)) if names is not None else Outside()
     shell, tensors = Shell.of(content, build, outside, completed)
-    position = {id(parameter): number for number, parameter in enumerate(content.parameters)}
+    name_of = {id(parameter): name for name, parameter in content.module.named_parameters()}
     known = sent_ahead._constants if sent_ahead is not None else ()
     ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
     constant = _constant_tensors(content)
@@ -110,7 +110,7 @@ def pack(
             meta, flat = describe(tensor)
             meta = replace(meta, constant=id(tensor) in constant)
             (constants if meta.constant else changing).extend(flat)
-        metas.append(replace(meta, position=position.get(id(tensor))))
+        metas.append(replace(meta, name=name_of.get(id(tensor))))
     return PackedLayer(
         pickle.dumps((shell, tuple(metas), tuple(outside.references.values()))),
         tuple(constants),

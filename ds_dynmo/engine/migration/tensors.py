@@ -14,7 +14,7 @@ class TensorMeta:
 
     Attributes:
         strides: None for a sparse tensor, which travels as its dense ``parts``.
-        position: among the layer's parameters, if it is one of them.
+        name: in the layer, if it is one of its parameters.
         constant: only the optimizer's step changes it.
         sent_ahead: its number among the constant tensors that were sent before: it does not travel again.
         base, offset: the number of the tensor in whose memory it lies, and where, in elements: it does not travel.
@@ -29,7 +29,7 @@ class TensorMeta:
     layout: torch.layout = torch.strided
     is_coalesced: bool = False
     parts: tuple[TensorMeta, ...] = ()
-    position: int | None = None
+    name: str | None = None
     constant: bool = False
     sent_ahead: int | None = None
     base: int | None = None

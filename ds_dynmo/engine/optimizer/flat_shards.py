@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,14 +11,42 @@ from torch import nn
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PointToPoint
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.optimizer.compaction import Compaction, KeptElements, Part
-from ds_dynmo.engine.optimizer.flat_layout import MASTER, BufferKey, shard_size
+from ds_dynmo.engine.move.carrying import Tensors, copy_staying, transfers
+from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
+from ds_dynmo.engine.move.route import Route
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
-from ds_dynmo.engine.optimizer.state import held_alone
+from ds_dynmo.engine.optimizer.state import KeptElements, held_alone
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.plan import HeldBytes
 
 Pieces = dict[str, list[tuple[int, torch.Tensor]]]  # per kind, rows of elements with the place of their first
+
+
+class Member(NamedTuple):
+    """A parameter that an optimizer group holds, and the buffer it lies in."""
+
+    key: ParamKey
+    numel: int
+    buffer: Buffer
+
+
+class Part(NamedTuple):
+    """A parameter in a buffer, and the places of its elements that stay; None: all do."""
+
+    key: ParamKey
+    numel: int
+    places: torch.Tensor | None
+
+    @property
+    def kept(self) -> int:
+        """How many elements stay."""
+        return self.numel if self.places is None else len(self.places)
+
+    def kept_before(self, place: int) -> int:
+        """Count the elements that stay before a place."""
+        place = min(max(place, 0), self.numel)
+        return place if self.places is None else int(torch.searchsorted(self.places, place))
 
 
 class FlatShards:
@@ -49,6 +77,11 @@ class FlatShards:
         return range(len(self._parked))
 
     @property
+    def buffers(self) -> list[Buffer]:
+        """The buffers of all groups, live and parked ones."""
+        return [Buffer(number, parked) for number in self.numbers for parked in (False, True)]
+
+    @property
     def own_groups(self) -> frozenset[int]:
         """The groups whose parameters are each replica's own: their buffers are not cut."""
         return self._wrapper.own_groups
@@ -58,14 +91,14 @@ class FlatShards:
         return 1 if group in self.own_groups else self.count
 
     @property
-    def members(self) -> list[list[nn.Parameter]]:
+    def members(self) -> list[dict[ParamKey, nn.Parameter]]:
         """Per group, the parameters in its live buffer, in the buffer's order; none where it holds a placeholder."""
-        return self.membership.by_group(self._layers.parameters(), parked=False)
+        return self.membership.by_group(self._layers.named_parameters(), parked=False)
 
     @property
-    def parked(self) -> list[list[nn.Parameter]]:
+    def parked(self) -> list[dict[ParamKey, nn.Parameter]]:
         """Per group, its frozen parameters, in the order of its parked buffer."""
-        return self.membership.by_group(self._layers.parameters(), parked=True)
+        return self.membership.by_group(self._layers.named_parameters(), parked=True)
 
     @property
     def numels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -81,10 +114,9 @@ class FlatShards:
 
     # -- by buffer ------------------------------------------------------------------------------------
 
-    def held(self, key: BufferKey) -> dict[str, torch.Tensor]:
+    def held(self, buffer: Buffer) -> dict[str, torch.Tensor]:
         """Return this rank's shard of each kind of state."""
-        group, parked = key
-        return self._parked[group] if parked else self.live(group)
+        return self._parked[buffer.group] if buffer.parked else self.live(buffer.group)
 
     def live(self, group: int) -> dict[str, torch.Tensor]:
         """Return the shards of the group's live buffer: what DeepSpeed's optimizer holds."""
@@ -99,9 +131,7 @@ class FlatShards:
         state = self._wrapper.inner.state.get(master, {})
         return {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.shape == master.shape)}
 
-    def replace(
-        self, name: str, fresh: Mapping[BufferKey, torch.Tensor], scalars: Mapping[int, dict[str, Any]]
-    ) -> None:
+    def replace(self, name: str, fresh: Tensors, scalars: Mapping[int, dict[str, Any]]) -> None:
         """Hold these shards of one kind of state in place of the old ones; ``scalars`` where a group has none yet."""
         state = self._wrapper.inner.state
         for (number, parked), shard in fresh.items():
@@ -120,37 +150,39 @@ class FlatShards:
                 for scalar, value in scalars[number].items():
                     state[master].setdefault(scalar, value)
 
-    def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[int], int]) -> None:
-        """Hold the state of the elements that stay alone, in shards cut anew. The old parameters are in place still.
-
-        Args:
-            rank_of: a replica's rank.
-        """
+    def keep_elements(self, kept: Sequence[KeptElements], p2p: PointToPoint, rank_of: Callable[[Shard], int]) -> None:
+        """Hold the state of the elements that stay alone, in shards cut anew. The old parameters are in place still."""
         index_of = {id(entry.old): entry.index for entry in kept}
         for parked, groups in ((False, self.members), (True, self.parked)):
             for number, group in enumerate(groups):
-                if any(id(parameter) in index_of for parameter in group):
-                    parts = [(parameter.numel(), index_of.get(id(parameter))) for parameter in group]
-                    self._compact((number, parked), parts, p2p, rank_of)
+                if any(id(parameter) in index_of for parameter in group.values()):
+                    parts = [Part(key, p.numel(), index_of.get(id(p))) for key, p in group.items()]
+                    self._compact(Buffer(number, parked), parts, p2p, rank_of)
 
-    def _compact(self, key: BufferKey, parts: Sequence[Part], p2p: PointToPoint, rank_of: Callable[[int], int]) -> None:
-        size, left = (sum(numels) for numels in zip(*((n, n if i is None else len(i)) for n, i in parts)))
-        old_shard, shard = (shard_size(total, self.count, parked=key[1]) for total in (size, left))
-        compaction = Compaction(parts, self.count, old_shard, shard)
-        mine, held = self._grid.data_parallel_id, dict(self.held(key))
-        others = [replica for replica in range(self.count) if replica != mine]
+    def _compact(
+        self, buffer: Buffer, parts: Sequence[Part], p2p: PointToPoint, rank_of: Callable[[Shard], int]
+    ) -> None:
+        """Leave elements out where they lie, and bring the others to the replicas that hold them from now on."""
+        holder = self._grid.get_stage_id(), self._grid.data_parallel_id
+        shards = [Shard(holder[0], replica, buffer) for replica in range(self.count)]
+        numels = [(part.key, part.kept) for part in parts]
+        old_size = shard_size(sum(part.numel for part in parts), self.count, parked=buffer.parked)
+        new_size = shard_size(sum(numel for _, numel in numels), self.count, parked=buffer.parked)
+        without = [intervals_kept(parts, shard.replica * old_size, old_size) for shard in shards]
+        route = Route.between(
+            Layout(dict(zip(shards, without)), dict.fromkeys(shards, old_size)),
+            Layout(dict(zip(shards, cut(numels, self.count, new_size))), dict.fromkeys(shards, new_size)),
+        )
+        held = dict(self.held(buffer))
         for name in sorted(held):
-            row = compaction.select(held.pop(name), mine)
-            fresh = row.new_zeros(shard)
-            sends = [(rank_of(other), row[compaction.sent(mine, other)[0]]) for other in others]
-            receives = [(rank_of(other), fresh[compaction.sent(other, mine)[1]]) for other in others]
-            p2p.exchange(sends, receives)
-            source, destination = compaction.sent(mine, mine)
-            fresh[destination] = row[source]
-            self.replace(name, {key: fresh}, {key[0]: {}})
+            old = {buffer: select_kept(held.pop(name), parts, holder[1] * old_size)}
+            new = {buffer: old[buffer].new_zeros(new_size)}
+            p2p.exchange(*transfers(route.rows, holder, rank_of, old, new))
+            copy_staying(route.rows, holder, old, new)
+            self.replace(name, new, {buffer.group: {}})
 
-    def load(self, number: int, pieces: Mapping[int, Pieces], kinds: set[str], scalars: Mapping[str, Any]) -> None:
-        """Hold what ``pieces`` say of a group's parameters, by ``id``; ``scalars`` if there is state of any kind."""
+    def load(self, number: int, pieces: Mapping[ParamKey, Pieces], kinds: set[str], scalars: Mapping[str, Any]) -> None:
+        """Hold what ``pieces`` say of a group's parameters; ``scalars`` if there is state of any kind."""
         for parked in (False, True):
             fresh = {name: self.cut(number, pieces, name, parked=parked) for name in {MASTER, *kinds}}
             if parked:
@@ -177,25 +209,29 @@ class FlatShards:
                 if held is not None:
                     held.copy_(self.cut(number, {}, MASTER, parked=parked))
 
-    def cut(self, number: int, pieces: Mapping[int, Pieces], name: str, *, parked: bool) -> torch.Tensor:
+    def cut(self, number: int, pieces: Mapping[ParamKey, Pieces], name: str, *, parked: bool) -> torch.Tensor:
         """Cut this rank's shard of one kind of state. Without pieces: the parameters as fp32 weights, else zeros."""
         group = (self.parked if parked else self.members)[number]
         size = self._size(number, group, parked=parked)
         shard = torch.zeros(size, dtype=torch.float32, device=self.device)
-        offset = -self._position_in(number) * size
-        for parameter in group:
-            rows = pieces.get(id(parameter), {}).get(name, [])
+        for interval in self._intervals(number, group, size):
+            rows = pieces.get(interval.key, {}).get(name, [])
             if not rows and name == MASTER:
-                rows = [(0, parameter.detach().reshape(-1))]
+                rows = [(0, group[interval.key].detach().reshape(-1))]
             for start, row in rows:
-                first, last = max(offset + start, 0), min(offset + start + row.numel(), size)
-                if first < last:
-                    shard[first:last] = row[first - offset - start : last - offset - start]
-            offset += parameter.numel()
+                first = max(interval.start, start)
+                numel = min(interval.start + interval.numel, start + row.numel()) - first
+                if numel > 0:
+                    shard.narrow(0, interval.offset + first - interval.start, numel).copy_(row[first - start :][:numel])
         return shard
 
-    def _size(self, number: int, group: Sequence[nn.Parameter], *, parked: bool) -> int:
-        return shard_size(sum(parameter.numel() for parameter in group), self.count_of(number), parked=parked)
+    def _intervals(self, number: int, group: Mapping[ParamKey, nn.Parameter], size: int) -> tuple[Interval, ...]:
+        """List what this rank's shard holds of ``group``, which lies in one of a group's buffers."""
+        numels = ((key, parameter.numel()) for key, parameter in group.items())
+        return list(cut(numels, self.count_of(number), size))[self._position_in(number)]
+
+    def _size(self, number: int, group: Mapping[ParamKey, nn.Parameter], *, parked: bool) -> int:
+        return shard_size(sum(p.numel() for p in group.values()), self.count_of(number), parked=parked)
 
     def _position_in(self, group: int) -> int:
         """Return the number of this rank's shard of a group's buffers."""
@@ -204,7 +240,7 @@ class FlatShards:
     def extras(self) -> dict[str, Any]:
         """Collect what DeepSpeed's checkpoint files have no place for."""
         return {
-            "parked": {number: dict(self.held((number, True))) for number in self.numbers},
+            "parked": {number: dict(self.held(Buffer(number, parked=True))) for number in self.numbers},
             "scalars": {number: self.scalars(number) for number in self.numbers},
             "options": {number: options_of(self._wrapper.inner.param_groups[number]) for number in self.numbers},
             "kinds": {number: sorted(self.live(number)) for number in self.numbers},
@@ -218,15 +254,14 @@ class FlatShards:
         if number is None:
             return {}
         parked = self.membership.is_parked(parameter)
-        offset = 0
-        for other in (self.parked if parked else self.members)[number]:
-            if other is parameter:
-                break
-            offset += other.numel()
+        group = (self.parked if parked else self.members)[number]
+        key = next(key for key, other in group.items() if other is parameter)
+        size = self._size(number, group, parked=parked)
+        held = [interval for interval in self._intervals(number, group, size) if interval.key == key]
+        place = held[0] if held else Interval(key, 0, 0, 0)
         found: dict[str, Any] = {} if parked else dict(self.scalars(number))
-        for name, tensor in self.held((number, parked)).items():
-            first = offset - self._position_in(number) * tensor.numel()
-            found[name] = (max(-first, 0), tensor[max(first, 0) : max(first + parameter.numel(), 0)])
+        for name, tensor in self.held(Buffer(number, parked)).items():
+            found[name] = (place.start, tensor.narrow(0, place.offset, place.numel))
         return found
 
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
@@ -268,3 +303,30 @@ class FlatShards:
     def _least_count(self, group: int) -> int:
         """Return the number of shards that counts: a re-packing gives up further replicas than the launch's first."""
         return 1 if group in self.own_groups else self._count_at_launch
+
+
+def intervals_kept(parts: Sequence[Part], begin: int, size: int) -> tuple[Interval, ...]:
+    """List what is left of a shard, once elements are left out: ``size`` elements of a buffer from ``begin`` on."""
+    intervals: list[Interval] = []
+    offset = 0
+    for part in parts:
+        start, stop = part.kept_before(begin), part.kept_before(begin + size)
+        if start < stop:
+            intervals.append(Interval(part.key, start, stop - start, offset))
+            offset += stop - start
+        begin -= part.numel
+    return tuple(intervals)
+
+
+def select_kept(shard: torch.Tensor, parts: Sequence[Part], begin: int) -> torch.Tensor:
+    """Copy the elements that stay of a shard, which holds a buffer from ``begin`` on."""
+    rows = [shard.new_empty(0)]
+    for part in parts:
+        first, last = min(max(begin, 0), part.numel), min(max(begin + len(shard), 0), part.numel)
+        if part.places is None:
+            rows.append(shard[first - begin : last - begin])
+        else:
+            places = part.places[part.kept_before(begin) : part.kept_before(begin + len(shard))]
+            rows.append(shard.index_select(0, places.to(shard.device) - begin))
+        begin -= part.numel
+    return torch.cat(rows)

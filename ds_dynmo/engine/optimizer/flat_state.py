@@ -2,7 +2,7 @@
 
 DeepSpeed's wrappers know shards of the fp32 weights and of each moment, whose boundaries have nothing to do with
 layers. When layers move, every stage's buffers change, and with them the shards of layers that stay. So all ranks work
-out where each interval lies before and after (:mod:`ds_dynmo.engine.optimizer.flat_layout`), copy what stays on a rank,
+out where each interval lies before and after (:mod:`ds_dynmo.engine.move.route`), copy what stays on a rank,
 and send the rest (:mod:`ds_dynmo.engine.optimizer.resharding`).
 
 Gradients do not travel: between two batches the wrappers hold none, and a move at any other time is refused.
@@ -25,16 +25,16 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, unbind
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
-from ds_dynmo.engine.optimizer.compaction import KeptElements
-from ds_dynmo.engine.optimizer.flat_layout import MASTER, ShardOwner
+from ds_dynmo.engine.move.carrying import Holder, Transfers
+from ds_dynmo.engine.move.layout import Shard
 from ds_dynmo.engine.optimizer.flat_shards import FlatShards, Pieces
 from ds_dynmo.engine.optimizer.flat_weights import FlatWeights
 from ds_dynmo.engine.optimizer.inventory import Inventory, StageInventory, merge_scalars
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
-from ds_dynmo.engine.optimizer.resharding import Resharding
-from ds_dynmo.engine.optimizer.resharding_plan import ReshardingPlan, plan_resharding
-from ds_dynmo.engine.optimizer.state import Transfers
+from ds_dynmo.engine.optimizer.resharding import Resharding, ReshardingPlan, plan_resharding
+from ds_dynmo.engine.optimizer.state import KeptElements
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
@@ -84,7 +84,7 @@ class FlatState:
         return int(self._grid.data_parallel_id)
 
     @property
-    def _shard_owner(self) -> ShardOwner:
+    def _holder(self) -> Holder:
         return self._stage, self.replica
 
     @property
@@ -95,8 +95,8 @@ class FlatState:
         """Tell whether every parameter is where its ``requires_grad`` says: with the optimizer, or parked."""
         return all(self._membership.is_current(p) for p in self._layers.parameters() if p in self._membership)
 
-    def _frozen(self) -> set[int]:
-        return {id(parameter) for parameter in self._layers.parameters() if not parameter.requires_grad}
+    def _frozen(self) -> set[ParamKey]:
+        return {key for key, parameter in self._layers.named_parameters().items() if not parameter.requires_grad}
 
     # -- OptimizerState -------------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ class FlatState:
         assert self._next is None, "layers are on their way"
         self._wrapper.free_gradients()
         self._lacks_gradients = True
-        self.shards.keep_elements(kept, self._comm.p2p, lambda replica: self._rank_of((self._stage, replica)))
+        self.shards.keep_elements(kept, self._comm.p2p, self._rank_of)
         replace()
         for entry in kept:
             self._membership.replace(entry.old, entry.new)
             unbind(entry.old)
-        parked = {id(parameter) for group in self.shards.parked for parameter in group}
-        groups, flats = self._weights.rebuild(self._layers.parameters(), parked)
+        parked = {key for group in self.shards.parked for key in group}
+        groups, flats = self._weights.rebuild(self._layers.named_parameters(), parked)
         self._wrapper.free_weights()
         self._wrap(groups, flats)
 
@@ -145,14 +145,10 @@ class FlatState:
         if not overlapped:  # all zeros until the next batch: they make room for weights
             self._wrapper.free_gradients()
             self._lacks_gradients = True
-        for (group, parked), buffer in planned.new[self._stage].items():
-            if not parked:
-                self._weights.next_of(group, buffer.shard)
+        self._weights.allocate(planned.members[self._stage])
         if overlapped:
             self._next.allocate()
-        bytes_per_element = sum(dtype.itemsize for dtype in planned.kinds.values())
-        leaving = (t.numel for t in planned.transfers if t.source == self._shard_owner != t.destination)
-        return sum(leaving) * bytes_per_element
+        return self._next.bytes_sent
 
     def abandon(self) -> None:
         self._next = None
@@ -175,13 +171,9 @@ class FlatState:
             group_options={n: options_of(groups[n]) for n in numbers if n is not None},
         )
 
-    def recv_buffer_of(self, index: int, position: int) -> torch.Tensor | None:
+    def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
         assert self._next is not None, "prepare comes first"
-        key = self._layers.param_owner(index), position
-        for (group, parked), buffer in self._next.plan.new[self._stage].items():
-            if not parked and key in buffer.offsets:
-                return self._weights.next_of(group, buffer.shard).narrow(0, buffer.offsets[key], buffer.numel[key])
-        return None
+        return self._weights.next_view(key)
 
     def transfers(self) -> Transfers:
         assert self._next is not None, "prepare comes first"
@@ -198,8 +190,8 @@ class FlatState:
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
         """Copy the weights of layers that stay to where they will lie."""
         for index, module in staying.items():
-            for position, parameter in enumerate(module.parameters()):
-                there = self.recv_buffer_of(index, position)
+            for name, parameter in module.named_parameters():
+                there = self.recv_buffer_of(ParamKey(self._layers.first_use(index), name))
                 if there is not None:
                     unbind(parameter)
                     there.copy_(parameter.data.view(-1))
@@ -220,23 +212,12 @@ class FlatState:
                     self._membership.join(parameter, number)
         self._take_options(parameters, arrived)
         self._wrapper.free_gradients()
-        groups, flats = self._weights.rebuild(parameters, self._parked_by(resharding.plan))
+        # One that was frozen or unfrozen since the plan was made follows when the engine is told of it.
+        parked = {member.key for member in resharding.plan.members[self._stage] if member.buffer.parked}
+        groups, flats = self._weights.rebuild(self._layers.named_parameters(), parked)
         self._wrapper.free_weights()
         self._run(resharding)
         self._wrap(groups, flats)
-
-    def _parked_by(self, plan: ReshardingPlan) -> set[int]:
-        """Find the parameters of this stage, by ``id``, that lie in a parked buffer from now on.
-
-        One that was frozen or unfrozen since the plan was made follows when the engine is told of it.
-        """
-        parked = {key for (_, parked), buffer in plan.new[self._stage].items() if parked for key in buffer.offsets}
-        return {
-            id(parameter)
-            for index, module in self._layers.modules().items()
-            for position, parameter in enumerate(module.parameters())
-            if (self._layers.param_owner(index), position) in parked
-        }
 
     def _wrap(self, groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> None:
         """Point DeepSpeed's wrapper at groups and buffers; the shards are in place."""
@@ -271,7 +252,7 @@ class FlatState:
         return plan_resharding(stays, known, self._layers, self._grid, shards)
 
     def rebuild_buffers(self) -> None:
-        self._wrap(*self._weights.rebuild(self._layers.parameters(), self._frozen()))
+        self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
 
     def use_grid(self) -> None:
         self._wrapper.use_grid(self._grid, self._comm.rank_alone)
@@ -283,7 +264,7 @@ class FlatState:
         for group in self._wrapper.groups:
             for parameter in group:
                 unbind(parameter)
-        self.load([], {}, {}, {})
+        self.load({}, {}, {}, {})
 
     def forget(self) -> None:
         self.shards.forget()
@@ -298,7 +279,7 @@ class FlatState:
         """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
         assert self._next is None, "layers are on their way"
         every = self._inventories()
-        if any(m.parked != m.park for inventory in every for members in inventory.members.values() for m in members):
+        if not all(inventory.is_current for inventory in every):
             stays = MigrationPlan.between(self._layers.placement, self._layers.placement)
             self._next = self._resharding(plan_resharding(stays, every, self._layers, self._grid))
             self.settle(self._layers.parameters(), {})
@@ -318,8 +299,8 @@ class FlatState:
     def _resharding(self, plan: ReshardingPlan) -> Resharding:
         return Resharding(
             plan,
-            {key: dict(self.shards.held(key)) for key in plan.old[self._stage]},
-            owner=self._shard_owner,
+            {buffer: dict(self.shards.held(buffer)) for buffer in self.shards.buffers},
+            holder=self._holder,
             rank_of=self._rank_of,
             device=self.shards.device,
         )
@@ -331,8 +312,8 @@ class FlatState:
             self._wrapper.masters[number].data = self.shards.cut(number, {}, MASTER, parked=False)
         self.rebuild_buffers()
 
-    def _rank_of(self, owner: ShardOwner) -> int:
-        return int(self._grid.stage_to_global(owner[0], data=owner[1]))
+    def _rank_of(self, shard: Shard) -> int:
+        return int(self._grid.stage_to_global(shard.stage, data=shard.replica))
 
     def _run(self, resharding: Resharding) -> None:
         scalars = resharding.plan.scalars
@@ -345,7 +326,7 @@ class FlatState:
 
     def load(
         self,
-        members: Sequence[tuple[nn.Parameter, int, Pieces]],
+        members: Mapping[ParamKey, tuple[nn.Parameter, int, Pieces]],
         kinds: Mapping[int, set[str]],
         scalars: Mapping[int, dict[str, Any]],
         options: Mapping[int, dict[str, Any]],
@@ -356,31 +337,29 @@ class FlatState:
             members: the stage's parameters with their group and the pieces of their state.
             kinds, scalars: per group that has state.
         """
-        assert all(rows.keys() <= {MASTER, *kinds.get(number, ())} for _, number, rows in members)
-        pieces = {id(parameter): rows for parameter, _, rows in members}
+        assert all(rows.keys() <= {MASTER, *kinds.get(number, ())} for _, number, rows in members.values())
+        pieces = {key: rows for key, (_, _, rows) in members.items()}
         groups: list[list[nn.Parameter]] = [[] for _ in self.shards.numbers]
-        for parameter, number, _ in members:
+        for parameter, number, _ in members.values():
             groups[number].append(parameter)
         self.shards.membership = Membership(groups)
         for number in self.shards.numbers:
             self.shards.load(number, pieces, kinds.get(number, set()), scalars[number] if kinds.get(number) else {})
             self._wrapper.inner.param_groups[number].update(options.get(number, {}))
-        for parameter, _, _ in members:
+        for parameter, _, _ in members.values():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
-        self._wrap(*self._weights.rebuild(self._layers.parameters(), self._frozen()))
+        self._wrap(*self._weights.rebuild(self._layers.named_parameters(), self._frozen()))
 
-    def weights_loaded(
-        self, before: Mapping[tuple[int, str], nn.Parameter], after: Mapping[tuple[int, str], nn.Parameter]
-    ) -> None:
+    def weights_loaded(self, before: Mapping[ParamKey, nn.Parameter], after: Mapping[ParamKey, nn.Parameter]) -> None:
         """Follow weights that were loaded without the optimizer's state: fp32 weights change, moments stay.
 
         A parameter that had to become another one starts without state, in the group of the one that it was.
         :meth:`refit` carries this out and has to follow.
 
         Args:
-            before, after: the stage's parameters by layer and name, in the order of its layers.
+            before, after: the stage's parameters, in the order of its layers.
         """
         self._weights_lead = True
-        for old in self.inventory.exchange(before, after):
+        for old in self.inventory.replace(before, after):
             self.drop([old])

@@ -15,11 +15,10 @@ from ds_dynmo.engine.deepspeed_adapter.fp16_wrapper import Fp16Wrapper, State
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.tensors import num_bytes
-from ds_dynmo.engine.optimizer.compaction import KeptElements
-from ds_dynmo.engine.optimizer.flat_layout import MASTER
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
-from ds_dynmo.engine.optimizer.state import PerParameterState, held_alone, is_per_element
+from ds_dynmo.engine.optimizer.state import KeptElements, PerParameterState, held_alone, is_per_element
+from ds_dynmo.engine.state.keys import MASTER
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 
@@ -50,12 +49,12 @@ class MasterState(PerParameterState):
     @property
     def members(self) -> list[list[nn.Parameter]]:
         """Per group, the parameters of this stage that it trains."""
-        return self._membership.by_group(self._layers.parameters(), parked=False)
+        return [[*group.values()] for group in self._membership.by_group(self._layers.named_parameters(), parked=False)]
 
     @property
     def parked(self) -> list[list[nn.Parameter]]:
         """Per group, its frozen parameters."""
-        return self._membership.by_group(self._layers.parameters(), parked=True)
+        return [[*group.values()] for group in self._membership.by_group(self._layers.named_parameters(), parked=True)]
 
     @property
     def options(self) -> dict[int, dict[str, Any]]:
@@ -177,7 +176,8 @@ class MasterState(PerParameterState):
                 self._parked[id(parameter)] = self._wrapper.of_parameter(self._wrapper.state_of(parameter))
                 parameter.data = parameter.data.clone()  # no longer a part of flat weights
             self._membership.put(parameter, parked=not parameter.requires_grad)
-        live = self._membership.by_group(parameters, parked=False)
+        known = set(map(id, parameters))
+        live = [[p for p in group if id(p) in known] for group in self.members]
         groups = [group or [placeholder] for group, placeholder in zip(live, self._placeholders)]
         self._wrapper.rewrap(groups, states)
 
@@ -208,9 +208,7 @@ class MasterState(PerParameterState):
             self._groups[number].update(values)
         self._rewrap([parameter for parameter, *_ in members], states)
 
-    def weights_loaded(
-        self, before: Mapping[tuple[int, str], nn.Parameter], after: Mapping[tuple[int, str], nn.Parameter]
-    ) -> None:
+    def weights_loaded(self, before: Mapping[Any, nn.Parameter], after: Mapping[Any, nn.Parameter]) -> None:
         """Follow weights that were loaded without the optimizer's state: fp32 weights change, moments stay.
 
         A parameter that had to become another one starts without state, in the group of the one that it was.

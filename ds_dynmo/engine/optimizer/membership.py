@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
+
+from ds_dynmo.engine.state.keys import ParamKey
 
 
 class Membership:
@@ -14,7 +16,7 @@ class Membership:
         groups: per parameter group, all of its parameters on this stage, frozen ones too.
     """
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(self, groups: Sequence[Iterable[nn.Parameter]]) -> None:
         self._num_groups = len(groups)
         self._group: dict[int, int] = {}
         self._parked: set[int] = set()
@@ -62,10 +64,10 @@ class Membership:
         self._group.pop(id(parameter), None)
         self._parked.discard(id(parameter))
 
-    def by_group(self, parameters: Iterable[nn.Parameter], *, parked: bool) -> list[list[nn.Parameter]]:
-        """List, per group, those of ``parameters`` that lie in that buffer of it, in their order."""
-        found: list[list[nn.Parameter]] = [[] for _ in range(self._num_groups)]
-        for parameter in parameters:
+    def by_group(self, named: Mapping[ParamKey, nn.Parameter], *, parked: bool) -> list[dict[ParamKey, nn.Parameter]]:
+        """List, per group, those of ``named`` that lie in that buffer of it, in their order."""
+        found: list[dict[ParamKey, nn.Parameter]] = [{} for _ in range(self._num_groups)]
+        for key, parameter in named.items():
             if parameter in self and self.is_parked(parameter) == parked:
-                found[self._group[id(parameter)]].append(parameter)
+                found[self._group[id(parameter)]][key] = parameter
         return found

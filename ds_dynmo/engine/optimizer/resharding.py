@@ -1,18 +1,126 @@
-"""Carry out a resharding plan: fill new shards from the old ones, here and on other ranks, and free the old ones."""
+"""Bring flat optimizer state from the shards that hold it to those that will, along a route planned alike on all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from ds_dynmo.engine.comm.point_to_point import PeerTensor, PointToPoint
-from ds_dynmo.engine.optimizer.flat_layout import BufferKey, ShardOwner
-from ds_dynmo.engine.optimizer.resharding_plan import ReshardingPlan
+from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
+from ds_dynmo.engine.move.carrying import Holder, Tensors, Transfers, copy_staying, transfers
+from ds_dynmo.engine.move.layout import Buffer, Interval, Layout, Shard, cut, shard_size
+from ds_dynmo.engine.move.route import Route, Row
+from ds_dynmo.engine.optimizer.inventory import Inventory, Member, Scalars, merge_scalars
+from ds_dynmo.engine.state.keys import MASTER, ParamKey
+from ds_dynmo.plan import MigrationPlan
 
-Shards = Mapping[BufferKey, dict[str, torch.Tensor]]  # by buffer and kind of state
-Replace = Callable[[str, Mapping[BufferKey, torch.Tensor]], None]
+Replace = Callable[[str, Tensors], None]
+
+
+@dataclass(frozen=True)
+class ReshardingPlan:
+    """The way of the state of every stage.
+
+    Attributes:
+        members: the parameters that each stage will hold, in the order of their buffers.
+        kinds: the kinds of state that any stage holds, the fp32 weights first.
+        group_kinds: those that any stage holds of a parameter group: every stage will hold all of them or none.
+        held: those of one buffer of one stage.
+    """
+
+    route: Route
+    members: Mapping[int, Sequence[Member]]
+    kinds: Mapping[str, torch.dtype]
+    group_kinds: Mapping[int, set[str]]
+    held: Mapping[tuple[int, Buffer], Mapping[str, torch.dtype]]
+    scalars: Scalars
+
+    def rows(self, kind: str) -> list[Row]:
+        """List the rows for which there is such state. What was frozen from the start has none."""
+        return [row for row in self.route.rows if kind in self.held[row.source.stage, row.source.buffer]]
+
+
+def plan_resharding(
+    plan: MigrationPlan,
+    every: Sequence[Inventory],
+    layers: StageLayers,
+    grid: Any,
+    replicas: tuple[int, int] | None = None,
+) -> ReshardingPlan:
+    """Plan what changes by ``plan`` and by freezing, from the inventory of ``every`` rank.
+
+    Of what each replica has of its own, a rank plans what its own replica copies and sends: that alone concerns it.
+
+    Args:
+        layers: this rank's, which know the order of the parameters of any stage.
+        grid: DeepSpeed's grid.
+        replicas: that hold the state before and after; None: all.
+    """
+    replicas = replicas or (grid.data_parallel_size, grid.data_parallel_size)
+    replica = int(grid.data_parallel_id)
+    every = [inventory for inventory in every if inventory.tp_rank == grid.get_slice_parallel_rank()]
+    every.sort(key=lambda inventory: inventory.replica == replica)  # what is this replica's own counts here
+    of_stage = {inventory.stage: inventory for inventory in every}
+    of_layer = {layer: members for inventory in every for layer, members in inventory.after.items()}
+    groups, own = every[0].num_groups, every[0].own_groups
+    old, new = _Drawing(groups, own, replica, replicas[0]), _Drawing(groups, own, replica, replicas[1])
+    members: dict[int, list[Member]] = {}
+    for stage in range(grid.pipe_parallel_size):
+        uses = layers.first_uses_at(plan.new, stage)
+        members[stage] = [member for layer in uses for member in of_layer.get(layer, ())]
+        new.add(stage, members[stage])
+        if stage in of_stage:
+            old.add(stage, of_stage[stage].before, leave_out=of_stage[stage].replaced)
+    held = {(inventory.stage, buffer): kinds for inventory in every for buffer, kinds in inventory.kinds.items()}
+    kinds = {name: dtype for of_buffer in held.values() for name, dtype in of_buffer.items()}
+    group_kinds: dict[int, set[str]] = {}
+    for (_, buffer), of_buffer in held.items():
+        group_kinds.setdefault(buffer.group, set()).update(of_buffer)
+    return ReshardingPlan(
+        route=Route.between(old.layout(), new.layout()),
+        members=members,
+        kinds=dict(sorted(kinds.items(), key=lambda item: (item[0] != MASTER, item[0]))),
+        group_kinds=group_kinds,
+        held=held,
+        scalars=merge_scalars(inventory.scalars for inventory in every),
+    )
+
+
+class _Drawing:
+    """A layout that is drawn stage by stage.
+
+    Args:
+        groups: number of parameter groups.
+        own: of which these are of parameters that are each replica's own: each has other buffers, whole.
+        replica: whose those are.
+        replicas: that share all other buffers.
+    """
+
+    def __init__(self, groups: int, own: frozenset[int], replica: int, replicas: int) -> None:
+        self._buffers = [Buffer(group, parked) for group in range(groups) for parked in (False, True)]
+        self._own, self._replica, self._replicas = own, replica, replicas
+        self._intervals: dict[Shard, tuple[Interval, ...]] = {}
+        self._sizes: dict[Shard, int] = {}
+
+    def add(self, stage: int, members: Iterable[Member], leave_out: frozenset[ParamKey] = frozenset()) -> None:
+        """Add a stage whose buffers hold ``members``, in this order. ``leave_out``: their values are of no use."""
+        parameters: dict[Buffer, list[tuple[ParamKey, int]]] = {buffer: [] for buffer in self._buffers}
+        for member in members:
+            parameters[member.buffer].append((member.key, member.numel))
+        for buffer, of_buffer in parameters.items():
+            replicas = [self._replica] if buffer.group in self._own else range(self._replicas)
+            size = shard_size(sum(numel for _, numel in of_buffer), len(replicas), parked=buffer.parked)
+            for replica, intervals in zip(replicas, cut(of_buffer, len(replicas), size)):
+                shard = Shard(stage, replica, buffer)
+                self._intervals[shard] = tuple(i for i in intervals if i.key not in leave_out)
+                self._sizes[shard] = size
+
+    def layout(self) -> Layout:
+        return Layout(self._intervals, self._sizes)
 
 
 class Resharding:
@@ -24,29 +132,35 @@ class Resharding:
 
     Args:
         old: this rank's shards; each kind is taken out of them once the new shards of it are filled.
-        owner: this rank.
-        rank_of: the rank that holds an owner's shards.
+        holder: this rank.
+        rank_of: the rank that holds a shard.
     """
 
     def __init__(
         self,
         plan: ReshardingPlan,
-        old: Shards,
+        old: Mapping[Buffer, dict[str, torch.Tensor]],
         *,
-        owner: ShardOwner,
-        rank_of: Callable[[ShardOwner], int],
+        holder: Holder,
+        rank_of: Callable[[Shard], int],
         device: torch.device,
     ) -> None:
         self.plan = plan
-        self._old, self._owner, self._rank_of, self._device = old, owner, rank_of, device
-        self._new: dict[str, dict[BufferKey, torch.Tensor]] = {}
+        self._old, self._holder, self._rank_of, self._device = old, holder, rank_of, device
+        self._new: dict[str, dict[Buffer, torch.Tensor]] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all kinds of state that this rank sends."""
+        leaving = (row.numel for row in self.plan.route.rows if row.source[:2] == self._holder != row.destination[:2])
+        return sum(leaving) * sum(dtype.itemsize for dtype in self.plan.kinds.values())
 
     def allocate(self) -> None:
         """Allocate the new shards of all kinds."""
         for kind in self.plan.kinds:
             self._allocate(kind)
 
-    def transfers(self) -> tuple[list[PeerTensor], list[PeerTensor]]:
+    def transfers(self) -> Transfers:
         """List what is sent and received of the kinds whose new shards are there."""
         sends: list[PeerTensor] = []
         receives: list[PeerTensor] = []
@@ -69,40 +183,20 @@ class Resharding:
             replace(kind, self._new.pop(kind))
 
     def _allocate(self, kind: str) -> None:
-        plan = self.plan
-        self._new[kind] = {
-            key: self._shard(kind, key) for key in plan.new[self._owner[0]] if kind in plan.kinds_of(key)
-        }
+        """Allocate new shards; zeros where nothing will come: the padding, and what had no state."""
+        new, rows = self.plan.route.new, self.plan.rows(kind)
+        self._new[kind] = {}
+        for place, size in new.sizes.items():
+            if place[:2] == self._holder and kind in self.plan.group_kinds.get(place.buffer.group, ()):
+                coming = sum(row.numel for row in rows if row.destination == place)
+                shard = torch.empty(size, dtype=self.plan.kinds[kind], device=self._device)
+                shard[coming if coming == new.used(place) else 0 :].zero_()
+                self._new[kind][place.buffer] = shard
 
-    def _shard(self, kind: str, key: BufferKey) -> torch.Tensor:
-        """Allocate a new shard; zeros where nothing will come: the padding, and what had no state."""
-        plan, (stage, replica) = self.plan, self._owner
-        buffer = plan.new[stage][key]
-        used = min(max(sum(buffer.numel.values()) - buffer.position_of(replica) * buffer.shard, 0), buffer.shard)
-        coming = sum(
-            transfer.numel
-            for transfer in plan.transfers
-            if transfer.destination == self._owner and transfer.new == key and plan.is_held(kind, transfer)
-        )
-        shard = torch.empty(buffer.shard, dtype=plan.kinds[kind], device=self._device)
-        shard[used if coming == used else 0 :].zero_()
-        return shard
-
-    def _transfers(self, kind: str) -> tuple[list[PeerTensor], list[PeerTensor]]:
-        sends, receives = [], []
-        for transfer in self.plan.transfers:
-            if transfer.source == transfer.destination or not self.plan.is_held(kind, transfer):
-                continue
-            if transfer.source == self._owner:
-                there = self._old[transfer.old][kind].narrow(0, transfer.start_old, transfer.numel)
-                sends.append((self._rank_of(transfer.destination), there))
-            elif transfer.destination == self._owner:
-                here = self._new[kind][transfer.new].narrow(0, transfer.start_new, transfer.numel)
-                receives.append((self._rank_of(transfer.source), here))
-        return sends, receives
+    def _transfers(self, kind: str) -> Transfers:
+        old = {buffer: shards[kind] for buffer, shards in self._old.items() if kind in shards}
+        return transfers(self.plan.rows(kind), self._holder, self._rank_of, old, self._new[kind])
 
     def _copy_staying(self, kind: str) -> None:
-        for transfer in self.plan.transfers:
-            if transfer.source == transfer.destination == self._owner and self.plan.is_held(kind, transfer):
-                old = self._old[transfer.old][kind].narrow(0, transfer.start_old, transfer.numel)
-                self._new[kind][transfer.new].narrow(0, transfer.start_new, transfer.numel).copy_(old)
+        old = {buffer: shards[kind] for buffer, shards in self._old.items() if kind in shards}
+        copy_staying(self.plan.rows(kind), self._holder, old, self._new[kind])

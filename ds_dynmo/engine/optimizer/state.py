@@ -7,21 +7,45 @@ Two kinds: a plain torch optimizer keeps state per parameter, which travels insi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
-from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES, PeerTensor
+from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
 from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.migration.tensors import num_bytes
-from ds_dynmo.engine.optimizer.compaction import KeptElements
+from ds_dynmo.engine.move.carrying import Transfers
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
+from ds_dynmo.engine.state.keys import ParamKey
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
-Transfers = tuple[list[PeerTensor], list[PeerTensor]]  # what is sent and what is received
+
+@dataclass(frozen=True)
+class KeptElements:
+    """A parameter that becomes some of its elements.
+
+    Attributes:
+        old: the parameter, of any shape.
+        new: the 1-D parameter that takes its place.
+        index: ascending places in the flattened ``old``, int64, on its device.
+    """
+
+    old: nn.Parameter
+    new: nn.Parameter
+    index: torch.Tensor
+
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy the elements that stay of a tensor in the shape of ``old``."""
+        return select(tensor, self.index)
+
+
+def select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Copy the elements of a flattened tensor at the places ``index``."""
+    return tensor.detach().reshape(-1).index_select(0, index.to(tensor.device))
 
 
 class OptimizerState(Protocol):
@@ -52,7 +76,7 @@ class OptimizerState(Protocol):
         """Collect a layer with all of the optimizer's that travels inside it."""
         ...
 
-    def recv_buffer_of(self, index: int, position: int) -> torch.Tensor | None:
+    def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
         """Return flat memory to receive a parameter of an arriving layer in; None: it gets memory of its own."""
         ...
 
@@ -194,7 +218,7 @@ class PerParameterState:
             group_options={n: options_of(self._groups[n]) for n in numbers if n is not None},
         )
 
-    def recv_buffer_of(self, index: int, position: int) -> torch.Tensor | None:
+    def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
         return None
 
     def transfers(self) -> Transfers:

@@ -1,0 +1,1 @@
+"""Bring state from where it is to where it will be."""

@@ -1,0 +1,52 @@
+"""Carry out one rank's part in a route: what it sends, receives and copies, of one kind of state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from ds_dynmo.engine.comm.point_to_point import PeerTensor
+from ds_dynmo.engine.move.layout import Buffer, Shard
+from ds_dynmo.engine.move.route import Row
+
+__all__ = ["Holder", "Tensors", "Transfers", "copy_staying", "transfers"]
+
+Holder = tuple[int, int]  # a rank of a tensor-parallel slice: stage, data-parallel index
+Tensors = Mapping[Buffer, torch.Tensor]  # a rank's shards of one kind of state
+Transfers = tuple[list[PeerTensor], list[PeerTensor]]  # what is sent and what is received
+
+
+def transfers(
+    rows: Iterable[Row], holder: Holder, rank_of: Callable[[Shard], int], old: Tensors, new: Tensors
+) -> Transfers:
+    """List what a rank sends to others, of its old shards, and what it receives, in its new ones.
+
+    Args:
+        rank_of: the rank that holds a shard.
+    """
+    sends: list[PeerTensor] = []
+    receives: list[PeerTensor] = []
+    for row in rows:
+        if row.source[:2] == row.destination[:2]:
+            continue
+        if row.source[:2] == holder:
+            sends.append((rank_of(row.destination), _source(row, old)))
+        elif row.destination[:2] == holder:
+            receives.append((rank_of(row.source), _destination(row, new)))
+    return sends, receives
+
+
+def copy_staying(rows: Iterable[Row], holder: Holder, old: Tensors, new: Tensors) -> None:
+    """Copy what stays on a rank from its old shards to its new ones."""
+    for row in rows:
+        if row.source[:2] == row.destination[:2] == holder:
+            _destination(row, new).copy_(_source(row, old))
+
+
+def _source(row: Row, old: Tensors) -> torch.Tensor:
+    return old[row.source.buffer].narrow(0, row.source_offset, row.numel)
+
+
+def _destination(row: Row, new: Tensors) -> torch.Tensor:
+    return new[row.destination.buffer].narrow(0, row.destination_offset, row.numel)

@@ -1,0 +1,143 @@
+"""Plan how state gets from one layout to another: the rows of elements that are copied or sent. Pure, alike everywhere.
+
+Resharding, freezing, re-packing, and keeping some elements of parameters are routes between two layouts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from operator import attrgetter
+from typing import NamedTuple
+
+from ds_dynmo.engine.move.layout import Interval, Layout, Shard
+from ds_dynmo.engine.state.keys import ParamKey
+
+__all__ = ["Route", "Row"]
+
+
+class Row(NamedTuple):
+    """``numel`` elements that lie in a row in a shard before and in one after, from these offsets on."""
+
+    source: Shard
+    destination: Shard
+    source_offset: int
+    destination_offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """All that is copied or sent between two layouts. It checks itself on construction.
+
+    Attributes:
+        rows: sorted by destination.
+
+    Raises:
+        AssertionError: a row does not bring the elements that belong there, or an element comes twice or not at all.
+    """
+
+    old: Layout
+    new: Layout
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def between(cls, old: Layout, new: Layout) -> Route:
+        """Plan the way from ``old`` to ``new``.
+
+        A parameter comes from the stage that gets it if that has it, else from the first stage that does. Parameters
+        that ``old`` lacks come from nowhere.
+        """
+        return cls(old, new, tuple(_joined(_rows(old, new))))
+
+    def __post_init__(self) -> None:
+        known = {interval.key for held in self.old.intervals.values() for interval in held}
+        rows: dict[Shard, list[Row]] = {}
+        for row in self.rows:
+            rows.setdefault(row.destination, []).append(row)
+        assert rows.keys() <= self.new.intervals.keys()
+        for shard, held in self.new.intervals.items():
+            due = [interval for interval in held if interval.key in known]
+            coming = [
+                interval._replace(offset=interval.offset - row.source_offset + row.destination_offset)
+                for row in rows.get(shard, ())
+                for interval in _held_in(self.old.intervals[row.source], row.source_offset, row.numel)
+            ]
+            assert _whole(coming) == _whole(due), f"{shard} gets {coming}, due is {due}"
+
+    def inverse(self) -> Route:
+        """Return the way back, of the parameters that both layouts have."""
+        return Route.between(self.new, self.old)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the rows, by which ranks compare their routes before a byte travels."""
+        return hashlib.sha256(repr(self.rows).encode()).hexdigest()
+
+
+def _rows(old: Layout, new: Layout) -> Iterator[Row]:
+    """List the rows, each of one parameter, by destination."""
+    holders: dict[ParamKey, dict[int, list[tuple[Shard, Interval]]]] = {}
+    for shard in sorted(old.intervals):
+        for interval in old.intervals[shard]:
+            holders.setdefault(interval.key, {}).setdefault(shard.stage, []).append((shard, interval))
+    for destination in sorted(new.intervals):
+        for wanted in new.intervals[destination]:
+            stages = holders.get(wanted.key, {})
+            held = stages.get(destination.stage) or next(iter(stages.values()), [])
+            for source, interval in sorted(held, key=lambda each: each[1].start):
+                start = max(interval.start, wanted.start)
+                numel = min(interval.start + interval.numel, wanted.start + wanted.numel) - start
+                if numel > 0:
+                    source_offset = interval.offset + start - interval.start
+                    yield Row(source, destination, source_offset, wanted.offset + start - wanted.start, numel)
+
+
+def _joined(rows: Iterator[Row]) -> Iterator[Row]:
+    """Join rows that lie side by side in both shards."""
+    last: Row | None = None
+    for row in rows:
+        if last is not None and row[:4] == (
+            last.source,
+            last.destination,
+            last.source_offset + last.numel,
+            last.destination_offset + last.numel,
+        ):
+            last = last._replace(numel=last.numel + row.numel)
+            continue
+        if last is not None:
+            yield last
+        last = row
+    if last is not None:
+        yield last
+
+
+def _held_in(intervals: tuple[Interval, ...], offset: int, numel: int) -> Iterator[Interval]:
+    """List what lies in ``numel`` elements of a shard from ``offset`` on."""
+    begin = max(bisect_right(intervals, offset, key=attrgetter("offset")) - 1, 0)
+    for interval in islice(intervals, begin, None):
+        first = max(interval.offset, offset)
+        last = min(interval.offset + interval.numel, offset + numel)
+        if first < last:
+            yield Interval(interval.key, interval.start + first - interval.offset, last - first, first)
+        elif interval.offset >= offset + numel:
+            return
+
+
+def _whole(intervals: list[Interval]) -> list[Interval]:
+    """Sort intervals of a shard by their offsets, and join those that go on."""
+    joined: list[Interval] = []
+    for interval in sorted(intervals, key=attrgetter("offset")):
+        if joined and interval == joined[-1]._replace(
+            start=joined[-1].start + joined[-1].numel,
+            offset=joined[-1].offset + joined[-1].numel,
+            numel=interval.numel,
+        ):
+            joined[-1] = joined[-1]._replace(numel=joined[-1].numel + interval.numel)
+        else:
+            joined.append(interval)
+    return joined
