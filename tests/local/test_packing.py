@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
-from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.optimizer.state import PerParameterState
+from ds_dynmo.engine.state.layer_record import LayerRecord
 
 CPU = torch.device("cpu")
 
@@ -47,15 +47,15 @@ class Unpicklable(Layer):
         self.activation: Callable[[float], float] = lambda x: x
 
 
-def unprepared(position: int) -> None:
+def unprepared(name: str) -> None:
     """Give no parameter a prepared place."""
 
 
 def send(
     packed: PackedLayer,
     build: Callable[[], nn.Module],
-    place: Callable[[int], torch.Tensor | None] = unprepared,
-) -> LayerContent:
+    place: Callable[[str], torch.Tensor | None] = unprepared,
+) -> LayerRecord:
     arrival = ArrivingLayer(packed.header)
     arrival.allocate(CPU, place)
     arrival.load(build, CPU)
@@ -68,8 +68,8 @@ def transmit(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> 
         there.copy_(here)
 
 
-def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerContent:
-    return send(pack(PerParameterState(optimizer).content(module), type(module)), type(module))
+def travel(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LayerRecord:
+    return send(pack(PerParameterState(optimizer).record(module), type(module)), type(module))
 
 
 @pytest.fixture(params=[Layer, Unpicklable])
@@ -160,12 +160,14 @@ def test_optimizer_state_and_group_move(layer: Layer, make: type[torch.optim.Opt
     optimizer = make(groups, lr=0.1, **extra)
     layer.linear(torch.randn(2, 3)).sum().backward()
     optimizer.step()
-    content = travel(layer, optimizer)
-    assert content.groups == [1, 0] and content.group_options[0]["lr"] == 0.5
-    for parameter, state in zip(layer.parameters(), content.optimizer_state):
+    arrived = travel(layer, optimizer)
+    groups = {name: found.group for name, found in arrived.parameters.items()}
+    assert groups == {"linear.weight": 1, "linear.bias": 0} and arrived.group_options[0]["lr"] == 0.5
+    for name, parameter in layer.named_parameters():
+        state = arrived.parameters[name].state
         assert state is not None and state.keys() == optimizer.state[parameter].keys()
-        for name, value in optimizer.state[parameter].items():
-            assert torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value
+        for kind, value in optimizer.state[parameter].items():
+            assert torch.equal(state[kind], value) if isinstance(value, torch.Tensor) else state[kind] == value
 
 
 def test_a_parameter_used_twice_stays_one() -> None:
@@ -184,13 +186,13 @@ def test_random_states_are_not_used(layer: Layer) -> None:
 
 def test_bytes_are_counted() -> None:
     module = nn.Linear(3, 4)
-    assert pack(PerParameterState(None).content(module), nn.Identity).num_bytes == (12 + 4) * 4
+    assert pack(PerParameterState(None).record(module), nn.Identity).num_bytes == (12 + 4) * 4
 
 
 def test_a_parameter_arrives_in_the_place_prepared_for_it(layer: Layer) -> None:
     flat = torch.zeros(12 + 4)
-    places = {0: flat[4:], 1: flat[:4]}
-    arrived = send(pack(PerParameterState(None).content(layer), type(layer)), type(layer), places.get).module
+    places = {"linear.weight": flat[4:], "linear.bias": flat[:4]}
+    arrived = send(pack(PerParameterState(None).record(layer), type(layer)), type(layer), places.get).module
     assert torch.equal(flat, torch.cat([layer.linear.bias, layer.linear.weight.flatten()]))
     assert arrived.linear.weight.data_ptr() == flat[4:].data_ptr()
 
@@ -199,7 +201,7 @@ def test_a_transposed_parameter_keeps_its_memory_order() -> None:
     layer = nn.Linear(3, 4, bias=False)
     layer.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     flat = torch.zeros(12)
-    arrived = send(pack(PerParameterState(None).content(layer), nn.Identity), nn.Identity, lambda position: flat).module
+    arrived = send(pack(PerParameterState(None).record(layer), nn.Identity), nn.Identity, lambda name: flat).module
     assert torch.equal(arrived.weight, layer.weight) and arrived.weight.stride() == layer.weight.stride()
     assert not flat.any()
 
@@ -207,7 +209,7 @@ def test_a_transposed_parameter_keeps_its_memory_order() -> None:
 def test_a_view_of_a_parameter_stays_a_view(layer: Layer) -> None:
     layer.top = layer.linear.weight.detach()[1:3]  # type: ignore[assignment]
     layer.column = layer.linear.weight.detach()[:, 1]  # type: ignore[assignment]
-    packed = pack(PerParameterState(None).content(layer), type(layer))
+    packed = pack(PerParameterState(None).record(layer), type(layer))
     module = send(packed, type(layer)).module
     with torch.no_grad():
         module.linear.weight.fill_(7.0)
@@ -228,7 +230,7 @@ def test_added_and_replaced_submodules_move(layer: Layer) -> None:
     content = travel(layer)
     module = content.module
     assert [name for name, _ in module.named_modules()] == [name for name, _ in layer.named_modules()]
-    assert {id(p) for p in content.parameters} == {id(p) for p in module.parameters()}
+    assert {id(found.parameter) for found in content.parameters.values()} == {id(p) for p in module.parameters()}
     assert torch.equal(module.added.weight, layer.added.weight)
 
 
@@ -273,7 +275,7 @@ def test_a_hook_that_is_registered_later_replaces_none_that_arrived(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = layer.linear.register_forward_hook(doubled)
-    packed = pack(PerParameterState(None).content(layer), type(layer))
+    packed = pack(PerParameterState(None).record(layer), type(layer))
     monkeypatch.setattr(RemovableHandle, "next_id", handle.id)  # as in a process that has registered fewer
     module = send(packed, type(layer)).module
     module.linear.register_forward_hook(doubled)
@@ -314,16 +316,16 @@ def trained(layer: Layer) -> torch.optim.Optimizer:
 
 def travel_in_two_parts(
     layer: Layer, optimizer: torch.optim.Optimizer, change: Callable[[], None]
-) -> tuple[LayerContent, PackedLayer]:
+) -> tuple[LayerRecord, PackedLayer]:
     """Send the constant tensors, call ``change``, and send the rest. Return what arrives, and what was packed last."""
     state, build = PerParameterState(optimizer), type(layer)
-    ahead = pack(state.content(layer), build)
+    ahead = pack(state.record(layer), build)
     first = ArrivingLayer(ahead.header)
     first.allocate(CPU, unprepared)
     first.load(build, CPU)
     transmit(ahead.constants, first.constants)
     change()
-    rest = pack(state.content(layer), build, sent_ahead=ahead)
+    rest = pack(state.record(layer), build, sent_ahead=ahead)
     arrival = ArrivingLayer(rest.header)
     arrival.allocate(CPU, unprepared, first)
     arrival.load(build, CPU)
@@ -333,7 +335,7 @@ def travel_in_two_parts(
 
 def test_weights_and_moments_are_sent_first_and_the_rest_later(layer: Layer) -> None:
     optimizer = trained(layer)
-    packed = pack(PerParameterState(optimizer).content(layer), type(layer))
+    packed = pack(PerParameterState(optimizer).record(layer), type(layer))
     elements = layer.linear.weight.numel() + layer.linear.bias.numel()
     assert sum(flat.numel() for flat in packed.constants) == 3 * 4 * elements
     assert sum(flat.numel() for flat in packed.changing) == 4 + 8 + 2 * 4 + 4 * elements  # buffers, steps, gradients
@@ -353,8 +355,8 @@ def test_constant_tensors_are_sent_once(layer: Layer) -> None:
     assert not rest.constants
     assert torch.equal(module.linear.weight, layer.linear.weight) and module.linear.weight is not layer.linear.weight
     assert torch.equal(module.scratch, layer.scratch) and module.frozen and not module.linear.bias.requires_grad
-    for position, parameter in enumerate(layer.linear.parameters()):
-        here, there = optimizer.state[parameter], content.optimizer_state[position]
+    for name, parameter in layer.named_parameters():
+        here, there = optimizer.state[parameter], content.parameters[name].state
         assert there is not None and there["step"] == 2 and torch.equal(there["exp_avg"], here["exp_avg"])
 
 
@@ -379,4 +381,4 @@ def test_a_layer_that_was_compiled_in_place_stays(path: str, named: str) -> None
     layer = Layer()
     layer.get_submodule(path).compile()
     with pytest.raises(TypeError, match=rf'{named} was compiled by its method compile.*"compile": true'):
-        pack(PerParameterState(None).content(layer), Layer)
+        pack(PerParameterState(None).record(layer), Layer)

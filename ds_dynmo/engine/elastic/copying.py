@@ -9,8 +9,8 @@ from __future__ import annotations
 import pickle
 
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
-from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.context import MigrationContext
+from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.placement import Placement
 
 
@@ -31,7 +31,7 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
     if has_layers:
         context.comm.p2p.exchange_bytes(dict.fromkeys(_ranks_of_copies(context, num_replicas), pickle.dumps(mine)), [])
     headers = mine if has_layers else pickle.loads(context.comm.p2p.exchange_bytes({}, [source])[source])
-    arrived: dict[int, LayerContent] = {}
+    arrived: dict[int, LayerRecord] = {}
     for index, header in headers.items():
         if has_layers:
             context.comm.p2p.exchange(
@@ -45,7 +45,7 @@ def copy_stage(context: MigrationContext, placement: Placement, num_replicas: in
         context.comm.p2p.exchange([], [(source, flat) for flat in arrival.recv_buffers])
         arrived[index] = arrival.materialize()
     if not has_layers:
-        modules = {index: content.module for index, content in arrived.items()}
+        modules = {index: layer.module for index, layer in arrived.items()}
         context.layers.rebuild(placement, context.stage, modules)
     context.rebuilt()
     context.state.scatter_shards(plan, context.layers.parameters(), arrived)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.migration.content import LayerContent, register_hooks
 from ds_dynmo.engine.migration.references import References
 from ds_dynmo.engine.migration.shell import Build
 from ds_dynmo.engine.migration.tensors import TensorMeta, bytes_of, restored, restored_sparse
+from ds_dynmo.engine.state.layer_record import LayerRecord, register_hooks
 
 Complete = Callable[[nn.Module], None]
 RecvBufferOf = Callable[[str], torch.Tensor | None]
@@ -28,7 +28,7 @@ class ArrivingLayer:
     def __init__(self, header: bytes) -> None:
         self._shell, self._metas, self._references = pickle.loads(header)
         self._counterparts: dict[int, Any] = {}
-        self._content: LayerContent | None = None
+        self._layer: LayerRecord | None = None
         self._makers: list[Callable[[], torch.Tensor]] = []
         self._data: dict[int, torch.Tensor] = {}
         self._constant_data: list[torch.Tensor] = []
@@ -66,7 +66,7 @@ class ArrivingLayer:
         return known
 
     def _free(self) -> None:
-        self._content, self._makers, self._data, self._constant_data = None, [], {}, []
+        self._layer, self._makers, self._data, self._constant_data = None, [], {}, []
         self.constants, self.changing = [], []
 
     def _maker(
@@ -119,20 +119,18 @@ class ArrivingLayer:
             Exception: whatever an object of the user's raises, or a :class:`TypeError`: it is not what was sent.
         """
         tensors = [make() for make in self._makers]
-        content = self._shell.load(tensors, self._counterparts, build, device)
-        complete(content.module)
-        self._shell.check(content, tensors, self._counterparts)
-        self._content = content
+        layer = self._shell.load(tensors, self._counterparts, build, device)
+        complete(layer.module)
+        self._shell.check(layer, tensors, self._counterparts)
+        self._layer = layer
 
-    def materialize(self) -> LayerContent:
+    def materialize(self) -> LayerRecord:
         """Give the layer that was built, once its buffers are filled, what belongs to its parameters."""
-        content = self._content
-        assert content is not None, "load comes first"
-        for parameter, gradient, attributes, hooks in zip(
-            content.parameters, content.gradients, content.attributes, content.hooks
-        ):
-            parameter.grad = gradient
-            vars(parameter).update(attributes)
-            register_hooks(parameter, hooks)
+        layer = self._layer
+        assert layer is not None, "load comes first"
+        for found in layer.parameters.values():
+            found.parameter.grad = found.gradient
+            vars(found.parameter).update(found.attributes)
+            register_hooks(found.parameter, found.hooks)
         self._free()
-        return content
+        return layer

@@ -14,12 +14,12 @@ from torch import nn
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.migration.arriving import ArrivingLayer
-from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.packing import PackedLayer, pack
 from ds_dynmo.engine.migration.references import References
 from ds_dynmo.engine.optimizer.state import OptimizerState
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.plan import LayerMove, MigrationPlan
 
 
@@ -96,7 +96,7 @@ class MigrationContext:
             sent_ahead: what it was when its constant tensors were sent.
         """
         build = partial(self.layers.build, index, self.device)
-        return pack(self.state.content(module), build, self.names, sent_ahead, completed=bool(self.on_arrival))
+        return pack(self.state.record(module), build, self.names, sent_ahead, completed=bool(self.on_arrival))
 
     def pack_leaving(self, plan: MigrationPlan) -> dict[int, PackedLayer]:
         """Make the layers ready that are sent from here.
@@ -167,9 +167,9 @@ class MigrationContext:
             if isinstance(spec, nn.Module):
                 self.names.empty(spec)  # the layer list still holds a layer that the user gave as a module
 
-    def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerContent]) -> None:
+    def rebuild(self, plan: MigrationPlan, arrived: Mapping[int, LayerRecord]) -> None:
         """Rebuild the stage around the layers that stay and those that arrived, and drop tied layers without a use."""
-        modules = self.staying(plan) | {index: content.module for index, content in arrived.items()}
+        modules = self.staying(plan) | {index: layer.module for index, layer in arrived.items()}
         kept = {id(module) for module in modules.values()}
         for module in [module for module in self.layers.modules().values() if id(module) not in kept]:
             self.state.drop(module.parameters())

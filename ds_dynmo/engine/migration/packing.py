@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.references import Outside, References
 from ds_dynmo.engine.migration.shell import Build, Shell
 from ds_dynmo.engine.migration.tensors import TensorMeta, describe, find_bases, meta_of
 from ds_dynmo.engine.serialization.object_graph import is_constant
+from ds_dynmo.engine.state.layer_record import LayerRecord
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class PackedLayer:
 
 
 def pack(
-    content: LayerContent,
+    layer: LayerRecord,
     build: Build,
     names: References | None = None,
     sent_ahead: PackedLayer | None = None,
     *,
     completed: bool = False,
 ) -> PackedLayer:
-    """Pack ``content`` into a header and tensors, which are views of the layer's own memory where they can be.
+    """Pack ``layer`` into a header and tensors, which are views of the layer's own memory where they can be.
 
     Args:
         build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
@@ -88,13 +88,13 @@ def pack(
         TypeError: a part of the layer can neither be sent nor be built by the receiver, it refers to something of
             another layer's that has no name, or the user has compiled a part in place.
     """
-    _check_not_compiled_in_place(content.module)
-    outside = names.outside(content.module, _marks(content)) if names is not None else Outside()
-    shell, tensors = Shell.of(content, build, outside, completed)
-    name_of = {id(parameter): name for name, parameter in content.module.named_parameters()}
+    _check_not_compiled_in_place(layer.module)
+    outside = names.outside(layer.module, _marks(layer)) if names is not None else Outside()
+    shell, tensors = Shell.of(layer, build, outside, completed)
+    name_of = {id(found.parameter): name for name, found in layer.parameters.items()}
     known = sent_ahead._constants if sent_ahead is not None else ()
     ahead = {id(constant.tensor): number for number, constant in enumerate(known) if constant.is_unchanged()}
-    constant = _constant_tensors(content)
+    constant = _constant_tensors(layer)
     bases = find_bases(tensors)
     metas: list[TensorMeta] = []
     constants: list[torch.Tensor] = []
@@ -134,20 +134,20 @@ def _check_not_compiled_in_place(layer: nn.Module | None) -> None:
             )
 
 
-def _constant_tensors(content: LayerContent) -> set[int]:
+def _constant_tensors(layer: LayerRecord) -> set[int]:
     """Find weights and what the optimizer keeps per element, by ``id``. Sparse ones do not show a change."""
-    state = [value for held in content.optimizer_state for value in (held or {}).values()]
+    parameters = layer.parameters.values()
+    state = [value for found in parameters for value in (found.state or {}).values()]
     moments = [value for value in state if isinstance(value, torch.Tensor) and value.dim()]
-    found = (*content.parameters, *moments)
-    return {id(tensor) for tensor in found if tensor.layout == torch.strided and not tensor.is_inference()}
+    tensors = (*(found.parameter for found in parameters), *moments)
+    return {id(tensor) for tensor in tensors if tensor.layout == torch.strided and not tensor.is_inference()}
 
 
-def _marks(content: LayerContent) -> dict[str, Any]:
+def _marks(layer: LayerRecord) -> dict[str, Any]:
     """Collect what users set on the layer's parameters and may refer to anything, by the parameters' names."""
-    names = {id(parameter): name for name, parameter in content.module.named_parameters()}
-    found: dict[str, Any] = {}
-    for parameter, attributes, hooks in zip(content.parameters, content.attributes, content.hooks):
-        marks = {name: value for name, value in attributes.items() if not is_constant(value)}
-        held = {method: each for method, each in hooks.items() if each}
-        found |= {f"{names[id(parameter)]}.{kind}": of for kind, of in (("marks", marks), ("hooks", held)) if of}
-    return found
+    marks: dict[str, Any] = {}
+    for name, found in layer.parameters.items():
+        attributes = {name: value for name, value in found.attributes.items() if not is_constant(value)}
+        hooks = {method: each for method, each in found.hooks.items() if each}
+        marks |= {f"{name}.{kind}": held for kind, held in (("marks", attributes), ("hooks", hooks)) if held}
+    return marks

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.references import Outside
 from ds_dynmo.engine.serialization.description import (
     NOTHING,
@@ -27,6 +26,7 @@ from ds_dynmo.engine.serialization.description import (
 )
 from ds_dynmo.engine.serialization.dismantling import HOOKS, assemble, dismantle, find_parts
 from ds_dynmo.engine.serialization.pickling import dump, load, random_state_kept, stand_in
+from ds_dynmo.engine.state.layer_record import LayerRecord
 
 Build = Callable[[], nn.Module]
 _REMEDY = (
@@ -54,9 +54,9 @@ class Shell:
 
     @classmethod
     def of(
-        cls, content: LayerContent, build: Build, outside: Outside, completed: bool
+        cls, layer: LayerRecord, build: Build, outside: Outside, completed: bool
     ) -> tuple[Shell, list[torch.Tensor]]:
-        """Pickle ``content``, and return its tensors too.
+        """Pickle ``layer``, and return its tensors too.
 
         Args:
             build: makes the layer anew from its spec, as the receiver will where the module cannot be pickled.
@@ -66,28 +66,28 @@ class Shell:
         Raises:
             TypeError: something would arrive as something else, or not at all.
         """
-        whole = None if outside.rank_attributes else _pickled_whole(content, outside, completed)
-        return whole or _pickled_in_parts(content, build, outside, completed)
+        whole = None if outside.rank_attributes else _pickled_whole(layer, outside, completed)
+        return whole or _pickled_in_parts(layer, build, outside, completed)
 
     def load(
         self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
-    ) -> LayerContent:
+    ) -> LayerRecord:
         """Load the layer around ``tensors`` and ``references``.
 
         Raises:
             TypeError: the layer that ``build`` makes lacks modules.
         """
-        content: LayerContent = (
+        layer: LayerRecord = (
             self._load_in_parts(tensors, references, build, device)
             if self.parts
             else load(self.data, tensors, references)
         )
-        _number_later_hooks_after(content.module)
-        return content
+        _number_later_hooks_after(layer.module)
+        return layer
 
     def _load_in_parts(
         self, tensors: Sequence[torch.Tensor], references: Mapping[int, Any], build: Build, device: torch.device
-    ) -> LayerContent:
+    ) -> LayerRecord:
         with random_state_kept():
             built = build()
             modules = dict(built.named_modules(remove_duplicate=False))
@@ -97,11 +97,11 @@ class Shell:
                 )
             numbered = {len(self.parts) + number: held for number, held in references.items()}
             numbered.update((number, modules[path]) for number, path in enumerate(self.parts))
-            content: LayerContent = load(self.data, tensors, numbered)
-            content.module = assemble(built, content.module, device)
-        return content
+            layer: LayerRecord = load(self.data, tensors, numbered)
+            layer.module = assemble(built, layer.module, device)
+        return layer
 
-    def check(self, arrived: LayerContent, tensors: Sequence[torch.Tensor], references: Mapping[int, Any]) -> None:
+    def check(self, arrived: LayerRecord, tensors: Sequence[torch.Tensor], references: Mapping[int, Any]) -> None:
         """Refuse a layer that is not what was sent.
 
         Raises:
@@ -130,11 +130,11 @@ def _number_later_hooks_after(module: nn.Module) -> None:
     RemovableHandle.next_id = max([RemovableHandle.next_id, *numbers])
 
 
-def _pickled_whole(content: LayerContent, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]] | None:
+def _pickled_whole(layer: LayerRecord, outside: Outside, completed: bool) -> tuple[Shell, list[torch.Tensor]] | None:
     """Pickle a layer whole; None: that cannot be done, or what is loaded differs."""
     try:
-        dumped = dump(content, {key: number for number, key in enumerate(outside.references)})
-        sent = describe(_roots(content), known_texts(dumped.tensors, dumped.referred))
+        dumped = dump(layer, {key: number for number, key in enumerate(outside.references)})
+        sent = describe(_roots(layer), known_texts(dumped.tensors, dumped.referred))
         tensors = [stand_in(tensor) for tensor in dumped.tensors]
         back = load(dumped.data, tensors, dumped.referred)
         if first_difference(sent, describe(_roots(back), known_texts(tensors, dumped.referred))) is not None:
@@ -145,27 +145,27 @@ def _pickled_whole(content: LayerContent, outside: Outside, completed: bool) -> 
 
 
 def _pickled_in_parts(
-    content: LayerContent, build: Build, outside: Outside, completed: bool
+    layer: LayerRecord, build: Build, outside: Outside, completed: bool
 ) -> tuple[Shell, list[torch.Tensor]]:
     """Pickle what can be sent of a layer, to be put into one that is built."""
-    module, of_rank = content.module, outside.rank_attributes
+    module, of_rank = layer.module, outside.rank_attributes
     parts = find_parts(module, outside.references, of_rank)
     apart = {id(part): number for number, part in enumerate(parts.values())}
     known = {**apart, **{key: len(parts) + number for number, key in enumerate(outside.references)}}
     reasons: dict[str, str] = {}
     dismantled = dismantle(module, known, apart, of_rank, reasons)
-    dumped = dump(replace(content, module=dismantled), known)
+    dumped = dump(replace(layer, module=dismantled), known)
     referred = {number - len(parts): held for number, held in dumped.referred.items() if number >= len(parts)}
     paths = {path: of_rank[id(part)] for path, part in module.named_modules() if id(part) in of_rank}
-    description = describe(_roots(content), known_texts(dumped.tensors, referred), of_rank)
+    description = describe(_roots(layer), known_texts(dumped.tensors, referred), of_rank)
     shell = Shell(dumped.data, tuple(parts), paths, reasons, description)
     if not completed:
         tensors = [stand_in(tensor) for tensor in dumped.tensors]
-        device = next((tensor.device for tensor in content.parameters), torch.device("cpu"))
+        device = next((found.parameter.device for found in layer.parameters.values()), torch.device("cpu"))
         shell.check(shell.load(tensors, referred, build, device), tensors, referred)
     return shell, dumped.tensors
 
 
-def _roots(content: LayerContent) -> list[tuple[tuple[tuple[str, Any], ...], Any]]:
-    others = [field.name for field in fields(content) if field.name != "module"]
-    return [((), content.module), *(((("item", name),), getattr(content, name)) for name in others)]
+def _roots(layer: LayerRecord) -> list[tuple[tuple[tuple[str, Any], ...], Any]]:
+    others = [field.name for field in fields(layer) if field.name != "module"]
+    return [((), layer.module), *(((("item", name),), getattr(layer, name)) for name in others)]

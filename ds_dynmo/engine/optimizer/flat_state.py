@@ -24,7 +24,6 @@ from torch import nn
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper, unbind
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.move.carrying import Holder, Transfers
 from ds_dynmo.engine.move.layout import Shard
 from ds_dynmo.engine.optimizer.flat_shards import FlatShards, Pieces
@@ -35,6 +34,7 @@ from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.optimizer.resharding import Resharding, ReshardingPlan, plan_resharding
 from ds_dynmo.engine.optimizer.state import KeptElements
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
+from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
@@ -156,19 +156,10 @@ class FlatState:
         if self._lacks_gradients:
             self._wrap(self._wrapper.groups, self._wrapper.flats)
 
-    def content(self, module: nn.Module) -> LayerContent:
-        parameters = list(module.parameters())
-        numbers = [self._membership.group(parameter) for parameter in parameters]
+    def record(self, module: nn.Module) -> LayerRecord:
         groups = self._wrapper.inner.param_groups
-        return LayerContent(
-            module=module,
-            parameters=parameters,
-            groups=numbers,
-            optimizer_state=[None] * len(parameters),
-            gradients=[None] * len(parameters),  # between two batches the wrapper's buffers hold none
-            attributes=[parameter_attributes(parameter) for parameter in parameters],
-            hooks=[parameter_hooks(parameter) for parameter in parameters],
-            group_options={n: options_of(groups[n]) for n in numbers if n is not None},
+        return LayerRecord.of(
+            module, group_of=self._membership.group, options_of=lambda number: options_of(groups[number])
         )
 
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
@@ -202,14 +193,13 @@ class FlatState:
             unbind(parameter)
             self._membership.leave(parameter)
 
-    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         resharding, self._next = self._next, None
         assert resharding is not None, "prepare comes first"
         assert not self._wrapper.holds_gradients, "gradients in flat buffers do not travel: settle after a step"
-        for content in arrived.values():
-            for parameter, number in zip(content.parameters, content.groups):
-                if number is not None:
-                    self._membership.join(parameter, number)
+        for found in (found for layer in arrived.values() for found in layer.parameters.values()):
+            if found.group is not None:
+                self._membership.join(found.parameter, found.group)
         self._take_options(parameters, arrived)
         self._wrapper.free_gradients()
         # One that was frozen or unfrozen since the plan was made follows when the engine is told of it.
@@ -232,7 +222,7 @@ class FlatState:
         return self._reshard(placement, num_replicas, (num_replicas, self.shards.count))
 
     def scatter_shards(
-        self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
+        self, plan: ReshardingPlan, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]
     ) -> None:
         self._next = self._resharding(plan)
         self.settle(parameters, arrived)
@@ -288,13 +278,13 @@ class FlatState:
         self.inventory.settled()
         self._weights_lead = False
 
-    def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+    def _take_options(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Give a group that was empty here its options, such as the learning rate, from what arrives."""
-        joining = {id(p) for content in arrived.values() for p in content.parameters}
+        joining = {id(found.parameter) for layer in arrived.values() for found in layer.parameters.values()}
         for number, group in enumerate(self._wrapper.inner.param_groups):
             if not any(self._membership.group(p) == number for p in parameters if id(p) not in joining):
-                for content in arrived.values():
-                    group.update(content.group_options.get(number, {}))
+                for layer in arrived.values():
+                    group.update(layer.group_options.get(number, {}))
 
     def _resharding(self, plan: ReshardingPlan) -> Resharding:
         return Resharding(

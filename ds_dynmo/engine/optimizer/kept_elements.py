@@ -12,9 +12,9 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.replicas import is_own
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import bound_by_wrapper
 from ds_dynmo.engine.deepspeed_adapter.module import is_split
-from ds_dynmo.engine.migration.content import register_hooks, user_hooks
 from ds_dynmo.engine.optimizer.state import KeptElements, select
 from ds_dynmo.engine.stage import StageContext
+from ds_dynmo.engine.state.layer_record import register_hooks, user_hooks
 from ds_dynmo.errors import ConfigError, MigrationError
 
 Kept = Sequence[tuple[nn.Module, str, torch.Tensor]]

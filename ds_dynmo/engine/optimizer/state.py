@@ -15,11 +15,11 @@ from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
 from ds_dynmo.engine.comm.point_to_point import SMALL_BYTES
-from ds_dynmo.engine.migration.content import LayerContent, parameter_attributes, parameter_hooks
 from ds_dynmo.engine.migration.tensors import num_bytes
 from ds_dynmo.engine.move.carrying import Transfers
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.state.keys import ParamKey
+from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.placement import Placement
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
@@ -72,7 +72,7 @@ class OptimizerState(Protocol):
         """Return to what was before :meth:`prepare`: nothing will move."""
         ...
 
-    def content(self, module: nn.Module) -> LayerContent:
+    def record(self, module: nn.Module) -> LayerRecord:
         """Collect a layer with all of the optimizer's that travels inside it."""
         ...
 
@@ -96,7 +96,7 @@ class OptimizerState(Protocol):
         """Free what is held for parameters that were sent away."""
         ...
 
-    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Take over ``parameters``, the stage's from now on, in this order; ``arrived`` are the layers that came."""
         ...
 
@@ -124,9 +124,7 @@ class OptimizerState(Protocol):
         """Plan how the state of so many replicas is shared by all that there are now. May gather."""
         ...
 
-    def scatter_shards(
-        self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
-    ) -> None:
+    def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         """Settle as :meth:`settle` does, where more replicas hold the stages than before."""
         ...
 
@@ -203,19 +201,14 @@ class PerParameterState:
             for state in states:
                 state["step"] = count
 
-    def content(self, module: nn.Module) -> LayerContent:
-        parameters = list(module.parameters())
-        group_of = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
-        numbers = [group_of.get(id(parameter)) for parameter in parameters]
-        return LayerContent(
-            module=module,
-            parameters=parameters,
-            groups=numbers,
-            optimizer_state=[self._state.get(parameter) for parameter in parameters],
-            gradients=[parameter.grad for parameter in parameters],
-            attributes=[parameter_attributes(parameter) for parameter in parameters],
-            hooks=[parameter_hooks(parameter) for parameter in parameters],
-            group_options={n: options_of(self._groups[n]) for n in numbers if n is not None},
+    def record(self, module: nn.Module) -> LayerRecord:
+        groups = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+        return LayerRecord.of(
+            module,
+            group_of=lambda parameter: groups.get(id(parameter)),
+            options_of=lambda number: options_of(self._groups[number]),
+            state_of=self._state.get,
+            gradient_of=lambda parameter: parameter.grad,
         )
 
     def recv_buffer_of(self, key: ParamKey) -> torch.Tensor | None:
@@ -237,19 +230,18 @@ class PerParameterState:
         for parameter in [p for p in self._state if id(p) in gone]:
             del self._state[parameter]
 
-    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         joining: dict[int, list[nn.Parameter]] = {}
-        for content in arrived.values():
-            for parameter, number, state in zip(content.parameters, content.groups, content.optimizer_state):
-                if number is not None:
-                    joining.setdefault(number, []).append(parameter)
-                if state is not None:
-                    self._state[parameter] = state
+        for found in (found for layer in arrived.values() for found in layer.parameters.values()):
+            if found.group is not None:
+                joining.setdefault(found.group, []).append(found.parameter)
+            if found.state is not None:
+                self._state[found.parameter] = found.state
         place = {id(parameter): position for position, parameter in enumerate(parameters)}
         for number, group in enumerate(self._groups):
             if not group["params"]:
-                for content in arrived.values():
-                    group.update(content.group_options.get(number, {}))
+                for layer in arrived.values():
+                    group.update(layer.group_options.get(number, {}))
             members = [*group["params"], *joining.get(number, [])]
             group["params"] = sorted(members, key=lambda p: place.get(id(p), -1))
             group.pop("param_names", None)  # optional labels of torch's, by position: no longer true
@@ -271,9 +263,7 @@ class PerParameterState:
     def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
         self.count_steps_per_parameter()
 
-    def scatter_shards(
-        self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]
-    ) -> None:
+    def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         self.settle(parameters, arrived)
 
     def gather_shards(self, placement: Placement, num_replicas: int) -> None:

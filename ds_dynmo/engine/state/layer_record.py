@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,28 +19,67 @@ _HOOKS = {
 
 
 @dataclass
-class LayerContent:
+class ParameterRecord:
+    """A parameter of a layer, and what belongs to it.
+
+    Attributes:
+        group: its index among the optimizer's parameter groups; None if it is in none.
+        state: the optimizer's for it, where that travels inside the layer; None if it has none.
+        gradient: one that is held; usually None at a batch boundary.
+        attributes: what was set on it (``ds_pipe_replicated``, a user's own marks).
+        hooks: the user's on it, by the method that registers them.
+    """
+
+    parameter: nn.Parameter
+    group: int | None
+    state: dict[Any, Any] | None
+    gradient: torch.Tensor | None
+    attributes: dict[str, Any]
+    hooks: dict[str, list[Any]]
+
+
+@dataclass
+class LayerRecord:
     """What a layer consists of.
 
     Attributes:
-        module: the layer, or its :class:`Dismantled` parts, or None for a plain function.
-        parameters: the layer's parameters, each once.
-        groups: per parameter, its index among the optimizer's parameter groups; None if it is in none.
-        optimizer_state: per parameter, the optimizer's state for it; None if it has none.
-        gradients: per parameter, a gradient that is held; usually None at a batch boundary.
-        attributes: per parameter, what was set on it (``ds_pipe_replicated``, a user's own marks).
-        hooks: per parameter, the user's hooks on it, by the method that registers them.
-        group_options: options of the groups above, as they are now.
+        module: the layer, or its :class:`Dismantled` parts.
+        parameters: by name, each once.
+        group_options: options of the parameters' groups, as they are now.
     """
 
     module: Any
-    parameters: list[nn.Parameter]
-    groups: list[int | None]
-    optimizer_state: list[dict[Any, Any] | None]
-    gradients: list[torch.Tensor | None]
-    attributes: list[dict[str, Any]]
-    hooks: list[dict[str, list[Any]]]
-    group_options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    parameters: dict[str, ParameterRecord]
+    group_options: dict[int, dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        group_of: Callable[[nn.Parameter], int | None],
+        options_of: Callable[[int], dict[str, Any]],
+        state_of: Callable[[nn.Parameter], dict[Any, Any] | None] = lambda parameter: None,
+        gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None,
+    ) -> LayerRecord:
+        """Collect a layer with all that belongs to it.
+
+        Raises:
+            TypeError: a hook of a parameter cannot be pickled.
+        """
+        parameters = {
+            name: ParameterRecord(
+                parameter,
+                group_of(parameter),
+                state_of(parameter),
+                gradient_of(parameter),
+                parameter_attributes(parameter),
+                parameter_hooks(parameter),
+            )
+            for name, parameter in module.named_parameters()
+        }
+        groups = sorted({record.group for record in parameters.values() if record.group is not None})
+        return cls(module, parameters, {number: options_of(number) for number in groups})
 
 
 def parameter_attributes(parameter: nn.Parameter) -> dict[str, Any]:
