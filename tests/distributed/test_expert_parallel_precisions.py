@@ -92,7 +92,7 @@ def come_and_go(run: CaseRun, changes: bool) -> dict[str, Any]:
 def held_and_counted(engine: Any) -> tuple[int, int]:
     """Return the bytes of optimizer state that this rank holds, and those that the profile counts, in its layers."""
     shards = engine.stage.state.shards
-    held = [shards.held((number, parked)) for number in shards.numbers for parked in (False, True)]
+    held = [shards.held(buffer) for buffer in shards.buffers]
     counted = [shards.held_bytes(parameter).shards for parameter in engine.module.parameters()]
     return sum(tensor.nbytes for of_buffer in held for tensor in of_buffer.values()), sum(counted)
 

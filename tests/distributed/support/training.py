@@ -148,7 +148,7 @@ def state(engine: Any) -> dict[str, Any]:
     if engine.stage.optimizer.wrapper is None:
         engine.stage.state.count_steps_per_parameter(engine.stage.comm.gather_objects)
     members = (
-        getattr(engine.stage.state, "shards", engine.stage.state).members
+        [group.values() for group in engine.stage.state.shards.members]
         if engine.stage.optimizer.wrapper
         else [group["params"] for group in optimizer.param_groups]
     )
