@@ -66,7 +66,7 @@ HARMLESS: dict[str, Callable[[Any], None]] = {
     "gather": _no_load_signal,
     "decide": lambda engine: setattr(engine.balancer.decisions, "calculation", broken),
     "prepare": lambda engine: setattr(*_first_of_prepare(engine), broken),
-    "pack": lambda engine: setattr(engine.stage.state, "content", broken),
+    "pack": lambda engine: setattr(engine.stage.state, "record", broken),
 }
 
 
@@ -90,13 +90,31 @@ def harmless(case: Case, point: str, rank: int) -> dict[str, Any]:
             message = str(error)
     if engine.global_rank == rank:
         for owner in (engine.balancer.decisions, engine.stage.state, _first_of_prepare(engine)[0]):
-            for name in ("calculation", "prepare", "take", "content"):
+            for name in ("calculation", "prepare", "take", "record"):
                 vars(owner).pop(name, None)
         for module in layers_of(engine).values():
             vars(module).pop("load_signal", None)
     engine.rebalance(MOVES[rank])
     losses.append(engine.train_batch(data).item())
     return {"message": message, "losses": losses, "state": state(engine), "replica": 0}
+
+
+def another_route(case: Case) -> str:
+    """Let a rank plan another route than the others."""
+    engine = build(case)
+    engine.train_batch(batches(engine))
+    state, prepare = engine.stage.state, engine.stage.state.prepare
+    if engine.global_rank == 1:
+        state.prepare = lambda *args, **kwargs: (prepare(*args, **kwargs)[0], "another")
+    with pytest.raises(MigrationError) as caught:
+        engine.rebalance(MOVES[0])
+    assert caught.value.harmless and engine.partition == list(case.start or ())
+    return str(caught.value)
+
+
+def test_ranks_that_planned_another_route_are_named_before_bytes_move() -> None:
+    for message in run(3, another_route, CASES["bf16 zero1"]):
+        assert "ranks [1] planned another route" in message and "No layer has moved" in message
 
 
 def unharmed(case: Case, rank: int) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def test_sent_tensors_live_until_the_commit(precision: str, overlapped: bool) ->
 @contextmanager
 def broken_on(engine: Any, rank: int, how: str) -> Iterator[None]:
     """Make packing a layer or allocating memory fail on one rank."""
-    name = {"pack": "content", "allocate": "recv_buffer_of"}[how]
+    name = {"pack": "record", "allocate": "recv_buffer_of"}[how]
 
     def fail(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room")

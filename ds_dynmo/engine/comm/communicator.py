@@ -301,7 +301,7 @@ class Communicator:
         except Exception as error:  # whatever a user's object raises: the others have to hear of it
             raise_unless_harmless(error)
             failure = error
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        digest = _number_of(text)
         failed, most, least = self.max_over_world(torch.tensor([int(failure is not None), digest, -digest])).tolist()
         if failed:
             raise self._first_failure(what, failure) from failure
@@ -348,27 +348,37 @@ class Communicator:
         agreed: PassCosts | None = every[0][1]
         return agreed
 
-    def all_ready(self, failure: Exception | None, outgoing_bytes: int) -> int:
-        """Agree that every rank is ready to send.
+    def all_ready(self, failure: Exception | None, outgoing_bytes: int, route: str = "") -> int:
+        """Agree that every rank is ready to send, and that those of a pipeline know one route.
 
         Args:
             failure: what keeps this rank from it; None: it is ready.
             outgoing_bytes: that will leave this rank.
+            route: a hash of the way of the optimizer's state.
 
         Returns:
             Bytes that move in this rank's pipeline.
 
         Raises:
-            MigrationError: on every rank, if one is not ready, with the first one's failure. Nothing has moved.
+            MigrationError: on every rank, if one is not ready, with the first one's failure, or if routes differ.
+                Nothing has moved.
         """
-        every = self._gather([int(failure is None), outgoing_bytes])
-        unready = [rank for rank, (is_ready, _) in enumerate(every) if not is_ready]
+        pipeline = pipeline_ranks(self._grid)
+        every = self._gather([int(failure is None), outgoing_bytes, pipeline[0], _number_of(route)])
+        unready = [rank for rank, (is_ready, *_) in enumerate(every) if not is_ready]
         if unready:
             first = self.gather_objects(None if failure is None else str(failure))[unready[0]]
             raise MigrationError(
                 f"ranks {unready} could not get their layers ready: {first}. No layer has moved", harmless=True
             )
-        return sum(every[rank][1] for rank in pipeline_ranks(self._grid))
+        differing = [rank for rank, (*_, first, digest) in enumerate(every) if digest != every[first][-1]]
+        if differing:
+            raise MigrationError(
+                f"ranks {differing} planned another route for the optimizer's state than the first stage of their "
+                "pipeline. No layer has moved",
+                harmless=True,
+            )
+        return sum(every[rank][1] for rank in pipeline)
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64)
@@ -404,6 +414,11 @@ class Communicator:
         if self._neighbour_links is None:
             self._neighbour_links = NeighbourLinks(self._grid, self._device, self._timeout_seconds)
         return self._neighbour_links
+
+
+def _number_of(text: str) -> int:
+    """Hash a text to a number that ranks can compare."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _entered_key(rank: int) -> str:

@@ -153,9 +153,9 @@ class Migrator:
             check(plan, overlapped=overlapped)
         packed: dict[int, PackedLayer] = {}
         failure: Exception | None = None
-        outgoing_bytes = 0
+        outgoing_bytes, route = 0, ""
         try:
-            outgoing_bytes = context.state.prepare(plan, overlapped=overlapped)
+            outgoing_bytes, route = context.state.prepare(plan, overlapped=overlapped)
             context.check()
             packed = context.pack_leaving(plan)
             outgoing_bytes += sum(layer.num_bytes for layer in packed.values())
@@ -178,7 +178,7 @@ class Migrator:
         except Exception as error:  # whatever a user's object raises: the others have to hear of it
             failure = error
         try:
-            num_bytes = context.comm.all_ready(failure, outgoing_bytes)
+            num_bytes = context.comm.all_ready(failure, outgoing_bytes, route)
         except MigrationError as error:
             context.state.abandon()
             raise error from failure

@@ -129,11 +129,11 @@ class FlatState:
         self._wrapper.free_weights()
         self._wrap(groups, flats)
 
-    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
         """Gather what every stage holds, plan all copies and messages, and allocate the next flat weights."""
         self.abandon()
         if not plan.moves:
-            return 0
+            return 0, ""
         every = self._inventories()
         if self._wrapper.holds_gradients:
             raise ValueError(
@@ -148,7 +148,7 @@ class FlatState:
         self._weights.allocate(planned.members[self._stage])
         if overlapped:
             self._next.allocate()
-        return self._next.bytes_sent
+        return self._next.bytes_sent, planned.route.digest
 
     def abandon(self) -> None:
         self._next = None

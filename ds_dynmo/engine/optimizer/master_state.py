@@ -13,12 +13,12 @@ from torch import nn
 
 from ds_dynmo.engine.deepspeed_adapter.fp16_wrapper import Fp16Wrapper, State
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
-from ds_dynmo.engine.migration.content import LayerContent
 from ds_dynmo.engine.migration.tensors import num_bytes
 from ds_dynmo.engine.optimizer.membership import Membership
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.optimizer.state import KeptElements, PerParameterState, held_alone, is_per_element
 from ds_dynmo.engine.state.keys import MASTER
+from ds_dynmo.engine.state.layer_record import LayerRecord
 from ds_dynmo.plan import HeldBytes, MigrationPlan
 
 
@@ -114,35 +114,36 @@ class MasterState(PerParameterState):
 
     # -- moves ----------------------------------------------------------------------------------------
 
-    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
-        return 0
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
+        return 0, ""
 
     def refresh(self) -> None:
         pass
 
-    def content(self, module: nn.Module) -> LayerContent:
-        content = super().content(module)
-        numbers = [self._membership.group(parameter) for parameter in content.parameters]
-        content.groups = numbers
-        content.optimizer_state = [self.state_of(parameter) or None for parameter in content.parameters]
-        content.group_options = {n: options_of(self._groups[n]) for n in numbers if n is not None}
-        return content
+    def record(self, module: nn.Module) -> LayerRecord:
+        return LayerRecord.of(
+            module,
+            group_of=self._membership.group,
+            options_of=lambda number: options_of(self._groups[number]),
+            state_of=lambda parameter: self.state_of(parameter) or None,
+            gradient_of=lambda parameter: parameter.grad,
+        )
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             self._membership.leave(parameter)
             self._parked.pop(id(parameter), None)
 
-    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerContent]) -> None:
-        joining = {id(parameter) for content in arrived.values() for parameter in content.parameters}
+    def settle(self, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
+        joining = {id(found.parameter) for layer in arrived.values() for found in layer.parameters.values()}
         filled = {self._membership.group(parameter) for parameter in parameters if id(parameter) not in joining}
         states: dict[int, State] = {}
         for content in arrived.values():
-            for parameter, number, state in zip(content.parameters, content.groups, content.optimizer_state):
-                if number is not None:
-                    self._join(parameter, number, state or {}, states)
-                    if number not in filled:
-                        self._groups[number].update(content.group_options.get(number, {}))
+            for found in content.parameters.values():
+                if found.group is not None:
+                    self._join(found.parameter, found.group, found.state or {}, states)
+                    if found.group not in filled:
+                        self._groups[found.group].update(content.group_options.get(found.group, {}))
         self._rewrap(parameters, states)
 
     def refit(self) -> None:

@@ -57,14 +57,15 @@ class OptimizerState(Protocol):
 
     # -- the phases of a migration, in this order, on every rank ------------------------------------------
 
-    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
         """Find out what has to be sent, and allocate what is received. May gather.
 
         Args:
             overlapped: batches train before :meth:`settle`, so that all state travels ahead.
 
         Returns:
-            Bytes this rank will send apart from those in its layers.
+            Bytes this rank will send apart from those in its layers, and a hash of the route that they take, which has
+            to be the same on all ranks of a pipeline.
         """
         ...
 
@@ -176,10 +177,10 @@ class PerParameterState:
             return None
         return {id(parameter): parameter for group in self._groups for parameter in group["params"]}
 
-    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> int:
+    def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
         if plan.moves:
             self.count_steps_per_parameter()
-        return 0
+        return 0, ""
 
     def abandon(self) -> None:
         pass
