@@ -47,6 +47,7 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
     hurts += [("mp_rank_00_model_states.pt", "evil")]
     hurts += [(file, f"{where}/{file}") for file in files[:2] for where in (other, same)]
     hurts += [("dynmo/manifest.json", f"{other}/dynmo/manifest.json")]
+    hurts += [(file, "flipped") for file in files[:2]]
     (tmp_path / "copies").mkdir()
     start = replace(case, start=(0, 3, 8))  # a successful load would move layers
     results = run(2, refuse, start, good, str(tmp_path / "copies"), hurts)
@@ -54,6 +55,16 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
         for (message, unchanged), (file, how) in zip(found, hurts):
             assert file in message and unchanged, (file, how, message)
     assert [found[-1][0] for found in results] == run(2, train_undisturbed, start)
+
+
+def test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor(tmp_path: Path) -> None:
+    case = Case(stages=2, precision="bf16 zero1")
+    run(2, save_and_continue, case, str(tmp_path), None)
+    (tmp_path / "copies").mkdir()
+    folder, shard = str(tmp_path / f"global_step{STEPS}"), "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    results = run(2, refuse, case, folder, str(tmp_path / "copies"), [(shard, "flipped")])
+    for (message, unchanged), _ in results:
+        assert unchanged and f"{shard}: optimizer_state_dict/" in message and "its checksum differs" in message
 
 
 def test_a_malicious_pickle_and_an_empty_file_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,29 @@ def test_files_that_deepspeed_writes_are_loaded(tmp_path: Path) -> None:
     assert safe_load(str(tmp_path / "file")) is ZeroStageEnum.optimizer_states
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_flipped_bit_is_named(tmp_path: Path, mapped: bool) -> None:
+    path, values = tmp_path / "file", torch.arange(100.0)
+    torch.save({"state": [{"step": 3, "exp_avg": values}, {"exp_avg": values * 2}], "last": values[:7]}, path)
+    raw = path.read_bytes()
+    assert torch.equal(safe_load(str(path), mapped=mapped)["state"][1]["exp_avg"], values * 2)
+    flipped = bytearray(raw)
+    flipped[raw.index((values * 2).numpy().tobytes()) + 123] ^= 4
+    path.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match="file: state/1/exp_avg: other values than were written"):
+        safe_load(str(path), mapped=mapped)
+    assert safe_load(str(path), mapped=mapped, checks_values=False)["state"][0]["step"] == 3
+
+
+def test_a_file_that_was_written_without_checksums_is_loaded(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.ones(3), tmp_path / "file")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(safe_load(str(tmp_path / "file")), torch.ones(3))
+
+
 @pytest.mark.parametrize(
     "content",
     [

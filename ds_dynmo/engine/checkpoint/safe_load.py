@@ -1,4 +1,4 @@
-"""Read a file without running code from it, and detect one that is truncated or replaced."""
+"""Read a file without running code from it, and detect one that is truncated, replaced, or has other values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import os
 import zipfile
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,27 +33,64 @@ def _member(enum: Any, name: str) -> Any:
 _ALLOWED = (*_CLASSES, (_member, "builtins.getattr"))
 
 
-def safe_load(path: str, *, device: torch.device | None = None, mapped: bool = False) -> Any:
+def safe_load(
+    path: str, *, device: torch.device | None = None, mapped: bool = False, checks_values: bool = True
+) -> Any:
     """Load what ``torch.save`` wrote to ``path``, of allowed classes only.
 
     Args:
         device: for tensors that were not on the CPU when they were saved; None: the CPU.
         mapped: leave tensors in the file until they are copied.
+        checks_values: compare the values of all tensors with the checksums that ``torch.save`` wrote beside them.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds a class that is not allowed.
     """
-
-    def place(storage: Any, location: str) -> Any:
-        return storage if device is None or location == "cpu" else storage.to(device=device)
-
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}: there is no such file")
+    is_archive = zipfile.is_zipfile(path)
+    damaged: set[int] = set()
     try:
+        checksums = _checksums(path) if is_archive and checks_values else None
+
+        def place(storage: Any, location: str) -> Any:
+            if checksums is not None and _checksum(storage) not in checksums:
+                damaged.add(storage.data_ptr())
+            if damaged or mapped or not is_archive:
+                return storage
+            return storage.clone() if device is None or location == "cpu" else storage.to(device=device)
+
         with safe_globals(list(_ALLOWED)):
-            return torch.load(path, map_location=place, weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
+            content = torch.load(path, map_location=place, weights_only=True, mmap=is_archive)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error
+    if damaged:
+        names = [name for name, tensor in _tensors_in(content) if tensor.untyped_storage().data_ptr() in damaged]
+        where = ", ".join(names[:3]) or "a sparse tensor"
+        raise CheckpointError(f"{path}: {where}: other values than were written (its checksum differs)")
+    return content
+
+
+def _checksums(path: str) -> set[tuple[int, int]] | None:
+    """Read the size and the checksum of each tensor's values in a file; None: it was written without."""
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    return {(part.file_size, part.CRC) for part in parts} if any(part.CRC for part in parts) else None
+
+
+def _checksum(storage: Any) -> tuple[int, int]:
+    values: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return len(values), zlib.crc32(values)
+
+
+def _tensors_in(content: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """List the tensors of nested dicts and lists, each by its keys."""
+    if isinstance(content, torch.Tensor) and content.layout == torch.strided:
+        yield path, content
+    elif isinstance(content, dict | list | tuple):
+        entries = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in entries:
+            yield from _tensors_in(value, f"{path}/{key}" if path else str(key))
 
 
 def _reason(error: Exception) -> str:

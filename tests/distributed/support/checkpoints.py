@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -179,6 +180,13 @@ def damaged(path: Path, how: str) -> None:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     elif how == "garbage":
         path.write_bytes(b"\0" * path.stat().st_size)
+    elif how == "flipped":  # a bit of the largest tensor
+        with zipfile.ZipFile(path) as archive:
+            largest = max((i for i in archive.infolist() if "/data/" in i.filename), key=lambda info: info.file_size)
+            values = archive.read(largest)
+        raw = bytearray(path.read_bytes())
+        raw[raw.index(values) + len(values) // 3] ^= 1
+        path.write_bytes(raw)
     elif how == "evil":
         torch.save({"module": None, "evil": Evil(str(path.parent))}, path)
     else:
