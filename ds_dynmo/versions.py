@@ -10,7 +10,7 @@ from packaging.version import Version
 TESTED: dict[str, tuple[str, ...]] = {
     "torch": ("2.9.0", "2.13.0", "2.15.0"),
     "deepspeed": ("0.18.9", "0.19.8"),
-    "transformers": ("5.23.0",),
+    "transformers": ("5.23.0", "5.24.0"),
     "peft": ("0.21.0", "0.21.2"),
 }
 

@@ -142,7 +142,7 @@ class Close(nn.Module):
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         hidden, kept = inputs
-        return hidden @ self.weight + kept[..., None]
+        return hidden @ self.weight * (1.0 + kept[..., None])  # so that both tensors have gradients
 
 
 def layers_of_many_widths(case: Case) -> list[Any]:
