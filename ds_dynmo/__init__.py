@@ -10,8 +10,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ds_dynmo.old_names import lookup, register_modules
-
 if TYPE_CHECKING:
     __version__: str
     from ds_dynmo.config import DynMoConfig
@@ -62,8 +60,6 @@ _MODULES = {
 }
 """Per name, the module that has it."""
 
-register_modules(__name__)
-
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
@@ -72,7 +68,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     if name in _MODULES.values():
         return import_module(f"{__name__}.{name}")
-    return lookup(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -165,9 +165,8 @@ class DynMoConfig(Block):
     @field_validator("balancer")
     @classmethod
     def _registered(cls, balancer: str) -> str:
-        from ds_dynmo.partitioners.registry import current_name, get  # here, so that reading a block needs no numpy
+        from ds_dynmo.partitioners.registry import get  # here, so that reading a block needs no numpy
 
-        balancer = current_name(balancer)
         get(balancer)
         return balancer
 

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ds_dynmo.old_names import lookup, register_modules
-
 if TYPE_CHECKING:
     from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
     from ds_dynmo.engine.engine import DynMoPipelineEngine
     from ds_dynmo.engine.initialization import initialize
 
 __all__ = ["DynMoPipelineEngine", "initialize", "skip_shm_operator"]
-
-register_modules(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -37,4 +33,4 @@ def __getattr__(name: str) -> Any:
         from ds_dynmo.engine.deepspeed_adapter.shm_operator import skip_shm_operator
 
         return skip_shm_operator
-    return lookup(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

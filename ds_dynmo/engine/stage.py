@@ -201,10 +201,5 @@ def _unsupported(engine: Any, model: Any) -> str | None:
         replicas.use_replicas(model.modules(), engine.mpu.get_data_parallel_group())
     except ConfigError as error:
         return str(error)
-    zero = engine.zero_optimization()
-    return validation.unsupported_layers(
-        model,
-        flat=zero or engine.bfloat16_enabled(),
-        fp16_alone=engine.fp16_enabled() and not zero,
-        sums_whole=sums_whole(engine),
-    )
+    flat = engine.zero_optimization() or engine.bfloat16_enabled()
+    return validation.unsupported_layers(model, flat=flat, sums_whole=sums_whole(engine))

@@ -111,12 +111,11 @@ def check_partitioned_activations(config: Mapping[str, Any], model: PipelineModu
         )
 
 
-def unsupported_layers(model: PipelineModule, *, flat: bool, fp16_alone: bool, sums_whole: str | None) -> str | None:
+def unsupported_layers(model: PipelineModule, *, flat: bool, sums_whole: str | None) -> str | None:
     """Say why the layers of this stage cannot be moved; None: they can be.
 
     Args:
         flat: gradients are kept in flat buffers (bf16, ZeRO-1).
-        fp16_alone: fp16 without ZeRO.
         sums_whole: the key of ZeRO's by which it sums every gradient over all replicas.
     """
     if has_deepspeeds_experts(model):
@@ -129,14 +128,9 @@ def unsupported_layers(model: PipelineModule, *, flat: bool, fp16_alone: bool, s
             f"zero_optimization.{sums_whole} = false with layers of which every data-parallel replica holds others "
             "(moe.expert_parallel): their gradients would be summed with one another; allowed is true, the default"
         )
-    if fp16_alone and has_own(model):
-        return (
-            "fp16 without ZeRO with layers of which every data-parallel replica holds others (moe.expert_parallel): "
-            "replicas would not agree on overflows; set zero_optimization.stage to 1"
-        )
     sparse = {id(module) for module in model.modules() if _has_sparse_gradients(module)}
-    if sparse and (flat or fp16_alone):
-        return "nn.Embedding(sparse=True) with bf16, fp16 or ZeRO: DeepSpeed takes no sparse gradients there"
+    if sparse and flat:
+        return "nn.Embedding(sparse=True) with bf16 or ZeRO: DeepSpeed takes no sparse gradients there"
     for key, module in model.tied_modules.items():
         ways = {(spec.typename, spec.forward_fn) for spec in layer_specs(model) if _is_use(spec, key)}
         if len(ways) > 1 and any(id(part) in sparse for part in module.modules()):
@@ -181,9 +175,6 @@ _BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
 
 def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
     """Refuse precisions, ZeRO stages and optimizers whose state cannot be moved."""
-    fp16 = config.get("fp16")
-    if isinstance(fp16, Mapping) and _enabled(fp16):
-        _check_fp16(fp16, config.get("optimizer"))
     autocast = config.get("torch_autocast")
     if isinstance(autocast, Mapping) and _enabled(autocast) and autocast.get("dtype") not in _BF16_NAMES:
         raise ConfigError(
@@ -197,6 +188,8 @@ def check_training(config: Mapping[str, Any], optimizer: Any) -> None:
         raise ConfigError(
             f"zero_optimization.stage = {stage}: cannot be combined with pipeline parallelism; allowed are 0 and 1"
         )
+    if _enabled(config.get("fp16")):
+        _check_fp16(config["fp16"], stage)
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":
             raise ConfigError(f"zero_optimization.{key}: offloaded state cannot be moved; remove it")
@@ -222,7 +215,7 @@ def _enabled(block: Any) -> bool:
     return isinstance(block, Mapping) and bool(block.get("enabled"))
 
 
-def _check_fp16(block: Mapping[str, Any], optimizer: Any) -> None:
+def _check_fp16(block: Mapping[str, Any], zero_stage: int) -> None:
     """Refuse fp16 where the accelerator has none, and forms of it whose state cannot be moved."""
     accelerator = get_accelerator()
     if not accelerator.is_fp16_supported():
@@ -234,8 +227,12 @@ def _check_fp16(block: Mapping[str, Any], optimizer: Any) -> None:
         raise ConfigError(
             "fp16.fp16_master_weights_and_grads = true: only fp32 master weights and state can be moved; remove it"
         )
-    if isinstance(optimizer, Mapping) and optimizer.get("legacy_fusion"):
-        raise ConfigError("optimizer.legacy_fusion = true: its fp16 step takes another optimizer's form; remove it")
+    if zero_stage != 1:
+        raise ConfigError(
+            f"fp16.enabled = true with zero_optimization.stage = {zero_stage}: fp16 state can be moved under ZeRO-1 "
+            'only; set "zero_optimization": {"stage": 1}, with one replica too. Optimizers that mix the elements of a '
+            "tensor, such as Adafactor, need fp32"
+        )
 
 
 _JSON_OPTIMIZERS = ("adam", "adamw")

@@ -5,9 +5,6 @@ boundaries. ``"partition"`` (:func:`balanced`), ``"diffusion"`` (:func:`diffusio
 (:func:`makespan`) are registered here; :func:`register` adds more, which the JSON block's ``"balancer"`` can then name.
 """
 
-from typing import Any
-
-from ds_dynmo.old_names import lookup, register_modules
 from ds_dynmo.partitioners.balanced import balanced, balanced_groups, uniform
 from ds_dynmo.partitioners.diffusion import DiffusionTrace, diffusion, diffusion_trace
 from ds_dynmo.partitioners.diffusion_messages import message_capacity
@@ -72,9 +69,3 @@ __all__ = [
     "takes",
     "uniform",
 ]
-
-register_modules(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    return lookup(__name__, name)

@@ -9,7 +9,6 @@ import difflib
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -21,7 +20,7 @@ from ds_dynmo.partitioners.memory import MemoryModel
 from ds_dynmo.partitioners.pipeline import PipelineModel
 from ds_dynmo.plan import check_partition
 
-__all__ = ["Balancer", "check_signature", "current_name", "get", "names", "propose", "register", "takes"]
+__all__ = ["Balancer", "check_signature", "get", "names", "propose", "register", "takes"]
 
 OFFERED = ("pipeline", "speeds", "layer_bytes")  # given to balancers that have a parameter of that name
 
@@ -57,7 +56,6 @@ class _Registered(NamedTuple):
 
 
 _BALANCERS: dict[str, _Registered] = {}
-_RENAMED = {"schedule": "makespan"}  # old name: present one
 
 AnyBalancer = TypeVar("AnyBalancer", bound=Callable[..., Any])
 
@@ -70,7 +68,7 @@ def register(name: str) -> Callable[[AnyBalancer], AnyBalancer]:
     """
 
     def add(balancer: AnyBalancer) -> AnyBalancer:
-        if name in _BALANCERS or name in _RENAMED:
+        if name in _BALANCERS:
             raise ConfigError(f'a balancer named "{name}" is registered already')
         _BALANCERS[name] = _Registered(balancer, _offered_to(balancer))
         return balancer
@@ -184,17 +182,7 @@ def get(name: str) -> Any:
     return _registered(name).balancer
 
 
-def current_name(name: str) -> str:
-    """Return ``name``, or with a DeprecationWarning the present name for an old one."""
-    if name not in _RENAMED:
-        return name
-    new = _RENAMED[name]
-    warnings.warn(f'balancer "{name}" is called "{new}" now: write "{new}"', DeprecationWarning, stacklevel=3)
-    return new
-
-
 def _registered(name: str) -> _Registered:
-    name = current_name(name)
     if ":" in name and name not in _BALANCERS:
         register(name)(_imported(*name.split(":", maxsplit=1)))
     if name in _BALANCERS:

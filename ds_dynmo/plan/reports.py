@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -156,7 +155,7 @@ class RepackReport(_BetweenPlacements):
         world_seconds: to set up process groups of another size.
         verdict: why ranks were released, taken back or neither.
         replica_multiplier: the number of replicas afterwards over that of the launch: more than 1 where freed ranks
-            became replicas. ``copies`` is its old name, also in JSON lines.
+            became replicas.
         model_changed: as in a :class:`RebalanceReport`.
     """
 
@@ -178,13 +177,6 @@ class RepackReport(_BetweenPlacements):
     model_changed: bool = False
 
     @property
-    def copies(self) -> int:
-        """The old name of :attr:`replica_multiplier`."""
-        message = "RepackReport.copies is an old name: write replica_multiplier"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.replica_multiplier
-
-    @property
     def old_stages(self) -> int:
         """The number of stages before."""
         return self.old_placement.num_stages
@@ -196,7 +188,7 @@ class RepackReport(_BetweenPlacements):
 
     def as_record(self) -> dict[str, Any]:
         """Return a dict for one JSON line."""
-        return {**_record("repack", self), "copies": self.replica_multiplier}
+        return _record("repack", self)
 
 
 def _record(kind: str, report: RebalanceReport | MeasuredReport | RepackReport) -> dict[str, Any]:

@@ -20,12 +20,43 @@ def manifest(folder: Path, tag: str) -> dict[str, Any]:
     return read
 
 
-@pytest.mark.parametrize("precision", work.PRECISIONS)
-def test_a_run_continues_bitwise(tmp_path: Path, precision: str) -> None:
+def then_and_now(precision: str, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return, per rank, what the run that saved the checkpoint computed, and what today's computes from it."""
+    shutil.unpack_archive(CHECKPOINTS / f"{precision}.tar.xz", folder)
+    then = json.loads((CHECKPOINTS / f"{precision}.json").read_text())
+    return list(zip(then, run(len(then), work.resume, precision, str(folder)), strict=True))
+
+
+@pytest.mark.parametrize("precision", work.LOADED_WITH)
+def test_fp16_without_zero_continues_under_zero(tmp_path: Path, precision: str) -> None:
+    """fp32 weights, moments, counts of steps and the loss scale are equal; losses until a layer thaws.
+
+    Its steps were counted by themselves, and are counted with its group's now.
+    """
+    for theirs, ours in then_and_now(precision, tmp_path):
+        assert ours["client"] == 4
+        assert ours["saved"] == theirs["saved"]
+        assert ours["afterwards"]["losses"][:3] == theirs["afterwards"]["losses"][:3]
+    before, after = manifest(tmp_path, precision), manifest(tmp_path, "again")
+    assert (before["optimizer"], after["optimizer"]) == ("fp16", "flat")
+
+
+@pytest.mark.parametrize("precision", work.LOADED_WITH)
+@pytest.mark.parametrize("stages", [1, 3])
+def test_fp16_without_zero_loads_into_other_stages(tmp_path: Path, precision: str, stages: int) -> None:
     shutil.unpack_archive(CHECKPOINTS / f"{precision}.tar.xz", tmp_path)
     then = json.loads((CHECKPOINTS / f"{precision}.json").read_text())
-    now = run(len(then), work.resume, precision, str(tmp_path))
-    for ours, theirs in zip(now, then, strict=True):
+    now = run(stages, work.load, precision, str(tmp_path), stages)
+    before, after = (
+        {key: value for held in of_ranks for key, value in held.items()}
+        for of_ranks in ([of_rank["saved"]["state"] for of_rank in then], now)
+    )
+    assert after == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp32_zero1", "bf16_zero1"])
+def test_a_run_continues_bitwise(tmp_path: Path, precision: str) -> None:
+    for theirs, ours in then_and_now(precision, tmp_path):
         assert ours["client"] == 4
         assert ours["saved"] == theirs["saved"]
         assert ours["afterwards"] == theirs["afterwards"]

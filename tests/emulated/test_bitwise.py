@@ -39,7 +39,7 @@ def of_model(model: dict[str, Any], **settings: Any) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    **{f"moves, {name}": partial(of_case, precision=name) for name in ("fp32", "bf16 zero1", "fp16", "fp16 zero1")},
+    **{f"moves, {name}": partial(of_case, precision=name) for name in ("fp32", "bf16 zero1", "fp16 zero1")},
     "moves, two replicas": partial(of_case, replicas=2, tied=True, precision="bf16"),
     "zero bubble, fp32": partial(of_case, dynmo=ZERO_BUBBLE),
     "zero bubble, bf16 zero1": partial(of_case, dynmo=ZERO_BUBBLE, precision="bf16 zero1"),

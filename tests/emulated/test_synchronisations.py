@@ -14,21 +14,15 @@ from tests.local.test_moe import experts_of, hidden_of
 
 
 @pytest.mark.parametrize(
-    ("precision", "dropout", "waiting"),
-    [
-        ("fp32", False, []),
-        ("fp32", True, []),
-        ("bf16", False, []),
-        ("bf16 zero1", False, []),
-        ("fp16", False, ["fp16_wrapper.py"]),  # DeepSpeed computes with the norm on the host
-    ],
+    ("precision", "dropout"),
+    [("fp32", False), ("fp32", True), ("bf16", False), ("bf16 zero1", False), ("fp16 zero1", False)],
 )
-def test_a_batch_waits_no_more_often_than_deepspeeds(precision: str, dropout: bool, waiting: list[str]) -> None:
+def test_a_batch_waits_no_more_often_than_deepspeeds(precision: str, dropout: bool) -> None:
     case = Case(precision=precision, micro_batches=4, dropout=dropout)
     blocks = [{"interval": 1000, "schedule": {"kind": kind}} for kind in ("1f1b", "zero_bubble")]
     for stock, *ours in run(2, waits_under, case, blocks):
         for waits in ours:
-            assert by_ds_dynmo(waits) == waiting * BATCHES
+            assert not by_ds_dynmo(waits)
             assert BATCHES <= waits.total() <= stock.total()
 
 

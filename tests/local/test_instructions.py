@@ -56,7 +56,7 @@ def test_a_frozen_prefix_refuses_own_instructions_that_skip_its_work(
 
 def composed(present: dict[type, Any]) -> Any:
     layers: Any = SimpleNamespace(run=range(4), tied_aliases=[], copies=list)
-    return compose(present, layers, 0, accumulates=False, scales_loss=False, callbacks=(), streams=None)
+    return compose(present, layers, 0, accumulates=False, callbacks=(), streams=None)
 
 
 def test_only_instructions_that_need_it_are_wrapped() -> None:

@@ -175,11 +175,6 @@ def test_builtin_balancers_are_accepted(balancer: str) -> None:
     assert read(balancer=balancer).balancer == balancer
 
 
-def test_the_old_name_of_makespan_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match='balancer "schedule" is called "makespan" now: write "makespan"'):
-        assert read(balancer="schedule").balancer == "makespan"
-
-
 def test_the_default_balancer_follows_what_is_balanced() -> None:
     assert read().balancer == read(balance_by="time").balancer == "makespan"
     assert read(balance_by="parameters").balancer == "partition"

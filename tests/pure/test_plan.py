@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,17 +102,6 @@ def test_reports_of_a_v_tell_moves_and_stages() -> None:
     assert rebalance_report(*VS).moved and not rebalance_report(VS[0], VS[0]).moved
     report = repack_report(Placement.v([0, 1, 2, 3, 6]), Placement.v([0, 2, 6]))
     assert (report.old_stages, report.new_stages) == (2, 1)
-
-
-def test_the_old_name_of_replica_multiplier_works_and_warns() -> None:
-    report = replace(repack_report(*CHAINS), replica_multiplier=2)
-    with pytest.warns(
-        DeprecationWarning, match="RepackReport.copies is an old name: write replica_multiplier"
-    ) as warned:
-        assert report.copies == 2
-    assert warned[0].filename == __file__  # the user's line, not ours
-    record = report.as_record()
-    assert record["replica_multiplier"] == record["copies"] == 2
 
 
 def test_a_profile_of_a_v() -> None:

@@ -8,44 +8,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ds_dynmo.engine.checkpoint.layout import FLAT, Slot, StageLayout, flat_file, stage_file
-from ds_dynmo.engine.checkpoint.master_files import MasterFiles
-from ds_dynmo.engine.checkpoint.optimizer_files import Named, OptimizerFiles, PerParameter, Saved, in_memory
+from ds_dynmo.engine.checkpoint.layout import (
+    FLAT,
+    UNSHARDED_FP16,
+    Slot,
+    StageLayout,
+    flat_file,
+    stage_file,
+)
+from ds_dynmo.engine.checkpoint.optimizer_files import (
+    LoadedFlat,
+    Named,
+    OptimizerFiles,
+    PerParameter,
+    Saved,
+    in_memory,
+    steps_of_groups,
+)
+from ds_dynmo.engine.checkpoint.unsharded_fp16 import read_unsharded
 from ds_dynmo.engine.deepspeed_adapter.loss_scale import saved_loss_scale, set_loss_scale_state
 from ds_dynmo.engine.deepspeed_adapter.universal import MOMENTS
 from ds_dynmo.engine.move.layout import cut_one, shard_size
 from ds_dynmo.engine.optimizer.flat_shards import Pieces
 from ds_dynmo.engine.optimizer.flat_state import FlatState
-from ds_dynmo.engine.optimizer.master_state import MasterState
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class LoadedFlat:
-    """Optimizer state of some parameters.
-
-    Attributes:
-        groups: per parameter the number of its group.
-        pieces: per parameter and kind of state, runs of elements with the position of the first; still in their files.
-        kinds, scalars: per group that has state, its kinds, and the values that the group has once, such as steps.
-        options: per group.
-        loss_scale: state of a dynamic loss scale (fp16), the same in every file.
-    """
-
-    groups: dict[ParamKey, int] = field(default_factory=dict)
-    pieces: dict[ParamKey, Pieces] = field(default_factory=dict)
-    kinds: dict[int, set[str]] = field(default_factory=dict)
-    scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
-    options: dict[int, dict[str, Any]] = field(default_factory=dict)
-    loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
 class FlatFiles:
@@ -57,6 +50,7 @@ class FlatFiles:
     """
 
     kind = FLAT
+    reads: tuple[str, ...] = (FLAT, UNSHARDED_FP16)
 
     def __init__(
         self, state: FlatState, optimizer: Any, device: torch.device, name_parameters: Callable[[], None]
@@ -79,12 +73,13 @@ class FlatFiles:
         return StageLayout(tuple(slots), shards, parked_shards)
 
     def extras(self) -> dict[str, Any]:
-        """Return the content of our file of this rank."""
         return self._state.shards.extras()
 
     # -- reading --------------------------------------------------------------------------------------
 
     def read(self, saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int) -> LoadedFlat:
+        if saved.manifest.optimizer == UNSHARDED_FP16:
+            return read_unsharded(saved, wanted, stage, len(self._state.shards.numbers), self._device)
         loaded = LoadedFlat(loss_scale=saved_loss_scale(_content(saved, stage, 0)))
         places = saved.layout.slots(prefer=stage)
         sources = {stage: None}  # stages, each once, in this order
@@ -180,16 +175,8 @@ class FlatFiles:
         loaded = LoadedFlat(options=dict(options))
         for key, tensors in values.items():
             loaded.pieces[key] = {name: [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
-        first: dict[int, ParamKey] = {}
-        for key, step in steps.items():
-            other = first.setdefault(groups[key], key)
-            if steps[other] != step:
-                raise CheckpointError(
-                    f"layer {other[0]}'s {other[1]} took {int(steps[other])} steps and layer {key[0]}'s {key[1]} "
-                    f"{int(step)}, but bf16 and ZeRO count steps per parameter group: both are in group {groups[key]}"
-                )
-        for number, key in first.items():
-            loaded.scalars[number] = {"step": in_memory("step", steps[key], options[number], self._device)}
+        for number, step in steps_of_groups(steps, groups).items():
+            loaded.scalars[number] = {"step": in_memory("step", step, options[number], self._device)}
             loaded.kinds[number] = set(MOMENTS)
         return loaded
 
@@ -251,6 +238,4 @@ def optimizer_files(stage: StageContext) -> OptimizerFiles:
     """Choose the implementation for the optimizer of a stage."""
     if isinstance(stage.state, FlatState):
         return FlatFiles(stage.state, stage.engine.optimizer, stage.engine.device, stage.optimizer.name_parameters)
-    if isinstance(stage.state, MasterState):
-        return MasterFiles(stage.state, stage.engine.optimizer, stage.engine.device)
     return PerParameter(stage.engine.basic_optimizer, stage.engine.device)

@@ -19,7 +19,7 @@ FORMAT = 3
 MANIFEST = "dynmo/manifest.json"
 PER_PARAMETER = "per parameter"
 FLAT = "flat"
-MASTERS = "fp16"
+UNSHARDED_FP16 = "fp16"  # without ZeRO, which is read only
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Slot:
         index: its position in the optimizer's ``state_dict``, counted over the groups.
         offset: of its first element in the flat vector of its group, which is all shards in order.
         numel: number of its elements.
-        parked: it was frozen: it lies in the parked buffer of its group, or in our file; ``index`` has no meaning.
+        parked: it was frozen: it lies in the parked buffer of its group; ``index`` has no meaning.
     """
 
     layer: int
@@ -141,7 +141,7 @@ class Manifest:
     Attributes:
         placement: where layers were when it was written.
         replicas: data-parallel size.
-        optimizer: how optimizer state is kept: :data:`PER_PARAMETER`, :data:`FLAT` or :data:`MASTERS`.
+        optimizer: how optimizer state is kept: :data:`PER_PARAMETER`, :data:`FLAT` or :data:`UNSHARDED_FP16`.
         optimizer_class: the torch optimizer's class name, for the error where it is another one; "" without one.
         slices: per tensor-parallel slice, what its files hold.
         frozen_excluded: weights of frozen parameters were left out, as the user asked.
@@ -213,10 +213,7 @@ def rank_file(stage: int, replica: int, slice_index: int) -> str:
 
 
 def flat_file(stage: int, replica: int, slice_index: int) -> str:
-    """Name our file of what DeepSpeed's lack of optimizer state: of a rank's flat shards, or of fp16 without ZeRO.
-
-    The latter is replica 0's alone.
-    """
+    """Name our file of what DeepSpeed's lacks of a rank's flat shards."""
     return f"{FOLDER}/flat-pipe_{stage:02d}-data_{replica:02d}-model_{slice_index:02d}.pt"
 
 

@@ -12,7 +12,7 @@ from ds_dynmo.engine.checkpoint.applying import LoadOptions
 from ds_dynmo.engine.checkpoint.context import CheckpointContext
 from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.initial_model import LayerOrigin
-from ds_dynmo.engine.checkpoint.layout import MANIFEST, Manifest, SliceLayout, stage_file
+from ds_dynmo.engine.checkpoint.layout import FLAT, MANIFEST, UNSHARDED_FP16, Manifest, SliceLayout, stage_file
 from ds_dynmo.engine.checkpoint.optimizer_files import Saved
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.errors import CheckpointError
@@ -53,12 +53,12 @@ def check_model(context: CheckpointContext, manifest: Manifest, path: str, optio
     if options.module_only or not options.optimizer:
         return
     ours = context.engine.basic_optimizer
-    kind = optimizer_files(context.stage).kind
+    files = optimizer_files(context.stage)
     name = type(ours).__name__ if ours is not None else ""
-    written = (manifest.optimizer_class, manifest.optimizer)
-    if written != (name, kind):
+    written, kind = manifest.optimizer_class, manifest.optimizer
+    if written != name or kind not in files.reads:
         raise CheckpointError(
-            f"{path}: optimizer state of {written[0] or 'none'} ({written[1]}), expected {name or 'none'} ({kind}); "
+            f"{path}: optimizer state of {written or 'none'} ({kind}), expected {name or 'none'} ({files.kind}); "
             "load_optimizer_states=False loads the rest"
         )
 
@@ -127,13 +127,20 @@ def stock_manifest(
     return Manifest(
         placement=context.origin.placement,
         replicas=0,
-        optimizer=optimizer_files(context.stage).kind,
+        optimizer=_stock_kind(context, folder),
         optimizer_class="",
         slices=slices,
         frozen_excluded=False,
         files={},
         state={},
     )
+
+
+def _stock_kind(context: CheckpointContext, folder: str) -> str:
+    """Find out how stock DeepSpeed kept optimizer state: as this engine does, but fp16 also without ZeRO's shards."""
+    kind = optimizer_files(context.stage).kind
+    shards = glob.glob(os.path.join(glob.escape(folder), "*zero_pp_rank_*_optim_states.pt"))
+    return UNSHARDED_FP16 if kind == FLAT and context.engine.fp16_enabled() and not shards else kind
 
 
 def _check_replicas(manifest: Manifest, replicas: int, differ: bool, path: str) -> None:

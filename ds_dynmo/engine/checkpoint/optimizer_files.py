@@ -21,6 +21,7 @@ from ds_dynmo.engine.checkpoint.layout import (
     StageLayout,
     stage_file,
 )
+from ds_dynmo.engine.optimizer.flat_shards import Pieces
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.state.keys import MASTER, ParamKey
 from ds_dynmo.errors import CheckpointError
@@ -49,9 +50,13 @@ class OptimizerFiles(Protocol):
     """Describes, reads and restores the state of one kind of optimizer, without communication."""
 
     kind: str
+    reads: tuple[str, ...]  # the kinds of checkpoints that it reads
 
     def layout(self, named: Named) -> StageLayout:
         """Describe what DeepSpeed writes of this rank's stage, whose parameters are ``named``."""
+
+    def extras(self) -> dict[str, Any] | None:
+        """Return the content of our file of this rank; None: DeepSpeed's files have everything."""
 
     def read(self, saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int) -> Any:
         """Read the state of some parameters. Changes nothing.
@@ -107,10 +112,49 @@ class LoadedState:
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class LoadedFlat:
+    """Optimizer state of some parameters, for flat shards.
+
+    Attributes:
+        groups: per parameter the number of its group.
+        pieces: per parameter and kind of state, runs of elements with the position of the first; still in their files.
+        kinds, scalars: per group that has state, its kinds, and the values that the group has once, such as steps.
+        options: per group.
+        loss_scale: state of a dynamic loss scale (fp16), the same in every file.
+    """
+
+    groups: dict[ParamKey, int] = field(default_factory=dict)
+    pieces: dict[ParamKey, Pieces] = field(default_factory=dict)
+    kinds: dict[int, set[str]] = field(default_factory=dict)
+    scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+
+
+def steps_of_groups(steps: Mapping[ParamKey, Any], groups: Mapping[ParamKey, int]) -> dict[int, Any]:
+    """Return the count of steps of each parameter group, of which all parameters took as many.
+
+    Raises:
+        CheckpointError: naming two that did not.
+    """
+    first: dict[int, ParamKey] = {}
+    for key, step in steps.items():
+        other = first.setdefault(groups[key], key)
+        if steps[other] != step:
+            raise CheckpointError(
+                f"layer {other[0]}'s {other[1]} took {int(steps[other])} steps and layer {key[0]}'s {key[1]} "
+                f"{int(step)}, but bf16 and ZeRO count steps per parameter group: both are in group {groups[key]}; "
+                "load_optimizer_states=False loads the rest"
+            )
+    return {number: steps[key] for number, key in first.items()}
+
+
 class PerParameter:
     """A torch optimizer that DeepSpeed does not wrap. Its state is in DeepSpeed's file of the stage."""
 
     kind = PER_PARAMETER
+    reads: tuple[str, ...] = (PER_PARAMETER,)
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
         self._optimizer = optimizer
@@ -127,6 +171,9 @@ class PerParameter:
                     slots.append(Slot(*key_of[id(parameter)], number, index, offset, parameter.numel()))
                 index, offset = index + 1, offset + parameter.numel()
         return StageLayout(tuple(slots))
+
+    def extras(self) -> None:
+        return None
 
     def read(self, saved: Saved, wanted: Mapping[ParamKey, ParamKey], stage: int) -> LoadedState:
         if self._optimizer is None:

@@ -9,9 +9,9 @@ import torch
 
 from ds_dynmo.checkpoint_files import layer_file
 from ds_dynmo.engine.checkpoint.context import CheckpointContext, own_layout, together, universal_info
-from ds_dynmo.engine.checkpoint.flat_files import FlatFiles, optimizer_files
+from ds_dynmo.engine.checkpoint.flat_files import optimizer_files
 from ds_dynmo.engine.checkpoint.folder import CheckpointFolder, sync
-from ds_dynmo.engine.checkpoint.layer_content import add_left_out, add_own, compact, extras_of
+from ds_dynmo.engine.checkpoint.layer_content import add_left_out, add_own, extras_of
 from ds_dynmo.engine.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -21,7 +21,6 @@ from ds_dynmo.engine.checkpoint.layout import (
     join,
     rank_file,
 )
-from ds_dynmo.engine.checkpoint.master_files import MasterFiles
 from ds_dynmo.engine.checkpoint.progress import random_states
 from ds_dynmo.engine.checkpoint.safe_load import describe, safe_load
 from ds_dynmo.engine.deepspeed_adapter import files
@@ -98,12 +97,8 @@ def _write_files(context: CheckpointContext, folder: str, client_state: dict[str
         extras = add_own(extras, module, context.stage.state)
         extras = add_left_out(extras, module) if exclude_frozen else extras
         _write(extras, folder, layer_file(index, replica, slice_index))
-    of_optimizer = optimizer_files(context.stage)
-    if isinstance(of_optimizer, FlatFiles):
-        _write(of_optimizer.extras(), folder, flat_file(engine.stage_id, replica, slice_index))
-    elif isinstance(of_optimizer, MasterFiles) and replica == 0:  # every replica has all of it
-        content = compact(of_optimizer.extras(layers.named_parameters()))
-        _write(content, folder, flat_file(engine.stage_id, replica, slice_index))
+    if (of_optimizer := optimizer_files(context.stage).extras()) is not None:
+        _write(of_optimizer, folder, flat_file(engine.stage_id, replica, slice_index))
     _write(random_states(), folder, rank_file(engine.stage_id, replica, slice_index))
 
 

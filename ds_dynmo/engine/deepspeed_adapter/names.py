@@ -117,23 +117,6 @@ NEEDED: tuple[Name, ...] = (
         state_dict="",
     ),
     *_of(
-        "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer",
-        "_global_grad_norm fp16_groups fp16_groups_flat fp32_groups_flat loss_scale loss_scale_config optimizer "
-        "overflow overflow_checker",
-        state_dict="",
-        step="",
-    ),
-    *_of("deepspeed.runtime.fp16.fused_optimizer", "get_flattened_grad_norm", get_global_norm="norm_list"),
-    *_of(
-        "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
-        "_global_grad_norm fp16_groups fp32_groups loss_scale loss_scale_config optimizer overflow overflow_checker",
-        state_dict="",
-        step="",
-    ),
-    *_of("deepspeed.runtime.fp16.unfused_optimizer", "get_weight_norm", get_global_norm="norm_list"),
-    *_of("deepspeed.runtime.utils:CheckOverflow", "params"),
-    *_of("deepspeed.runtime.fp16.loss_scaler:LossScaleConfig", "cur_iter cur_scale last_overflow_iter"),
-    *_of(
         "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
         "cur_hysteresis cur_iter cur_scale last_overflow_iter",
     ),

@@ -95,7 +95,7 @@ def waits_for_norm(engine: Any) -> bool:
     if engine.gradient_clipping() > 0:
         return True
     if not engine.zero_optimization():
-        return bool(engine.bfloat16_enabled() or engine.fp16_enabled())
+        return bool(engine.bfloat16_enabled())
     checks = engine.bfloat16_enabled() and getattr(engine._config.bfloat16_config, "check_grad_overflow", True)
     return bool(checks or engine.fp16_enabled() or getattr(engine._config.zero_config, "compute_grad_norm", True))
 

@@ -13,7 +13,6 @@ from ds_dynmo.engine import validation
 from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.deepspeed_adapter.bf16_wrapper import Bf16Wrapper
 from ds_dynmo.engine.deepspeed_adapter.flat_wrapper import FlatWrapper
-from ds_dynmo.engine.deepspeed_adapter.fp16_wrapper import Fp16Wrapper, view_fp16
 from ds_dynmo.engine.deepspeed_adapter.missing_uses import BuiltParameter, join_groups
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.zero_wrapper import ZeroWrapper
@@ -21,7 +20,6 @@ from ds_dynmo.engine.events import Event
 from ds_dynmo.engine.optimizer import trained_parameters
 from ds_dynmo.engine.optimizer.clipping import ModelNorm
 from ds_dynmo.engine.optimizer.flat_state import FlatState
-from ds_dynmo.engine.optimizer.master_state import MasterState
 from ds_dynmo.engine.optimizer.parameter_groups import Placeholders, complete_groups, in_order, leave_out_frozen
 from ds_dynmo.engine.optimizer.state import OptimizerState, PerParameterState
 from ds_dynmo.errors import ConfigError
@@ -56,7 +54,7 @@ class OptimizerBinding:
         self._placeholders: Placeholders | None = None
         self._configured: Any = None  # the optimizer that the state is of
         self._state: OptimizerState | None = None
-        self.wrapper: FlatWrapper | Fp16Wrapper | None = None
+        self.wrapper: FlatWrapper | None = None
         self.changed: Event[None] = Event()
 
     @property
@@ -88,11 +86,6 @@ class OptimizerBinding:
     def is_flat(self) -> bool:
         """Whether DeepSpeed keeps its state in flat shards (bf16, ZeRO-1)."""
         return bool(self._engine.zero_optimization() or self._engine.bfloat16_enabled())
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether its steps expect a scaled loss that DeepSpeed does not scale: fp16 without ZeRO."""
-        return isinstance(self.wrapper, Fp16Wrapper)
 
     # -- configuration --------------------------------------------------------------------------------
 
@@ -131,7 +124,7 @@ class OptimizerBinding:
         trained_parameters.refuse_ties_apart(self._comm.gather_objects(ties))
         groups = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in groups]
-        if self.is_flat or self._engine.fp16_enabled():
+        if self.is_flat:
             engine = self._engine
             in_order(optimizer, self._layers.parameters())
             self._placeholders = Placeholders(optimizer, engine.param_names, engine.get_data_types()[0], engine.device)
@@ -150,15 +143,9 @@ class OptimizerBinding:
         wrapper = _wrapper_of(self._configured) if self._engine.basic_optimizer is not None else None
         groups, self._members = self._members, []  # no departed parameter is to live on here
         if wrapper is None:  # DeepSpeed wraps no optimizer too, under bf16
-            self._state = PerParameterState(self._engine.basic_optimizer)
+            self._state = PerParameterState(self._engine.basic_optimizer, self._comm.gather_objects)
             return
         assert self._placeholders is not None
-        if isinstance(wrapper, Fp16Wrapper):
-            wrapper.clip_by(lambda: self.norm.of_sums(wrapper.gradients()))
-            self.wrapper = wrapper
-            self._state = masters = MasterState(wrapper, self._layers, groups, self._placeholders.parameters)
-            wrapper.hide(lambda: masters.members)
-            return
         norm = self.norm.of_sums if isinstance(wrapper, Bf16Wrapper) else self.norm.of_shards
         wrapper.clip_by(lambda: norm(wrapper.gradients()))
         self.wrapper = wrapper
@@ -178,19 +165,15 @@ class OptimizerBinding:
 
     def after_step(self) -> None:
         """Take note that a batch was trained on."""
-        if isinstance(self._state, FlatState):
-            self._state.after_step()
+        self.state.after_step()
 
     def is_current(self) -> bool:
         """Tell whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
-        return not isinstance(self._state, FlatState | MasterState) or self._state.is_current()
+        return self.state.is_current()
 
     def refit(self) -> None:
         """Take frozen parameters out of what DeepSpeed's wrapper trains, and unfrozen ones back in. Collective."""
-        if isinstance(self._state, PerParameterState):
-            self._state.count_steps_per_parameter(self._comm.gather_objects)
-        if isinstance(self._state, FlatState | MasterState):
-            self._state.refit()
+        self.state.refit()
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Map the ``id`` of a parameter to its gradient of this batch; under ZeRO to the part in this rank's shard."""
@@ -219,7 +202,7 @@ class OptimizerBinding:
         return [group for group in shapes if not group.keys() & names]
 
 
-def _wrapper_of(optimizer: Any) -> FlatWrapper | Fp16Wrapper | None:
+def _wrapper_of(optimizer: Any) -> FlatWrapper | None:
     """View ``optimizer`` as one of DeepSpeed's wrappers; None if it is a plain optimizer."""
-    flat = (view(optimizer) for view in (Bf16Wrapper, ZeroWrapper) if isinstance(optimizer, view.wraps))
-    return next(flat, None) or view_fp16(optimizer)
+    views = (Bf16Wrapper, ZeroWrapper)
+    return next((view(optimizer) for view in views if isinstance(optimizer, view.wraps)), None)

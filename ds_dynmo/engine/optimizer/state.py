@@ -55,6 +55,20 @@ class OptimizerState(Protocol):
         """Return the parameters that it updates, frozen ones too, by ``id``; None: there is no optimizer."""
         ...
 
+    # -- training ---------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Take note that a batch was trained on."""
+        ...
+
+    def is_current(self) -> bool:
+        """Return whether it updates exactly what is trainable. If not, :meth:`refit` follows."""
+        ...
+
+    def refit(self) -> None:
+        """Follow what was frozen or unfrozen, and weights that were loaded. Collective."""
+        ...
+
     # -- the phases of a migration, in this order, on every rank ------------------------------------------
 
     def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
@@ -159,10 +173,16 @@ class OptimizerState(Protocol):
 
 
 class PerParameterState:
-    """A plain torch optimizer, or none."""
+    """A plain torch optimizer, or none.
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
+    Args:
+        gather: collective, gathers one value of every rank; None: this rank is alone.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, gather: Callable[[Any], list[Any]] | None = None
+    ) -> None:
+        self._optimizer, self._gather = optimizer, gather
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -177,15 +197,24 @@ class PerParameterState:
             return None
         return {id(parameter): parameter for group in self._groups for parameter in group["params"]}
 
+    def after_step(self) -> None:
+        pass
+
+    def is_current(self) -> bool:
+        return True
+
+    def refit(self) -> None:
+        self._count_steps_per_parameter(self._gather)
+
     def prepare(self, plan: MigrationPlan, *, overlapped: bool = False) -> tuple[int, str]:
         if plan.moves:
-            self.count_steps_per_parameter()
+            self._count_steps_per_parameter()
         return 0, ""
 
     def abandon(self) -> None:
         pass
 
-    def count_steps_per_parameter(self, everywhere: Callable[[Any], list[Any]] | None = None) -> None:
+    def _count_steps_per_parameter(self, everywhere: Callable[[Any], list[Any]] | None = None) -> None:
         """Correct DeepSpeed's FusedAdam: it counts a group's steps on the last parameter that had a gradient.
 
         Args:
@@ -219,7 +248,7 @@ class PerParameterState:
         return [], []
 
     def refresh(self) -> None:
-        self.count_steps_per_parameter()
+        self._count_steps_per_parameter()
 
     def copy_staying(self, staying: Mapping[int, nn.Module]) -> None:
         pass
@@ -262,7 +291,7 @@ class PerParameterState:
         pass
 
     def plan_scatter_shards(self, placement: Placement, num_replicas: int) -> Any:
-        self.count_steps_per_parameter()
+        self._count_steps_per_parameter()
 
     def scatter_shards(self, plan: Any, parameters: Sequence[nn.Parameter], arrived: Mapping[int, LayerRecord]) -> None:
         self.settle(parameters, arrived)
@@ -285,7 +314,7 @@ class PerParameterState:
     def zero_elements(self, parameter: nn.Parameter, where: torch.Tensor) -> None:
         parameter.detach().masked_fill_(where, 0)
         for name, held in self._state.get(parameter, {}).items():
-            if is_per_element(name, held, parameter):
+            if _is_per_element(name, held, parameter):
                 held.masked_fill_(where, 0)
 
     def keep_elements(self, kept: Sequence[KeptElements], replace: Callable[[], None]) -> None:
@@ -296,12 +325,12 @@ class PerParameterState:
         for entry in kept:
             if entry.old in self._state:
                 self._state[entry.new] = {
-                    name: entry.select(held) if is_per_element(name, held, entry.old) else held
+                    name: entry.select(held) if _is_per_element(name, held, entry.old) else held
                     for name, held in self._state.pop(entry.old).items()
                 }
 
 
-def is_per_element(name: str, held: Any, parameter: nn.Parameter) -> bool:
+def _is_per_element(name: str, held: Any, parameter: nn.Parameter) -> bool:
     """Tell whether ``held``, of an optimizer's state, has a value for each element of the parameter."""
     return name != "step" and isinstance(held, torch.Tensor) and held.shape == parameter.shape
 

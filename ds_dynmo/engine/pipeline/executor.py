@@ -104,7 +104,6 @@ class Executor:
                 self._stage.layers,
                 prefix,
                 accumulates=self._stage.engine.using_bf16_optimizer,
-                scales_loss=self._stage.optimizer.scales_loss,
                 callbacks=self._callbacks,
                 streams=self._streams,
                 flags=self._stage.gradient_flags,

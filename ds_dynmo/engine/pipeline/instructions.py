@@ -10,7 +10,6 @@ engine as DeepSpeed's do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +20,6 @@ from deepspeed.runtime.pipe import schedule
 from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.buffers import is_deepspeeds
 from ds_dynmo.engine.deepspeed_adapter.instruction_map import Instruction, Instructions, entry
-from ds_dynmo.engine.deepspeed_adapter.loss_scale import scaled_loss
 from ds_dynmo.engine.deepspeed_adapter.pipeline_module import StageLayers
 from ds_dynmo.engine.deepspeed_adapter.tied_gradients import join_copies, share_copies
 from ds_dynmo.engine.pipeline import frozen_prefix
@@ -69,7 +67,6 @@ def compose(
     prefix: int,
     *,
     accumulates: bool,
-    scales_loss: bool,
     callbacks: Sequence[Callable[[], None]],
     streams: LayerStreams | None,
     flags: GradientFlags | None = None,
@@ -80,7 +77,6 @@ def compose(
     Args:
         prefix: how many leading layers of the model are frozen.
         accumulates: the optimizer takes gradients after every micro-batch (``BF16_Optimizer``).
-        scales_loss: the loss is scaled here, as DeepSpeed does not (fp16 without ZeRO).
         callbacks: the user's, called before the optimizer's step.
         streams: each layer's random numbers; None: layers use the rank's generators.
         flags: which tensors between stages get a gradient; None: all floating ones.
@@ -98,8 +94,6 @@ def compose(
             put_around(kind, around)
     put_around(schedule.RecvGrad, _into_new_memory)
     put_around(schedule.BackwardPass, _from_all_outputs)
-    if scales_loss:
-        put_around(schedule.BackwardPass, _of_scaled_loss)
     backward = present.get(schedule.BackwardPass)
     own_backward = backward is not None and not is_deepspeeds(backward)
     for kind, around in frozen_prefix.changes(layers.run, prefix, own_backward=own_backward).items():
@@ -227,18 +221,6 @@ def _from_all_outputs(backward: Instruction) -> Instruction:
         if isinstance(outputs, tuple) and not engine.is_last_stage() and not engine.is_pipe_partitioned:
             buffers.set_outputs(engine, buffer_id, _waiting_for_each_other(outputs))
         backward(engine, buffer_id=buffer_id)
-
-    return backward_pass
-
-
-def _of_scaled_loss(backward: Instruction) -> Instruction:
-    checked = False
-
-    def backward_pass(engine: Any, buffer_id: int) -> None:
-        nonlocal checked
-        with scaled_loss(engine, check=not checked) if engine.is_last_stage() else nullcontext():
-            backward(engine, buffer_id=buffer_id)
-        checked = True
 
     return backward_pass
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import ds_dynmo
-from tests.distributed.support.configs import Case, config, parameter_groups
+from tests.distributed.support.configs import Case, client_optimizer, config, parameter_groups
 from tests.distributed.support.models import Changing, layers, module_of
 from tests.distributed.support.training import (
     batches,
@@ -99,9 +99,11 @@ def load_and_continue(
 
 def stock_engine(case: Case, make_layers: Make = layers) -> Any:
     module = module_of(case, make_layers)
+    parameters = parameter_groups(module, case.groups)
     return deepspeed.initialize(
         model=module,
-        model_parameters=parameter_groups(module, case.groups),
+        model_parameters=parameters,
+        optimizer=client_optimizer(case, parameters),
         config=config(replace(case, dynmo=None)),
     )[0]
 

@@ -31,9 +31,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "data_types": {"grad_accum_dtype": "fp32"},
     },
     "fp32 zero1": {"zero_optimization": {"stage": 1}},
-    "fp16": {"fp16": OVERFLOWING},
     "fp16 zero1": {"fp16": OVERFLOWING, "zero_optimization": {"stage": 1}},
 }
+STOCK_ALONE = {"fp16": {"fp16": OVERFLOWING}}  # no layer moves
 BLOCK: dict[str, Any] = {}  # defaults for every "dynmo" block on this rank; a case may override them
 
 
@@ -53,7 +53,7 @@ class Case:
     slices: int | None = None  # tensor-parallel; None: a topology without that axis
     scheduler: bool = False
     groups: str = "one"  # one, two, each: one per parameter, or sparse: a rank without members leaves a group out
-    precision: str = "fp32"  # see PRECISIONS
+    precision: str = "fp32"  # see PRECISIONS and STOCK_ALONE
     dropout: bool = False
     start: tuple[int, ...] | None = None
     dynmo: dict[str, Any] | None = field(default_factory=lambda: {"interval": 0})
@@ -75,7 +75,7 @@ class Case:
 
 
 class UncompiledFusedAdam(FusedAdam):
-    """DeepSpeed's FusedAdam with its step in torch: without ZeRO, DeepSpeed keeps fp16 weights flat for no other."""
+    """DeepSpeed's FusedAdam with its step in torch: stock fp16 without ZeRO keeps weights flat for no other."""
 
     def __init__(self, parameters: list[Any]) -> None:
         torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.03, "weight_decay": 0.01})
@@ -121,7 +121,7 @@ def config(case: Case) -> dict[str, Any]:
         "gradient_clipping": case.clip,
         "steps_per_print": 10**6,
         "pipeline": {"use_reentrant": case.reentrant},
-        **PRECISIONS[case.precision],
+        **(PRECISIONS | STOCK_ALONE)[case.precision],
     }
     if "zero1" in case.precision and case.optimizer not in ("AdamW", "Adam"):
         settings["zero_allow_untested_optimizer"] = True

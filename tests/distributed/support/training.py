@@ -146,7 +146,7 @@ def state(engine: Any) -> dict[str, Any]:
     place = f"slice {engine.grid.get_slice_parallel_rank()}: " if engine.grid.slice_parallel_size > 1 else ""
     optimizer = engine.basic_optimizer
     if engine.stage.optimizer.wrapper is None:
-        engine.stage.state.count_steps_per_parameter(engine.stage.comm.gather_objects)
+        engine.stage.state.refit()
     members = (
         [group.values() for group in engine.stage.state.shards.members]
         if engine.stage.optimizer.wrapper

@@ -92,16 +92,6 @@ def test_registered_names() -> None:
     assert get("diffusion") is diffusion
 
 
-def test_an_old_name_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match='balancer "schedule" is called "makespan" now: write "makespan"'):
-        assert get("schedule") is makespan
-
-
-def test_an_old_name_cannot_be_registered() -> None:
-    with pytest.raises(ConfigError, match='"schedule" is registered already'):
-        register("schedule")(makespan)
-
-
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r'no balancer is named "partitoin", did you mean "partition"\?.*diffusion'):
         get("partitoin")
