@@ -62,6 +62,8 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--unknown"], "--unknown"),
+        ({}, ["--join", "localhost:29500"], "^--join: withdrawn; launch by torchrun --nnodes MIN:MAX with --resume"),
+        ({}, ["--join=localhost:29500"], "^--join: withdrawn"),
         (
             {"dynmo": {"repack": {"enabled": True}}},
             ["--record", "r.jsonl"],

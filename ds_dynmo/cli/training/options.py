@@ -15,6 +15,7 @@ from ds_dynmo.cli.command_line import check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
 from ds_dynmo.cli.training.resuming import read_resumed, total_steps
 from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
+from ds_dynmo.config.withdrawn import refusal
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed_adapter.settings import check_settings
 from ds_dynmo.errors import ConfigError, PackingError
@@ -49,7 +50,6 @@ class Run:
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
         resumed: the facts of the resumed run: :func:`read_resumed`; None for a new run.
-        join: HOST:PORT of the run that these processes join; None: they are their own run.
         record: where to record what layers cost; None: nowhere.
         interval: between decisions, as configured: a recording has one after every batch.
     """
@@ -70,7 +70,6 @@ class Run:
     save_interval: int | None
     resume: Path | None
     resumed: dict[str, Any] | None
-    join: str | None
     record: Path | None
     interval: int
 
@@ -123,10 +122,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--export", type=path_of, metavar="DIR", help="write a Hugging Face model's weights at the end")
     parser.add_argument("--resume", type=path_of, metavar="DIR", help="continue from the latest checkpoint in DIR")
     parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
-    parser.add_argument(
-        "--join", metavar="HOST:PORT", help="join these processes to the run there, started with the same arguments"
-    )
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
+    for word in arguments:
+        if said := refusal(word.partition("=")[0]):
+            raise ConfigError(said)
     return parser.parse_args(arguments)
 
 
@@ -226,7 +225,6 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         save_interval=args.save_interval,
         resume=args.resume,
         resumed=resumed,
-        join=args.join,
         record=args.record,
         interval=0 if dynmo is None else dynmo.interval,
     )
@@ -294,7 +292,6 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
         (moe and moe.routing == "bias", 'model.moe.routing = "bias"', "its counts are summed over replicas"),
         (moe and moe.expert_parallel, "model.moe.expert_parallel", "stock DeepSpeed would average the experts"),
         (model.pruning, "model.pruning", "stock DeepSpeed cannot sum over its stages"),
-        (args.join, f"--join {args.join}", "stock DeepSpeed has no run that can be joined"),
         (args.trace, f"--trace {args.trace and args.trace[0]}", "stock DeepSpeed records none"),
         (args.record, f"--record {args.record}", "stock DeepSpeed profiles no layer"),
     ):
