@@ -19,7 +19,7 @@ from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
 from ds_dynmo.engine.elastic.release.runner import PolicyRunner
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.rank_variables import OF_MEETING, OF_RANK, set_rank_variables
+from ds_dynmo.launch import OF_MEETING, OF_RANK, set_rank_variables
 from tests.local.kubernetes_server import TOKEN, Server
 from tests.pure.test_docs import code_blocks
 
