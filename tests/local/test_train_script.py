@@ -270,6 +270,26 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
         prepare(flags)
 
 
+def test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that starts the same command again need not know whether it is the first time."""
+    (tmp_path / "run").mkdir()
+    given = on_a_small_text(write(tmp_path / "run"))
+    for folder in ("run", "nowhere"):
+        saving = ["--save", str(tmp_path / folder)]
+        run = prepare([*given, *saving, "--resume", str(tmp_path / "run" / ".." / folder)])
+        assert (run.resumed, run.resume, run.first_step) == (None, None, 0)
+        assert "nothing has been saved there yet; the run begins" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^--resume .*nowhere: no such folder"):
+        prepare([*given, *saving, "--resume", str(tmp_path / "nowhere"), "--tag", "global_step3"])
+    (tmp_path / "run" / "latest").write_text("of_another_command")
+    with pytest.raises(ConfigError, match=r"^--resume .*run: holds no checkpoint of ds-dynmo-train"):
+        prepare([*given, *("--save", str(tmp_path / "run")), "--resume", str(tmp_path / "run")])
+    resumed(tmp_path / "run", {})
+    assert prepare([*given, "--save", str(tmp_path / "run"), "--resume", str(tmp_path / "run")]).first_step == 5
+
+
 def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -> None:
     child = os.fork()
     if child == 0:
