@@ -22,9 +22,8 @@ if TYPE_CHECKING:
         ReleasedError,
         ScheduleError,
     )
-    from ds_dynmo.launchers import end_with_launcher
+    from ds_dynmo.launch import end_with_launcher, set_rank_variables
     from ds_dynmo.plan import LayerCost, MeasuredReport, Profile, RebalanceReport, RepackReport
-    from ds_dynmo.rank_variables import set_rank_variables
     from ds_dynmo.weight_gradients import defer_weight_gradient
 
 __all__ = [
@@ -51,11 +50,10 @@ __all__ = [
 
 _MODULES = {
     "DynMoConfig": "config",
-    "end_with_launcher": "launchers",
-    "set_rank_variables": "rank_variables",
     "defer_weight_gradient": "weight_gradients",
     **dict.fromkeys(("DynMoPipelineEngine", "initialize", "skip_shm_operator"), "engine"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
+    **dict.fromkeys(("end_with_launcher", "set_rank_variables"), "launch"),
     **dict.fromkeys(("LayerCost", "MeasuredReport", "Profile", "RebalanceReport", "RepackReport"), "plan"),
 }
 """Per name, the module that has it."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from ds_dynmo.cli.command_line import refuse
 from ds_dynmo.config import check_deepspeed_keys, load_settings, read_dynmo_config
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.rank_variables import set_rank_variables
+from ds_dynmo.launch import set_rank_variables
 
 
 def main(arguments: list[str] | None = None) -> int:

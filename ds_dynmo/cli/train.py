@@ -106,7 +106,7 @@ def build_cases(run: Run, engine: Any) -> list[DynamicCase]:
 
 
 def train(run: Run, engine: Any, cases: list[DynamicCase], record: Record = record_nothing) -> History:
-    """Train up to ``run.stop`` on every rank. Ranks that join a run take part once it recalls them.
+    """Train up to ``run.stop`` on every rank.
 
     Rank 0 passes each step to ``record``. A run that saves also ends at SIGINT or SIGTERM: ``history.stopped``.
     """
@@ -246,10 +246,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, PartitionError) as error:
         return refuse(error)
 
-    first_rank = int(os.environ["RANK"]) == 0 and run.join is None
+    first_rank = int(os.environ["RANK"]) == 0
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # all stages share this machine's cores
-    if not launched and run.join is None:
+    if not launched:
         print(ALONE, flush=True)
     if first_rank and run.model.huggingface is not None and run.save is None and run.record is None:
         print(UNSAVED, flush=True)
@@ -266,8 +266,6 @@ def main(arguments: list[str] | None = None) -> int:
         init_distributed()
         engine = build_engine(run)
         cases = build_cases(run, engine)
-        if run.join is not None:
-            engine.join(run.join)
         record = continue_report(run, engine, unwritten) if first_rank else record_nothing
         history = train(run, engine, cases, record)
     except (CheckpointError, ConfigError, PartitionError) as error:

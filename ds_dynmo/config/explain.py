@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from ds_dynmo.config.withdrawn import refusal
+
 
 def explain(error: ValidationError, model_class: type[BaseModel], data: Any, name: str) -> Iterator[str]:
     """Write one line per key that is wrong; the complaints of a union's branches share one line."""
@@ -20,6 +22,9 @@ def explain(error: ValidationError, model_class: type[BaseModel], data: Any, nam
         owners = _models_at(model_class, path[:-1])
         fields = {key: field for owner in owners for key, field in owner.model_fields.items()}
         description = fields[str(path[-1])].description if path and path[-1] in fields else None
+        if said := refusal(dotted) or refusal(f"{dotted} = {show(details[0]['input'])}"):
+            yield said
+            continue
         own_words = details[0]["type"] == "value_error"  # our own validators say what is allowed
         suffix = f" ({description})" if description and not own_words else ""
         if details[0]["type"] == "missing":

@@ -48,22 +48,16 @@ class RepackConfig(Block):
     max_slowdown: float = Field(
         default=0.05, ge=0, lt=1, description="largest loss of throughput against the start of the run, as a fraction"
     )
-    accept_joins: bool = Field(
-        default=False,
-        description="true: ranks of other launches can join that know the secret in the environment variable "
-        "DS_DYNMO_JOIN_SECRET",
-    )
     freed_ranks: Literal["release", "replicas"] = Field(
         default="release",
         description='"replicas": where half of the stages or more are free, they become further data-parallel '
         "replicas with the same batch size, and the rest is released",
     )
-    release: Literal["exit", "park", "checkpoint", "command", "kubernetes", "slurm"] = Field(
+    release: Literal["exit", "park", "checkpoint", "command", "kubernetes"] = Field(
         default="exit",
         description='what happens to a released rank: "exit": its process ends; "park": it waits and can be taken '
         'back; "checkpoint": all ranks stop after a checkpoint, to be launched again; "command": its process ends and '
-        'a program of yours is called; "kubernetes": its process ends and its pod is released; "slurm": its process '
-        "ends, and nodes on which all ranks were released leave the job",
+        'a program of yours is called; "kubernetes": its process ends and its pod is released',
     )
     checkpoint: str | None = Field(
         default=None, min_length=1, description='for release "checkpoint": the folder for it'
@@ -79,11 +73,8 @@ class RepackConfig(Block):
         ge=0,
         description="how long the process of a released rank may take to end, after its script, before the policy acts",
     )
-    release_attempts: int = Field(
-        default=5, ge=1, description="how often a refused release is tried, with growing pauses"
-    )
     release_timeout_seconds: float = Field(
-        default=60.0, gt=0, description="how long one attempt, or one of its requests, may take"
+        default=60.0, gt=0, description="how long a program of yours, or one request, may take"
     )
 
     @field_validator("command", mode="before")

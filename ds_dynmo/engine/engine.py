@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_dynmo.config import DynMoConfig
+from ds_dynmo.config.withdrawn import refusal
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.balancing.trigger import Reason, Request
 from ds_dynmo.engine.checkpoint.applying import LoadOptions
@@ -19,7 +20,7 @@ from ds_dynmo.engine.deepspeed_adapter import buffers
 from ds_dynmo.engine.deepspeed_adapter.module import modules_of
 from ds_dynmo.engine.deepspeed_adapter.patches import PatchedPipelineEngine
 from ds_dynmo.engine.elastic.data_position import micro_batches_of
-from ds_dynmo.engine.elastic.job_snapshot import Stateful
+from ds_dynmo.engine.elastic.job_state import Stateful
 from ds_dynmo.engine.elastic.repacker import Repacker
 from ds_dynmo.engine.guards import at_work, check_at_work, where_layers_may_move
 from ds_dynmo.engine.migration.migrator import Migrator
@@ -53,7 +54,12 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         parts = self._parts = build_parts(self, dynmo)
         self.profiler, self.balancer, self.migrator = parts.profiler, parts.balancer, parts.migrator
         self.repacker, self.checkpointer = parts.repacker, parts.checkpointer
-        parts.repacker.accept_joins()
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a call that was withdrawn, and say what to do instead."""
+        if said := refusal(f"engine.{name}"):
+            raise AttributeError(said)
+        return super().__getattr__(name)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -216,23 +222,15 @@ class DynMoPipelineEngine(PatchedPipelineEngine):
         return self.repacker.data.taken
 
     def wait_for_recall(self) -> bool:
-        """Wait on a released rank, or one that joined: True once it is called back, False once the job has ended.
+        """Wait on a released rank: True once it is called back, False once the job has ended.
 
         Returns at once True on a rank at work, and False if released ranks are not parked.
         """
         return not self.released or self.repacker.wait_for_recall()
 
     @where_layers_may_move
-    def join(self, job: Any) -> None:
-        """Offer the ranks of this launch to a running job as stages that it can call: :meth:`Repacker.join`.
-
-        ``job``: "HOST:PORT", its MASTER_ADDR and MASTER_PORT, or the ``torch.distributed.Store`` of its launch.
-        """
-        self.repacker.join(job)
-
-    @where_layers_may_move
     def most_stages(self) -> int:
-        """Count the stages that :meth:`repack` can continue with: at work, parked or joined. Collective."""
+        """Count the stages that :meth:`repack` can continue with: at work or parked."""
         return self.repacker.most_stages()
 
     def dismiss_parked(self) -> None:

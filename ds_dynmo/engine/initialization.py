@@ -22,7 +22,6 @@ from ds_dynmo.engine.deepspeed_adapter.module import layer_specs
 from ds_dynmo.engine.deepspeed_adapter.probe import check_deepspeed
 from ds_dynmo.engine.deepspeed_adapter.shm_operator import warn_of_shm_operator
 from ds_dynmo.engine.elastic.release import check_policy
-from ds_dynmo.engine.elastic.secret import secret_for
 from ds_dynmo.engine.engine import DynMoPipelineEngine
 from ds_dynmo.engine.pipeline.rng_trackers import check_trackers
 from ds_dynmo.engine.profiling import layer_sizes
@@ -62,7 +61,7 @@ def initialize(
     Raises:
         ConfigError: a wrong block, module, precision, optimizer, engine class or feature, or a DeepSpeed that lacks
             what moving layers relies on; nothing has been created or touched. Or a layer that cannot be moved, or a
-            block or a join secret that differs between ranks, on every rank; the optimizer is untouched.
+            block that differs between ranks, on every rank; the optimizer is untouched.
         PartitionError: more stages than layers, an empty stage, or an initial partition that does not suit.
     """
     dynmo = _checked_block(validation.load_config(args, config, config_params), model, optimizer)
@@ -116,7 +115,6 @@ def _checked_block(settings: dict[str, Any], model: Any, optimizer: Any) -> DynM
     validation.check_initial_partition(dynmo, model)
     partitioners.check_signature(dynmo.balancer)
     check_policy(dynmo.repack)
-    secret_for(dynmo.repack)
     if dynmo.randomness.per_layer:
         check_trackers()
     check_hosts(dynmo.timeout_seconds)

@@ -93,7 +93,6 @@ def build_parts(engine: Any, config: DynMoConfig) -> Parts:
         reporter,
         ranks,
         data,
-        initial_model=lambda: checkpointer.origin,
         progress=progress,
         save_checkpoint=engine.save_checkpoint,
     )

@@ -35,7 +35,6 @@ def run(
     function: Callable[..., Any],
     *args: Any,
     seconds: float = 240.0,
-    port: int | None = None,
     hosts: Network | None = None,
     group_timeout: timedelta = GROUP_TIMEOUT,
     backend: str | None = None,
@@ -47,7 +46,6 @@ def run(
         function: importable by name, also from the file of its test. DeepSpeed's communication is initialized when it
             is called.
         seconds: limit after which all ranks are killed.
-        port: of a ``TCPStore`` on this machine where the ranks meet.
         hosts: a host for each rank to run on; the ranks meet at the first.
         group_timeout: timeout of the default process group.
         backend: of the default process group; None: that of DeepSpeed's accelerator. With "gloo" the ranks use the CPU,
@@ -64,7 +62,7 @@ def run(
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(rank, num_ranks, folder, port, hosts, group_timeout, backend)
+            place = Place(rank, num_ranks, folder, hosts, group_timeout, backend)
             process = context.Process(target=_rank_main, args=(place, theirs, call))
             process.start()
             theirs.close()
@@ -149,7 +147,6 @@ class Place:
     rank: int
     num_ranks: int
     folder: str
-    port: int | None
     hosts: Network | None
     timeout: timedelta
     backend: str | None
@@ -173,13 +170,11 @@ class Place:
         deepspeed.init_distributed(backend)
 
     def _initialize(self, dist: Any, backend: str) -> None:
-        store: Any = dist.FileStore(os.path.join(self.folder, "store"), self.num_ranks)
-        if self.port is not None:
-            store = dist.TCPStore("localhost", self.port, is_master=False)
         if self.hosts is not None:
             enter(self.hosts, self.rank)
             dist.init_process_group(backend, timeout=self.timeout)
             return
+        store = dist.FileStore(os.path.join(self.folder, "store"), self.num_ranks)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.num_ranks, timeout=self.timeout)
 
 

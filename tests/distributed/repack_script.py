@@ -17,23 +17,23 @@ from tests.distributed.support.training import batches, build
 DELAY_SECONDS = 4.0
 
 
-def main(folder: str, policy: str) -> None:
+def main(folder: str, policy: str, *command: str) -> None:
     init_distributed()
-    repack = {"release": policy, "release_delay_seconds": DELAY_SECONDS}
+    repack = {"release": policy, "command": command or None, "release_delay_seconds": DELAY_SECONDS}
     engine = build(Case(stages=3, dynmo={"interval": 0, "repack": repack}))
     data, losses = batches(engine), []
     while engine.global_steps < 6:
         losses.append(engine.train_batch(data).item())
         if engine.global_steps == 2:
             engine.repack(1)
-            if policy == "slurm" and not engine.released:
+            if policy == "command" and not engine.released:
                 engine.repacker._policy_runner.finish()  # until the nodes have left the job
         if engine.global_steps == 4 and policy == "park":
             engine.repack(2)
         if engine.released and not engine.wait_for_recall():
             break
     found = {"losses": losses, "steps": engine.global_steps, "released": engine.released}
-    if policy == "slurm" and engine.released:
+    if policy == "command" and engine.released:
         time.sleep(2 * DELAY_SECONDS)  # the script is not done when its node leaves the job
     (Path(folder) / f"{policy}-{os.environ['RANK']}.json").write_text(json.dumps(found))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class WatchedCommand:
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._mark = uuid.uuid4().hex
         home, extensions = folder / "home", folder / "extensions"
-        temporary = Path(tempfile.mkdtemp())  # for sockets, whose paths must be short
+        self._temporary = temporary = Path(tempfile.mkdtemp())  # for sockets, whose paths must be short
         self._folders = [home, temporary, extensions]
         home.mkdir()
         lock = extensions / "deepspeed_shm_comm" / "lock"
@@ -71,6 +72,7 @@ class WatchedCommand:
     def __exit__(self, *_: object) -> None:
         self._guard.__exit__(None, None, None)
         self._held.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)  # what a test lets stay there
 
     def processes(self, part: str = "") -> list[psutil.Process]:
         """Return the running processes with ``part`` in their command line."""

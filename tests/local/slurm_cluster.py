@@ -98,28 +98,11 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def allocate(self, nodes: int) -> str:
-        """Allocate a job that runs nothing, and return its number."""
-        granted = re.search(r"job allocation (\d+)", self.slurm("salloc", f"--nodes={nodes}", "--no-shell"))
-        assert granted is not None
-        return granted[1]
-
-    def start(self, script: str, nodes: int, folder: Path) -> str:
-        """Submit a script as a batch job, wait until it has begun, and return its number."""
-        begun = folder / "begun"
-        os.mkfifo(begun)
-        number = self._submit(f"echo > {begun}\n{script}", nodes, folder)
-        begun.read_text()  # returns when the script has written
-        return number
-
     def run(self, script: str, nodes: int, folder: Path) -> str:
         """Submit a script as a batch job, wait until it has succeeded, and return its number."""
-        return self._submit(script, nodes, folder, "--wait")
-
-    def _submit(self, script: str, nodes: int, folder: Path, *flags: str) -> str:
         path = folder / "batch.sh"
         path.write_text(f"#!/bin/bash\n{script}\n")
-        command = ("sbatch", "--parsable", f"--nodes={nodes}", f"--output={folder}/batch.out", *flags, str(path))
+        command = ("sbatch", "--parsable", f"--nodes={nodes}", f"--output={folder}/batch.out", "--wait", str(path))
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, (folder / "batch.out").read_text() + done.stderr
         return done.stdout.strip()
@@ -127,10 +110,6 @@ class Cluster:
     def job(self, number: str) -> dict[str, str]:
         """Return what Slurm tells about a job."""
         return dict(re.findall(r"(?<!\S)(\w+)=(\S*)", self.slurm("scontrol", "show", "job", "--oneliner", number)))
-
-    def idle(self) -> set[str]:
-        """Return the nodes that no job holds."""
-        return set(self.slurm("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split())
 
     def close(self) -> None:
         """End all jobs, then the daemons."""

@@ -11,8 +11,8 @@ import pytest
 
 from ds_dynmo import DynMoPipelineEngine
 from ds_dynmo.data import DataConfig, TokenFile
+from ds_dynmo.launch import OF_MEETING, OF_RANK
 from ds_dynmo.models.config import ModelConfig
-from ds_dynmo.rank_variables import OF_MEETING, OF_RANK
 from tests.pure.test_docs import PAGES, ROOT, as_json, keys
 
 

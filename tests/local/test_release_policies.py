@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +19,8 @@ from ds_dynmo.engine.elastic import parking
 from ds_dynmo.engine.elastic.release import RankLocation, ReleasePolicy, ReleaseRefused, check_policy, policy_for
 from ds_dynmo.engine.elastic.release.runner import PolicyRunner
 from ds_dynmo.errors import ConfigError
-from ds_dynmo.rank_variables import OF_MEETING, OF_RANK, set_rank_variables
+from ds_dynmo.launch import OF_MEETING, OF_RANK, set_rank_variables
 from tests.local.kubernetes_server import TOKEN, Server
-from tests.local.slurm_cluster import Cluster, skip_without_slurm
 from tests.pure.test_docs import code_blocks
 
 GONE = [RankLocation(1, "host-a", "cuda:1"), RankLocation(2, "host-b", "cuda:0")]
@@ -52,24 +50,10 @@ def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
     return policy({"release": "kubernetes", "kubernetes": {"dry_run": False, **settings}}, server.secrets)
 
 
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Start a job of Slurm, and yield its number."""
-    skip_without_slurm()
-    started = Cluster(tmp_path, ["host-a", "host-b"])
-    monkeypatch.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
-    monkeypatch.setenv("SLURM_JOB_ID", started.allocate(2))
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "host-a,host-b")
-    yield os.environ["SLURM_JOB_ID"]
-    started.close()
-
-
-@pytest.fixture(params=["exit", "park", "checkpoint", "command", "kubernetes", "slurm"])
+@pytest.fixture(params=["exit", "park", "checkpoint", "command", "kubernetes"])
 def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
     if request.param == "kubernetes":
         return kubernetes(request.getfixturevalue("server"))
-    if request.param == "slurm":
-        request.getfixturevalue("job")
     needs = {
         "command": {"command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]},
         "checkpoint": {"checkpoint": str(tmp_path)},
@@ -118,6 +102,21 @@ def test_a_command_that_does_not_exist_is_a_refusal() -> None:
         policy(block).release(GONE, STAYING)
 
 
+def test_the_printed_program_takes_nodes_out_of_a_job_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on which ranks work stay."""
+    (tmp_path / "release.sh").write_text(code_blocks("elastic.md", "command", "bash")[0])
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/told')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.chdir(tmp_path)
+    block = read_dynmo_config(json.loads(code_blocks("elastic.md", "command", "json")[1]))
+    assert block is not None
+    policy_for(block.repack).release(GONE, [*STAYING, RankLocation(3, "host-c", "cuda:0")])
+    assert (tmp_path / "told").read_text() == "update JobId=12 NodeList=host-a,host-c\n"
+
+
 @pytest.mark.parametrize(
     ("block", "says"),
     [
@@ -140,68 +139,51 @@ def test_wrong_blocks_are_refused(block: dict[str, object], says: str) -> None:
         parse_block(RepackConfig, block, "repack")
 
 
-class Stubborn:
-    """A policy that refuses ``refusals`` times."""
+class Noting:
+    """A policy that notes its calls, and refuses the first ``refusals``."""
 
     silent, parks, restarts = False, False, False
 
-    def __init__(self, refusals: int) -> None:
+    def __init__(self, refusals: int = 0) -> None:
         self.refusals = refusals
         self.calls: list[list[int]] = []
 
-    def release(self, gone: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
-        self.calls.append([at.rank for at in gone])
+    def release(self, released: Sequence[RankLocation], staying: Sequence[RankLocation]) -> str:
+        self.calls.append([at.rank for at in released])
         if len(self.calls) <= self.refusals:
             raise ReleaseRefused("not now")
         return "done"
 
 
-def runner_of(policy: ReleasePolicy, said: list[str], **options: Any) -> PolicyRunner:
-    """Make a runner for which all processes have ended."""
-    usual = {"have_exited": lambda _: True, "patience_seconds": 2.0, "delay_seconds": 0.0}
-    return PolicyRunner(policy, said.append, said.append, **{**usual, **options})
-
-
-def deliver(stubborn: Stubborn, attempts: int, **options: Any) -> tuple[list[str], list[float]]:
+def deliver(noting: Noting, *releases: Sequence[RankLocation], **options: Any) -> tuple[list[str], list[float]]:
+    """Release ranks one after the other; return what was said, and the pauses."""
     said: list[str] = []
     pauses: list[float] = []
-
-    def pause(replaced: threading.Event, seconds: float) -> bool:
-        pauses.append(seconds)
-        return replaced.is_set()
-
-    runner = runner_of(stubborn, said, attempts=attempts, pause=pause, **options)
-    runner.release(GONE, STAYING)
+    usual: dict[str, Any] = {"have_exited": lambda _: True, "patience_seconds": 2.0, "delay_seconds": 0.0}
+    runner = PolicyRunner(noting, said.append, said.append, pause=pauses.append, **{**usual, **options})
+    for released in releases:
+        runner.release(released, STAYING)
     runner.finish()
     return said, pauses
 
 
-def test_a_refusal_is_reported_once_and_retried() -> None:
-    stubborn = Stubborn(3)
-    said, pauses = deliver(stubborn, 5)
-    assert stubborn.calls == [[1, 2]] * 4
-    assert pauses == [1.0, 2.0, 4.0]
-    assert len(said) == 2
-    assert "ranks [1, 2] are idle but could not be given back: not now" in said[0]
-    assert said[1] == "DynMo: ranks [1, 2]: done (attempt 4)"
-
-
 def test_a_policy_is_called_after_the_processes_ended() -> None:
-    stubborn, looks = Stubborn(0), []
+    noting, looks = Noting(), []
 
     def ended(locations: Sequence[RankLocation]) -> bool:
-        assert not stubborn.calls
+        assert not noting.calls
         looks.append([at.rank for at in locations])
         return len(looks) == 3
 
-    _, pauses = deliver(stubborn, 5, have_exited=ended, delay_seconds=7.0)
-    assert looks == [[1, 2]] * 3 and pauses == [0.5, 0.5, 7.0] and len(stubborn.calls) == 1
+    said, pauses = deliver(noting, GONE, have_exited=ended, delay_seconds=7.0)
+    assert looks == [[1, 2]] * 3 and pauses == [0.5, 0.5, 7.0] and noting.calls == [[1, 2]]
+    assert said == ["DynMo: ranks [1, 2]: done"]
 
 
 def test_ranks_of_a_process_that_hangs_are_not_released() -> None:
-    stubborn = Stubborn(0)
-    said, pauses = deliver(stubborn, 5, have_exited=lambda _: False, patience_seconds=2.0)
-    assert pauses == [0.5] * 4 and not stubborn.calls
+    noting = Noting()
+    said, pauses = deliver(noting, GONE, have_exited=lambda _: False)
+    assert pauses == [0.5] * 4 and not noting.calls
     assert "ranks [1, 2] were released, but not all of their processes have ended within 2 s" in said[0]
 
 
@@ -214,30 +196,14 @@ def test_released_processes_announce_their_exit() -> None:
     assert parking.have_exited(store, [1, 2])
 
 
-def test_it_gives_up_after_the_attempts() -> None:
-    stubborn = Stubborn(99)
-    said, pauses = deliver(stubborn, 3)
-    assert len(stubborn.calls) == 3 and pauses == [1.0, 2.0]
-    assert "not given back in 3 attempts" in said[-1]
-
-
-def test_a_later_release_replaces_one_that_is_refused() -> None:
-    stubborn = Stubborn(99)
-    paused = threading.Event()
-
-    def pause(replaced: threading.Event, seconds: float) -> bool:
-        paused.set()
-        return replaced.wait(30.0)
-
-    said: list[str] = []
-    runner = runner_of(stubborn, said, attempts=2, pause=pause)
-    runner.release(GONE[:1], STAYING)
-    paused.wait(30.0)
-    stubborn.refusals = 0
-    runner.release(GONE, STAYING)
-    runner.finish()
-    assert stubborn.calls == [[1], [1, 2]]
-    assert len(said) == 2 and said[1] == "DynMo: ranks [1, 2]: done"
+def test_a_refusal_is_reported_and_the_next_release_comes_after_it() -> None:
+    noting = Noting(refusals=1)
+    said, _ = deliver(noting, GONE[:1], GONE)
+    assert noting.calls == [[1], [1, 2]]
+    assert said == [
+        "DynMo: ranks [1] are idle but were not given back: not now. The next release names them",
+        "DynMo: ranks [1, 2]: done",
+    ]
 
 
 # -- Kubernetes ---------------------------------------------------------------------------------------
@@ -273,14 +239,10 @@ def test_accelerators_cannot_be_taken_from_a_running_pod(server: Server) -> None
         asked.release(PODS_GONE, PODS_STAYING)
 
 
-def test_a_server_that_is_down_is_retried(server: Server) -> None:
-    server.broken = 2
-    said: list[str] = []
-    runner = runner_of(kubernetes(server), said, attempts=4, pause=lambda *_: False)
-    runner.release(PODS_GONE, PODS_STAYING)
-    runner.finish()
-    assert "pod pod-b: 503 the server is currently unable to handle the request" in said[0]
-    assert len(said) == 2 and "pod-b" not in server.pods
+def test_a_server_that_is_down_is_a_refusal(server: Server) -> None:
+    server.broken = 1
+    with pytest.raises(ReleaseRefused, match="pod pod-b: 503 the server is currently unable to handle the request"):
+        kubernetes(server).release(PODS_GONE, PODS_STAYING)
 
 
 def test_wrong_credentials_are_refused_without_showing_them(server: Server) -> None:

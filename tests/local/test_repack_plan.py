@@ -49,14 +49,10 @@ def test_parked_stages_are_recalled_the_last_first() -> None:
     assert plan_repack(one, chain(0, 8), chain(0, 2, 4, 8)).stages == (0, 1, 3)
 
 
-def test_stages_that_joined_come_before_the_last_of_the_launch() -> None:
-    joined = replace(FOUR, parked=(4, 5))
-    plan = plan_repack(joined, OLD, chain(0, 2, 4, 5, 6, 8))
-    assert plan.stages == (0, 1, 2, 4, 3) and plan.moves.old.boundaries == (0, 2, 4, 6, 6, 8)
-    assert joined.most == 6
-    assert (
-        JobStages(at_work=(0,), replica_multiplier=1, parked=(1,), last=3).most == 1
-    )  # none of the others can be the last stage
+def test_parked_stages_are_of_no_use_without_the_last() -> None:
+    """None of the others has read the data of the last stage."""
+    assert JobStages(at_work=(0,), replica_multiplier=1, parked=(1,), last=3).most == 1
+    assert JobStages(at_work=(0,), replica_multiplier=1, parked=(1, 3), last=3).most == 3
 
 
 def test_extra_replicas_are_stages_of_one_pipeline_while_layers_move() -> None:

@@ -153,11 +153,11 @@ def test_the_running_schedule_is_the_one_that_the_engine_got() -> None:
     assert ours.running is None
 
 
-def test_a_decided_schedule_is_forgotten_when_ranks_join() -> None:
-    ours, joined = (ScheduleInForce(ScheduleConfig(kind="zero_bubble")) for _ in range(2))
+def test_a_decided_schedule_is_forgotten_when_ranks_come_back() -> None:
+    ours, back = (ScheduleInForce(ScheduleConfig(kind="zero_bubble")) for _ in range(2))
     ours.decide(one_f_one_b(3, 4))
     ours.forget()
-    assert ours.steps(given()).schedule == joined.steps(given()).schedule != one_f_one_b(3, 4)
+    assert ours.steps(given()).schedule == back.steps(given()).schedule != one_f_one_b(3, 4)
 
 
 def test_1f1b_order_runs_until_it_is_known_what_passes_hold() -> None:

@@ -62,6 +62,8 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["--data", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--resume", "/does/not/exist"], "/does/not/exist"),
         ({}, ["--unknown"], "--unknown"),
+        ({}, ["--join", "localhost:29500"], "^--join: withdrawn; launch by torchrun --nnodes MIN:MAX with --resume"),
+        ({}, ["--join=localhost:29500"], "^--join: withdrawn"),
         (
             {"dynmo": {"repack": {"enabled": True}}},
             ["--record", "r.jsonl"],
@@ -266,6 +268,26 @@ def test_a_run_is_resumed_from_a_checkpoint_that_is_known(tmp_path: Path) -> Non
     latest.write_text("")
     with pytest.raises(ConfigError, match=f"^--resume {tmp_path}: latest is empty; {there}$"):
         prepare(flags)
+
+
+def test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that starts the same command again need not know whether it is the first time."""
+    (tmp_path / "run").mkdir()
+    given = on_a_small_text(write(tmp_path / "run"))
+    for folder in ("run", "nowhere"):
+        saving = ["--save", str(tmp_path / folder)]
+        run = prepare([*given, *saving, "--resume", str(tmp_path / "run" / ".." / folder)])
+        assert (run.resumed, run.resume, run.first_step) == (None, None, 0)
+        assert "nothing has been saved there yet; the run begins" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^--resume .*nowhere: no such folder"):
+        prepare([*given, *saving, "--resume", str(tmp_path / "nowhere"), "--tag", "global_step3"])
+    (tmp_path / "run" / "latest").write_text("of_another_command")
+    with pytest.raises(ConfigError, match=r"^--resume .*run: holds no checkpoint of ds-dynmo-train"):
+        prepare([*given, *("--save", str(tmp_path / "run")), "--resume", str(tmp_path / "run")])
+    resumed(tmp_path / "run", {})
+    assert prepare([*given, "--save", str(tmp_path / "run"), "--resume", str(tmp_path / "run")]).first_step == 5
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_and_a_launchers_sigterm_does_not() -> None:

@@ -17,6 +17,7 @@ from ds_dynmo.config import (
     parse_type_partition,
     read_dynmo_config,
 )
+from ds_dynmo.config.withdrawn import WITHDRAWN
 from ds_dynmo.errors import ConfigError
 
 
@@ -153,6 +154,17 @@ def test_memory_limit_in_bytes_as_a_fraction_or_with_a_unit(given: Any, limit: f
     config = read(memory_limit=given)
     assert config.memory_limit == limit
     assert type(config.memory_limit) is type(limit)
+
+
+@pytest.mark.parametrize("name", [name for name in WITHDRAWN if name.startswith("dynmo.")])
+def test_what_was_withdrawn_is_refused_by_name(name: str) -> None:
+    key, _, value = name.partition(" = ")
+    settings = json.loads(value or "true")
+    for part in reversed(key.split(".")):
+        settings = {part: settings}
+    with pytest.raises(ConfigError) as error:
+        read_dynmo_config(settings)
+    assert str(error.value) == f"{name}: withdrawn; {WITHDRAWN[name]}"
 
 
 def test_a_schedule_may_be_its_kind_alone() -> None:

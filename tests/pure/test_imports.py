@@ -102,7 +102,6 @@ def test_the_module_that_forms_worlds_sends_nothing() -> None:
         "get_backend_config",
         "distributed_c10d",
         "DistNetworkError",
-        "TCPStore",
     }
     assert used <= groups | facts
 

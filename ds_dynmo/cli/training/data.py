@@ -89,7 +89,7 @@ def identity_of(data: ByteText | TokenData) -> dict[str, Any]:
 
 
 def describe(data: ByteText | TokenData) -> str:
-    """Describe data for the ranks that train on it together, and for those that join."""
+    """Describe data for the ranks that train on it together."""
     if isinstance(data, TokenData):
         return f"{len(data.tokens.ids)} tokens ({data.digest})"
     return f"{len(data.tokens)} bytes ({_digest(data)})"

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from ds_dynmo.cli.command_line import check_at_least_1, path_of
 from ds_dynmo.cli.training.data import check_same_data, describe, identity_of, load_data, say
-from ds_dynmo.cli.training.resuming import read_resumed, total_steps
+from ds_dynmo.cli.training.resuming import has_saved, read_resumed, total_steps
 from ds_dynmo.config import check_batch_sizes, check_deepspeed_keys, load_settings, read_dynmo_config
+from ds_dynmo.config.withdrawn import refusal
 from ds_dynmo.data import TokenData, read_data_config
 from ds_dynmo.engine.deepspeed_adapter.settings import check_settings
 from ds_dynmo.errors import ConfigError, PackingError
@@ -49,7 +50,6 @@ class Run:
         stop: batches after which this part of the run ends.
         save_interval: batches between checkpoints; None: only one when this part ends.
         resumed: the facts of the resumed run: :func:`read_resumed`; None for a new run.
-        join: HOST:PORT of the run that these processes join; None: they are their own run.
         record: where to record what layers cost; None: nowhere.
         interval: between decisions, as configured: a recording has one after every batch.
     """
@@ -70,7 +70,6 @@ class Run:
     save_interval: int | None
     resume: Path | None
     resumed: dict[str, Any] | None
-    join: str | None
     record: Path | None
     interval: int
 
@@ -121,12 +120,17 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--save", type=path_of, metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--save-interval", type=int, metavar="N", help="also write one after every N batches")
     parser.add_argument("--export", type=path_of, metavar="DIR", help="write a Hugging Face model's weights at the end")
-    parser.add_argument("--resume", type=path_of, metavar="DIR", help="continue from the latest checkpoint in DIR")
-    parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help="join these processes to the run there, started with the same arguments"
+        "--resume",
+        type=path_of,
+        metavar="DIR",
+        help="continue from the latest checkpoint in DIR; begin if DIR is that of --save, and empty",
     )
+    parser.add_argument("--tag", help="continue from this checkpoint in the folder of --resume, not the latest")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)), help=argparse.SUPPRESS)
+    for word in arguments:
+        if said := refusal(word.partition("=")[0]):
+            raise ConfigError(said)
     return parser.parse_args(arguments)
 
 
@@ -168,16 +172,20 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         settings = {**settings, "dynmo": {**settings["dynmo"], "trace": read_trace(*args.trace)}}
     if args.tag is not None and args.resume is None:
         raise ConfigError(f"--tag {args.tag}: needs --resume DIR, the folder of the checkpoint")
-    resumed = None if args.resume is None else read_resumed(args.resume, args.tag, model)
+    resume: Path | None = args.resume
+    if begins(args):
+        say(f"--resume {resume}: nothing has been saved there yet; the run begins")
+        resume = None
+    resumed = None if resume is None else read_resumed(resume, args.tag, model)
     text = load_data(args.data, settings, model, packed=packed)
     text.check_length(model.sequence_length)
     settings = dict(settings)
     if dynmo is not None:
         settings["dynmo"] = dict(settings["dynmo"])
     first_step, steps = 0, STEPS if args.steps is None else args.steps
-    if resumed is not None:
-        check_same_data(args.resume, resumed, text)
-        first_step, steps = resumed["step"], total_steps(args.steps, args.resume, resumed, model)
+    if resume is not None and resumed is not None:
+        check_same_data(resume, resumed, text)
+        first_step, steps = resumed["step"], total_steps(args.steps, resume, resumed, model)
     stop = steps if args.stop_at is None else args.stop_at
     if not first_step < stop <= steps:
         raise ConfigError(f"--stop-at {stop}: should be in {first_step + 1} to {steps}, the steps that are left")
@@ -224,12 +232,17 @@ def prepare(arguments: list[str], settings: dict[str, Any] | None = None) -> Run
         save=args.save,
         export=args.export,
         save_interval=args.save_interval,
-        resume=args.resume,
+        resume=resume,
         resumed=resumed,
-        join=args.join,
         record=args.record,
         interval=0 if dynmo is None else dynmo.interval,
     )
+
+
+def begins(args: argparse.Namespace) -> bool:
+    """Tell whether a run that resumes what it has saved itself has not saved yet: a launcher may start it again."""
+    is_own = args.resume is not None and args.save is not None and args.resume.resolve() == args.save.resolve()
+    return is_own and args.tag is None and not has_saved(args.resume)
 
 
 def with_model(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +307,6 @@ def check_without_block(args: argparse.Namespace, model: ModelConfig) -> None:
         (moe and moe.routing == "bias", 'model.moe.routing = "bias"', "its counts are summed over replicas"),
         (moe and moe.expert_parallel, "model.moe.expert_parallel", "stock DeepSpeed would average the experts"),
         (model.pruning, "model.pruning", "stock DeepSpeed cannot sum over its stages"),
-        (args.join, f"--join {args.join}", "stock DeepSpeed has no run that can be joined"),
         (args.trace, f"--trace {args.trace and args.trace[0]}", "stock DeepSpeed records none"),
         (args.record, f"--record {args.record}", "stock DeepSpeed profiles no layer"),
     ):

@@ -51,10 +51,10 @@ class History:
 
 
 class Progress:
-    """Prints progress lines on rank 0 of the run."""
+    """Prints progress lines on rank 0."""
 
     def __init__(self, run: Run, engine: Any) -> None:
-        self._first_rank = engine.global_rank == 0 and run.join is None
+        self._first_rank = engine.global_rank == 0
         self._steps, self._stop = run.steps, run.stop
         self._every = max(1, run.steps // PROGRESS_LINES)
         self._tokens = tokens_per_step(run, engine)

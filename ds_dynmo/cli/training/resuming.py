@@ -14,7 +14,7 @@ from ds_dynmo.files import write_text
 from ds_dynmo.models import ModelConfig, read_model_config
 from ds_dynmo.text_files import readable
 
-__all__ = ["find_checkpoint", "read_facts", "read_resumed", "total_steps", "write_facts"]
+__all__ = ["find_checkpoint", "has_saved", "read_facts", "read_resumed", "total_steps", "write_facts"]
 
 FACTS_FILE = "dynmo_train.json"  # in the folder of each checkpoint
 LAUNCH_FILE = "launch.json"  # beside the checkpoint that the engine writes when it stops a run for a restart
@@ -30,6 +30,12 @@ def write_facts(checkpoint: Path, facts: dict[str, Any]) -> None:
     """
     write_text(checkpoint / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
     folders.write_latest(str(checkpoint.parent), checkpoint.name)
+
+
+def has_saved(folder: Path) -> bool:
+    """Tell whether a run has saved anything in ``folder``, which need not exist."""
+    with readable(folder):
+        return folder.is_dir() and (bool(_tags(folder)) or folders.read_latest(str(folder)) is not None)
 
 
 def find_checkpoint(folder: Path, tag: str | None = None) -> str:

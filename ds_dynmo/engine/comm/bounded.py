@@ -135,15 +135,6 @@ class BoundedStore:
         """Add to a counter, and return its new value."""
         return int(self._ask(lambda: self.raw.add(key, amount)))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a key if its value is ``expected`` (empty: if it is not there), and return its value afterwards."""
-        value: bytes = self._ask(lambda: self.raw.compare_set(key, expected, desired))
-        return value
-
-    def delete_key(self, key: str) -> None:
-        """Remove a key."""
-        self._ask(lambda: self.raw.delete_key(key))
-
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there.
 

@@ -237,16 +237,6 @@ class Communicator:
             raise MigrationError(f"{self._what}: ranks cannot send what they have to: {problems}", harmless=True)
         return [from_bytes(sent.data, self._device) for sent in every]
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather a byte string of every rank, all of one length, in rank order; nothing is unpickled."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        try:
-            dist.all_gather(every, mine, group=self._control)
-        except RuntimeError as error:
-            raise self._control_failed(error) from error
-        return [row.numpy().tobytes() for row in every]
-
     def gather_over_slices(self, value: Any) -> list[Any]:
         """Gather one small picklable value of every tensor-parallel slice of this stage and replica, by slice index.
 

@@ -93,7 +93,7 @@ NEEDED: tuple[Name, ...] = (
     Name(f"{_PIPE}.engine:PipelineEngine", "checkpoint_mp_rank", since=NEWEST),
     *_of(
         "deepspeed.runtime.config:DeepSpeedConfig",
-        "_param_dict optimizer_name optimizer_params scheduler_name scheduler_params",
+        "optimizer_name optimizer_params scheduler_name scheduler_params",
     ),
     *_of(
         "deepspeed.utils.debug", "", debug_clear_module_and_param_names="", debug_extract_module_and_param_names="model"

@@ -107,9 +107,3 @@ def sums_whole(engine: Any) -> str | None:
     """
     keys = {"reduce_scatter": engine.zero_reduce_scatter, "contiguous_gradients": engine.zero_contiguous_gradients}
     return next((key for key, enabled in keys.items() if engine.zero_optimization() and not enabled()), None)
-
-
-def settings_of(engine: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration as it was given to an engine."""
-    settings: dict[str, Any] = engine._config._param_dict
-    return settings

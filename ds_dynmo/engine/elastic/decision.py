@@ -16,7 +16,6 @@ from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.errors import PartitionError
 from ds_dynmo.partitioners import Overflow
 from ds_dynmo.placement import Placement
-from ds_dynmo.plan import Profile
 from ds_dynmo.wording import counted
 
 
@@ -41,11 +40,6 @@ class StageDecision:
         self._ranks, self._groups = ranks, balancer.groups
         self._limit_bytes: int | None = None  # of a rank, as of the latest decision
 
-    @property
-    def most_stages(self) -> int:
-        """The most stages that there are ranks for, and layers, or groups of layers that stay together."""
-        return min(self._ranks.stages.most, self._groups.num_groups)
-
     def by_hand(self, num_stages: int | None, partition: Sequence[int] | None) -> tuple[Placement, str]:
         """Decide what :meth:`Repacker.repack` was asked for, and give a verdict in a few words. Collective.
 
@@ -62,7 +56,7 @@ class StageDecision:
             PartitionError, MigrationError: harmless; on every rank.
         """
         held = self._gather_held()
-        new, _ = self._agree(lambda: (self._best(self._planner(held, smoothed=True)), ""))
+        new, _ = self._agree(lambda: (self._planner(held, smoothed=True).best().placement, ""))
         return new
 
     def plan(self, new: Placement) -> RepackPlan:
@@ -72,19 +66,10 @@ class StageDecision:
         return plan_repack(self._ranks.stages, self._stage.placement, new, layer_bytes)
 
     def predicted_seconds(self, placement: Placement) -> float | None:
-        """Predict the seconds of an iteration at ``placement``; None before the first profile."""
+        """Predict the seconds of an iteration at ``placement``, under the schedule in force; None without a profile."""
         profile = self._balancer.profile
-        return None if profile is None else self._iteration_seconds(profile, placement)
-
-    def first_seconds_with(self, placement: Placement) -> float | None:
-        """Predict the seconds that ``max_slowdown`` is counted from, once ranks that joined are at work."""
-        known, profile = self._balancer.cost_model.first_seconds, self._balancer.profile
-        if known is None or profile is None:
+        if profile is None:
             return None
-        return min(known, self._iteration_seconds(self._balancer.of_whole_batch(profile), placement))
-
-    def _iteration_seconds(self, profile: Profile, placement: Placement) -> float:
-        """Predict under the schedule that batches would be trained by."""
         given = self._balancer.decisions.decision_input(profile, self._limit_bytes, smoothed=False)
         return given.pipeline.on(placement.num_stages).iteration_seconds(placement.boundaries)
 
@@ -104,14 +89,12 @@ class StageDecision:
     def _new_placement(
         self, num_stages: int | None, partition: Sequence[int] | None, facts: RankFacts
     ) -> tuple[Placement, str]:
-        most = self.most_stages
+        most = self._ranks.stages.most
         count = num_stages
         if count is None and partition is not None:
             count = Placement.stages_of_chain(partition)
         if count is not None and not 1 <= count <= most:
-            problem = self._groups.shortage(count)
-            why = f": {problem}" if problem is not None else ""
-            raise PartitionError(f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with{why}")
+            raise PartitionError(f"repack: {counted(count, 'stage')}, there are 1 to {most} to go on with")
         if partition is not None:
             explicit = Placement.chain(partition, num_layers=self._stage.layers.num_layers, num_stages=count)
             self._groups.check(explicit.boundaries)
@@ -123,21 +106,7 @@ class StageDecision:
         planner = self._planner(facts.held, smoothed=False)
         if count is not None:
             return planner.onto(count).placement, "explicit"
-        return self._best(planner), f"best by planner {self._config.repack.planner}"
-
-    def _best(self, planner: Planner) -> Placement:
-        """Ask the planner. Ranks that joined since the last decision are used if training is faster with them.
-
-        ``max_slowdown`` is then counted from the throughput with them; else the next decision would release them.
-        """
-        present = self._stage.placement
-        if self._ranks.has_new:
-            seconds = self.predicted_seconds(present)
-            assert seconds is not None
-            fastest = planner.fastest(seconds)
-            if fastest.num_stages > present.num_stages:
-                return fastest.placement
-        return planner.best().placement
+        return planner.best().placement, f"best by planner {self._config.repack.planner}"
 
     def _planner(self, held: HeldMemory | None, *, smoothed: bool) -> Planner:
         """Make a planner of one pipeline, which has the micro-batches of all its extra replicas."""
@@ -152,7 +121,7 @@ class StageDecision:
             given=balancer.decisions.decision_input(whole, self._limit_bytes, smoothed=smoothed),
             config=self._config,
             memory=balancer.memory.model(whole, self._limit_bytes),
-            most=self.most_stages,
+            most=self._ranks.stages.most,
             first_seconds=balancer.cost_model.first_seconds,
             groups=self._groups,
             find_overflow=find_overflow,

@@ -1,13 +1,12 @@
-"""Go on with more stages: call ranks that are parked or have joined, and move layers onto them."""
+"""Go on with more stages: call ranks that are parked, and move layers onto them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ds_dynmo.engine.elastic import parking
-from ds_dynmo.engine.elastic.job_snapshot import JobSnapshot
 from ds_dynmo.engine.elastic.parking import Recall
 from ds_dynmo.engine.elastic.repack_plan import JobStages, RepackPlan, between
 from ds_dynmo.engine.elastic.shrinking import free_stages
@@ -16,11 +15,23 @@ from ds_dynmo.engine.serialization.objects import from_bytes
 from ds_dynmo.errors import MigrationError
 
 
-def grow(change: WorldChange, plan: RepackPlan, first_seconds: float | None = None) -> RepackResult:
-    """Call more stages and go on with them. Collective over the ranks at work; called ones run :func:`rejoin`.
+@dataclass(frozen=True)
+class JobSnapshot:
+    """What rank 0 broadcasts when stages come back.
 
-    Args:
-        first_seconds: see :class:`JobSnapshot`.
+    Attributes:
+        plan: how layers get onto them.
+        before: the stages at work without them, and those that stay parked.
+        job: what :meth:`WorldChange.describe_job` gave, for ``from_bytes``.
+    """
+
+    plan: RepackPlan
+    before: JobStages
+    job: bytes
+
+
+def grow(change: WorldChange, plan: RepackPlan) -> RepackResult:
+    """Call more stages and go on with them. Collective over the ranks at work; called ones run :func:`rejoin`.
 
     Raises:
         MigrationError: harmless; a layer cannot be sent or taken in, or a parked rank does not answer.
@@ -36,8 +47,7 @@ def grow(change: WorldChange, plan: RepackPlan, first_seconds: float | None = No
         change.gather_shards()
         change.end()
         ranks.unpark(recalled)
-        before = ranks.stages
-        done = _enlarge(change, recall, JobSnapshot(plan, before, ranks.locations, first_seconds, job))
+        done = _enlarge(change, recall, JobSnapshot(plan, ranks.stages, job))
     if isinstance(done, MigrationError):
         raise done
     whole_seconds = time.perf_counter() - began
@@ -48,7 +58,7 @@ def grow(change: WorldChange, plan: RepackPlan, first_seconds: float | None = No
 
 def rejoin(change: WorldChange, recall: Recall) -> None:
     """Take part in :func:`grow` on a rank that was called; it is released again if a layer cannot be taken in."""
-    change.ranks.released = change.ranks.has_new = False
+    change.ranks.released = False
     with fatal_from_here():
         _enlarge(change, recall, None)
 
@@ -91,7 +101,7 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
     job = from_bytes(snapshot.job, engine.device)
     if was_away:
         change.restore_job(job)
-        ranks.parked, ranks.locations = snapshot.before.parked, snapshot.locations
+        ranks.parked = snapshot.before.parked
     plan = snapshot.plan
     change.stage.layers.renumber(plan.moves.old, engine.stage_id)
     try:
@@ -103,8 +113,6 @@ def _enlarge(change: WorldChange, recall: Recall, snapshot: JobSnapshot | None) 
         _shrink_back(change, plan, snapshot.before)
         return MigrationError(f"{error}. The ranks that were called are parked again", harmless=True)
     change.stage.publish_move(stages_changed=True)
-    if snapshot.first_seconds is not None:
-        change.balancer.cost_model.first_seconds = snapshot.first_seconds
     change.load_shared_states(job)
     return RepackResult(layers_moved=len(plan.moves.moves), bytes_moved=moved_bytes, migrate_seconds=migrate_seconds)
 

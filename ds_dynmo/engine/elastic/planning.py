@@ -76,18 +76,6 @@ class Planner:
         gain = present.iteration_seconds - more.iteration_seconds
         return more if gain >= margin * within else present
 
-    def fastest(self, present_seconds: float) -> Packing:
-        """Choose the fastest number of stages, more than now only where that gains ``min_improvement``.
-
-        Args:
-            present_seconds: of an iteration as it is, with all replicas that there are.
-        """
-        present = self._present()
-        packings = [self.onto(count) for count in range(present.num_stages + 1, self.most + 1) if self._fits(count)]
-        best = min(packings, key=lambda packing: packing.iteration_seconds, default=present)
-        gain = present_seconds - best.iteration_seconds
-        return best if gain > self.config.min_improvement * present_seconds else present
-
     def _fewest(self, least: int, most: int, within_seconds: float) -> Packing | None:
         return partitioners.fewest_stages(
             self._balance, self.given.pipeline, most, least=least, within_seconds=within_seconds

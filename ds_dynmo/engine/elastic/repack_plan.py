@@ -20,7 +20,7 @@ class JobStages:
         at_work: those of the first replicas, in order, then, in the same order, those of each extra copy of them.
         replica_multiplier: how many copies there are.
         parked: those that can be called.
-        last: the last stage of the launch; higher ones have joined.
+        last: the last stage of the launch.
     """
 
     at_work: tuple[int, ...]
@@ -30,35 +30,23 @@ class JobStages:
 
     @property
     def most(self) -> int:
-        """The most stages that there can be: those at work, those that are parked, and those that joined.
+        """The most stages that there can be: those at work and, with the launch's last stage, those that are parked.
 
-        The last of several reads the data: the launch's last stage does, which has read it from the start, or one
-        that joined.
+        The last of several reads the data, as the launch's last stage has from the start.
         """
-        has_last = any(stage >= self.last for stage in (*self.at_work, *self.parked))
+        has_last = self.last in (*self.at_work, *self.parked)
         return len(self.at_work) + (len(self.parked) if has_last else 0)
 
     def with_parked(self, wanted: int) -> tuple[int, ...]:
-        """Choose so many stages: those at work, then parked ones, first those that can be the last stage.
+        """Choose so many stages: those at work, then parked ones, first the launch's last stage.
 
         Raises:
             PartitionError: there are not so many.
         """
         if wanted > self.most:
             raise PartitionError(f"repack: {counted(wanted, 'stage')}, there are 1 to {self.most} to go on with")
-        parked = sorted(self.parked, key=lambda stage: (stage != self.last, stage < self.last, stage))
-        return in_order((*self.at_work, *parked[: wanted - len(self.at_work)]), self.last)
-
-
-def in_order(stages: Sequence[int], last: int) -> tuple[int, ...]:
-    """Sort stages of the job as they follow each other.
-
-    Those that joined come before the launch's last, if it has two: so the data is read where it was read before.
-
-    >>> in_order([4, 2, 0], last=2)
-    (0, 4, 2)
-    """
-    return tuple(sorted(stages, key=lambda stage: (stage == last > 0, stage)))
+        parked = sorted(self.parked, key=lambda stage: (stage != self.last, stage))
+        return tuple(sorted((*self.at_work, *parked[: wanted - len(self.at_work)])))
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ def plan_repack(job: JobStages, old: Placement, new: Placement, layer_bytes: Seq
     if wanted > len(stages):
         stages = job.with_parked(wanted)
     elif job.replica_multiplier > 1:
-        stages = in_order(stages, job.last)
+        stages = tuple(sorted(stages))
     owners = [stages.index(stage) for stage in job.at_work[: old.num_stages]]
     spread = old.among(owners, len(stages))
     if wanted == len(stages):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_dynmo.engine.elastic.job_snapshot import Stateful
+from ds_dynmo.engine.elastic.job_state import Stateful
 from ds_dynmo.engine.stage import StageContext
 from ds_dynmo.files import write_text
 from ds_dynmo.placement import Placement

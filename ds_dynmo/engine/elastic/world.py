@@ -2,13 +2,11 @@
 
 A torch world cannot be resized. So its groups are destroyed, and those who go on meet in a new one by the store of the
 launch, which rank 0's process holds; rank 0 therefore always goes on.
-
-Stages of other launches can join: they are numbered after those of the job's own launch, and so are their ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +15,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout, within
-from ds_dynmo.errors import ConfigError, MigrationError
+from ds_dynmo.engine.comm.bounded import BoundedStore, NoAnswer, bindable_device, default_timeout
+from ds_dynmo.errors import MigrationError
 
 STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose server, rank 0's process, is out of reach
 
@@ -26,8 +24,8 @@ STORE_LOST = (dist.DistNetworkError, NoAnswer)  # what a store raises whose serv
 class World:
     """Which stages of the job take part, the same on every rank that does.
 
-    A process keeps its *launch rank* for life: the rank that it had at the launch, or was given when it joined. Its
-    rank in the present world changes.
+    A process keeps its *launch rank*, the rank that it had at the launch, for life. Its rank in the present world
+    changes.
 
     Attributes:
         stages: those of the job that take part, in order: stage ``s`` was number ``stages[s]`` at the launch. Where
@@ -56,31 +54,13 @@ class World:
 
     @property
     def last_stage(self) -> int:
-        """The last stage of the launch; whatever has a higher number has joined."""
+        """The last stage of the launch."""
         return int(self._launch.get_dim("pipe")) - 1
 
     @property
     def launch_stage(self) -> int:
-        """The stage that this process had at the launch, or joined as."""
-        if self.launch_rank < self._launch.world_size():
-            return int(self._launch.get_coord(self.launch_rank).pipe)
-        return self.launch_rank // self._ranks_per_stage
-
-    @property
-    def rank_in_stage(self) -> int:
-        """The index of this process among its stage's ranks."""
-        return self._ranks(self.launch_stage).index(self.launch_rank)
-
-    @property
-    def _ranks_per_stage(self) -> int:
-        return int(self._launch.world_size()) // int(self._launch.get_dim("pipe"))
-
-    def _ranks(self, stage: int) -> list[int]:
-        """The launch ranks of a stage, in the same order of the other axes for every stage."""
-        if stage <= self.last_stage:
-            ranks: list[int] = self._launch.get_axis_list(axis="pipe", idx=stage)
-            return ranks
-        return list(range(stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage))
+        """The stage that this process had at the launch."""
+        return int(self._launch.get_coord(self.launch_rank).pipe)
 
     @property
     def rank(self) -> int:
@@ -99,11 +79,7 @@ class World:
 
     def launch_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks at the launch of all replicas and slices of these stages."""
-        return tuple(sorted(rank for stage in stages for rank in self._ranks(stage)))
-
-    def has_joined(self, launch_rank: int) -> bool:
-        """Is this a rank of another launch?"""
-        return launch_rank >= int(self._launch.world_size())
+        return tuple(sorted(rank for stage in stages for rank in self._launch.get_axis_list(axis="pipe", idx=stage)))
 
     @property
     def has_replica_axis(self) -> bool:
@@ -127,13 +103,6 @@ class World:
             sizes["data"] *= self.replica_multiplier
         return ProcessTopology(list(sizes), list(sizes.values()))
 
-    def join(self, axes: Mapping[str, int], stage: int, store: BoundedStore) -> None:
-        """Become a rank of another job: of its ``stage``, a number that its launch did not use."""
-        place = self.rank_in_stage
-        self._launch = ProcessTopology(list(axes), list(axes.values()))
-        self.launch_rank = self._ranks(stage)[place]
-        self.stages, self.store, self._generation = (), store, 0
-
     def end(self) -> None:
         """Leave the present world; every rank of it does. Nothing can be sent until :meth:`begin`."""
         get_accelerator().synchronize()
@@ -156,10 +125,10 @@ class World:
         self._wait_for_ranks(self.launch_ranks(stages), generation, timeout_seconds)
         self.stages, self.replica_multiplier, self._generation = tuple(stages), replica_multiplier, generation
         topology = self._topology()
-        alike = self._launch.get_coord(self._ranks(0)[self.rank_in_stage])
-        place = alike._replace(pipe=self.stages.index(self.launch_stage) % topology.get_dim("pipe"))
+        place = self._launch.get_coord(self.launch_rank)
         if replica_multiplier > 1:
-            place = place._replace(data=self.copy_index * self.launch_replicas + alike.data)
+            place = place._replace(data=self.copy_index * self.launch_replicas + place.data)
+        place = place._replace(pipe=self.stages.index(self.launch_stage) % topology.get_dim("pipe"))
         dist.init_process_group(
             self.backend,
             store=store_part(self.store, f"world/{generation}").raw,
@@ -220,26 +189,3 @@ def launch_store(timeout_seconds: float) -> BoundedStore:
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
     return BoundedStore(store, timeout_seconds)
-
-
-def store_at(address: str, timeout_seconds: float) -> BoundedStore:
-    """Connect to the store of another launch, whose rank 0 holds it.
-
-    Args:
-        address: "HOST:PORT", its MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        ConfigError: no such address, or no store answers there.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f'"{address}": should be HOST:PORT, the MASTER_ADDR and MASTER_PORT of the job')
-    timeout = timedelta(seconds=timeout_seconds)
-
-    def connect() -> Any:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-
-    try:
-        return BoundedStore(within(timeout_seconds, connect), timeout_seconds)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"no job answers at {address} within {timeout_seconds:g} s") from error

@@ -18,10 +18,10 @@ from deepspeed.accelerator import get_accelerator
 from ds_dynmo.engine.balancing.balancer import Balancer
 from ds_dynmo.engine.comm.bounded import within
 from ds_dynmo.engine.deepspeed_adapter import buffers, process_groups
-from ds_dynmo.engine.elastic import job_snapshot, secret
+from ds_dynmo.engine.elastic import job_state
 from ds_dynmo.engine.elastic.data_position import DataPosition
 from ds_dynmo.engine.elastic.job_ranks import JobRanks
-from ds_dynmo.engine.elastic.job_snapshot import Stateful
+from ds_dynmo.engine.elastic.job_state import Stateful
 from ds_dynmo.engine.elastic.repack_plan import RepackPlan
 from ds_dynmo.engine.elastic.world import World
 from ds_dynmo.engine.migration.context import MigrationContext
@@ -149,9 +149,6 @@ class WorldChange:
         within(timeout_seconds + self.world.timeout_seconds, begin)
         buffers.free_buffers(engine)
         self.comm.connect("repack")
-        if self.ranks.secret is not None:
-            name = f"{self.ranks.job_name}/{generation}"
-            secret.check_members(self.ranks.secret, self.comm.gather_bytes, engine.global_rank, name)
         self.stage.state.use_grid()
         self._split_batch()
 
@@ -167,16 +164,16 @@ class WorldChange:
     # -- what ranks know of the job -------------------------------------------------------------------
 
     def describe_job(self) -> bytes:
-        """Pickle what a rank that comes back has to know, on rank 0. Collective; see :mod:`job_snapshot`."""
-        return job_snapshot.describe_job(self.stage, self.data, self._progress, self.shared_states)
+        """Pickle what a rank that comes back has to know, on rank 0. Collective; see :mod:`job_state`."""
+        return job_state.describe_job(self.stage, self.data, self._progress, self.shared_states)
 
     def restore_job(self, job: Mapping[str, Any]) -> None:
         """Load :meth:`describe_job` on a rank that was away."""
-        job_snapshot.restore_job(self.engine, self.data, self._progress, job)
+        job_state.restore_job(self.engine, self.data, self._progress, job)
 
     def load_shared_states(self, job: Mapping[str, Any]) -> None:
         """Load the shared states of :meth:`describe_job`, on every rank alike."""
-        job_snapshot.load_states(job, self.shared_states)
+        job_state.load_states(job, self.shared_states)
 
     @contextmanager
     def naming_dead_ranks(self) -> Iterator[None]:
@@ -194,12 +191,12 @@ class WorldChange:
 
 
 @contextmanager
-def fatal_from_here(
-    what: str = "the re-packing failed after layers had begun to move or the ranks had parted",
-    remedy: str = "Resume the job from its last checkpoint, with as many stages as are left",
-) -> Iterator[None]:
+def fatal_from_here() -> Iterator[None]:
     """Make every error fatal, harmless ones too: what has happened cannot be undone."""
     try:
         yield
     except Exception as error:
-        raise MigrationError(f"{what}: {error}. {remedy}") from error
+        raise MigrationError(
+            f"the re-packing failed after layers had begun to move or the ranks had parted: {error}. Resume the job "
+            "from its last checkpoint, with as many stages as are left"
+        ) from error

@@ -86,7 +86,7 @@ class Tracer:
         self._base_error_seconds = 0.0
         self._file: TraceFile | None = None
         self._append = WarnsOnce(config.path, self._append_batch, reporter.warn, OSError)
-        # The first traced batch creates the file: a launch that joins has the same path and must not overwrite it.
+        # The first traced batch creates the file: a run that is resumed has the same path and must not overwrite it.
         check_writable(config.path, "dynmo.trace.path", self._comm, writes=reporter.speaks)
 
     @contextmanager

@@ -25,7 +25,7 @@ class Reporter:
     Construction is collective. If rank 0 cannot write later on, it warns once, and training continues.
 
     Attributes:
-        speaks: this rank logs, writes and monitors for all: it is rank 0 and :meth:`mute` was not called.
+        speaks: this rank logs, writes and monitors for all: it is rank 0.
         rebalances, repacks, measurements: every report so far.
         write: appends a record to the report, or warns once that it cannot; a no-op where nothing is written.
 
@@ -48,11 +48,6 @@ class Reporter:
         self.write = record_writer(Path(str(config.report)), self.warn) if writes else _write_nothing
         self._monitor = monitor if config.monitor and is_first_rank and monitor.enabled else None
         guard_monitors(monitor, self.warn)
-
-    def mute(self) -> None:
-        """Keep reports only: this rank is part of another job now, whose rank 0 reports."""
-        self.speaks = self._log = False
-        self.write, self._monitor = _write_nothing, None
 
     def rebalanced(self, report: RebalanceReport, samples: int) -> None:
         """Record a decision.

@@ -1,69 +1,16 @@
-"""Runs that re-pack and launches that join them; every function runs on a rank."""
+"""Runs that re-pack; every function runs on a rank."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ds_dynmo.engine.elastic.secret import VARIABLE
 from ds_dynmo.errors import ReleasedError
 from tests.distributed.support.configs import Case
 from tests.distributed.support.training import batches, build, state
-
-SECRET = "known to the job and to those that join it"
-
-
-def set_secret(secret: str = SECRET) -> None:
-    """Set the secret in this rank's environment."""
-    os.environ[VARIABLE] = secret
-
-
-def _train(
-    engine: Any, data: Any, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int]], steps: int
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"losses": {}, "state": {}, "called": True}
-    while engine.global_steps < steps:
-        loss = engine.train_batch(data).item()
-        found["losses"][engine.global_steps] = loss
-        engine.repacker.world.store.wait([f"ready/{rank}" for rank in awaited.get(engine.global_steps, ())])
-        if engine.global_steps in sizes:
-            engine.repack(sizes[engine.global_steps])
-        if engine.released and not engine.wait_for_recall():
-            return found
-    found["state"] = state(engine)
-    found["reports"] = engine.repacks
-    found["most"] = engine.most_stages()
-    found["gone"] = [place.rank for place in engine.repacker.ranks.released_and_staying()[0]]
-    engine.dismiss_parked()
-    return found
-
-
-def job(case: Case, sizes: Mapping[int, int], awaited: Mapping[int, Sequence[int]], steps: int) -> dict[str, Any]:
-    """Train, and re-pack after the steps of ``sizes``, each time when the ranks of ``awaited`` have joined."""
-    set_secret()
-    engine = build(case)
-    return _train(engine, batches(engine), sizes, awaited, steps)
-
-
-def joining_launch(case: Case, address: str, sizes: Mapping[int, int], steps: int) -> dict[str, Any]:
-    """Join the job at ``address``, wait to be recalled, and take part."""
-    set_secret()
-    engine = build(case)
-    engine.join(address)
-    assert engine.released
-    assert not engine.repacker.ranks.launch_store.check(["ds_dynmo/job"])  # nobody can join this launch now
-    if not engine.wait_for_recall():
-        return {"losses": {}, "state": {}, "called": False}
-    data = batches(engine)
-    for _ in range(engine.global_steps * engine.micro_batches):
-        next(data)
-    return _train(engine, data, sizes, {}, steps)
-
 
 Sizes = Mapping[int, int | list[int]]  # by step: the number of stages, or the partition, to re-pack to after it
 
@@ -140,18 +87,6 @@ def train_through_checkpoint(case: Case, folder: str, first: int, last: int) -> 
     losses = {step + 1: engine.train_batch(data).item() for step in range(first, last)}
     engine.save_checkpoint(folder)
     return {"losses": losses, "state": state(engine), "attributes": attributes(engine), "partition": engine.partition}
-
-
-ACCEPTS_JOINS: dict[str, Any] = {"interval": 0, "timeout_seconds": 60.0, "repack": {"accept_joins": True}}
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Make all calls at the same time. Raise the first error, because others may follow from it."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(call) for call in calls]
-        for done in as_completed(futures):
-            done.result()
-        return [future.result() for future in futures]
 
 
 PARK = {"interval": 0, "repack": {"release": "park"}}

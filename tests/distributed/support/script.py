@@ -34,7 +34,6 @@ class Killed(Exception):
 def run_script(
     arguments: list[str],
     killed_in: int | None = None,
-    joined_in: int | None = None,
     packed_in: int | None = None,
     before: dict[int, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
@@ -42,15 +41,12 @@ def run_script(
 
     Args:
         killed_in: the step, counted from 1, in the middle of which everything ends.
-        joined_in: the step before which another rank has joined.
         packed_in: the step after which the engine continues with one stage.
         before: what this rank calls before a batch, by step.
     """
     run = prepare(arguments)
     engine = build_engine(run)
     cases = build_cases(run, engine)
-    if run.join is not None:
-        engine.join(run.join)
     train_batch = engine.train_batch
 
     def until_killed(data: Any) -> Any:
@@ -58,8 +54,6 @@ def run_script(
             call()
         if engine.global_steps + 1 == killed_in:
             raise Killed
-        if engine.global_steps + 1 == joined_in:
-            engine.repacker.world.store.wait(["ready/1"])
         loss = train_batch(data)
         if engine.global_steps == packed_in:
             engine.repack(1)

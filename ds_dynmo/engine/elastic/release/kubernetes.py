@@ -94,7 +94,6 @@ class Kubernetes:
             namespace = self._config.namespace or (self._secrets / "namespace").read_text().strip()
         except (ConfigException, OSError) as error:
             raise ReleaseRefused(f"this process does not run in a pod of Kubernetes: {error}") from error
-        configuration.retries = 0  # the caller tries again, with pauses
         return client.CoreV1Api(client.ApiClient(configuration)), namespace
 
     def _ask(self, pod: str, request: Callable[[], Any]) -> bool:

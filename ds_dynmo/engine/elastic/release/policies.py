@@ -9,7 +9,6 @@ from ds_dynmo.config import RepackConfig
 from ds_dynmo.engine.elastic.release.command import Command
 from ds_dynmo.engine.elastic.release.kubernetes import SECRETS, Kubernetes, check_pod
 from ds_dynmo.engine.elastic.release.policy import RankLocation, ReleasePolicy
-from ds_dynmo.engine.elastic.release.slurm import Slurm, check_scontrol
 
 
 class _Silent:
@@ -46,8 +45,6 @@ def check_policy(config: RepackConfig) -> None:
     """
     if config.release == "kubernetes":
         check_pod()
-    if config.release == "slurm":
-        check_scontrol()
 
 
 def policy_for(config: RepackConfig, secrets: Path = SECRETS) -> ReleasePolicy:
@@ -61,6 +58,4 @@ def policy_for(config: RepackConfig, secrets: Path = SECRETS) -> ReleasePolicy:
         return Command(config.command, config.release_timeout_seconds)
     if config.release == "kubernetes":
         return Kubernetes(config.kubernetes, config.release_timeout_seconds, secrets)
-    if config.release == "slurm":
-        return Slurm(config.release_timeout_seconds)
     return Exit()

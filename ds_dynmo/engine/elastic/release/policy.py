@@ -46,7 +46,7 @@ class ReleasePolicy(Protocol):
     """Tells the resource manager, which hands out accelerators, which ones are free.
 
     The ranks have left the job by then, and training goes on without them in any case. Calls are made on rank 0, in a
-    thread of their own, one at a time, and again after :class:`ReleaseRefused`, so they have to be idempotent.
+    thread of their own, one at a time. Each names the ranks of earlier ones too, so they have to be idempotent.
     """
 
     @property

@@ -1,14 +1,11 @@
-"""Job state sent to ranks that rejoin, or join: counters that are the same on all ranks at work, and shared states."""
+"""Describe the state of a job for ranks that come back: counters that are the same on all ranks, and shared states."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ds_dynmo.engine.elastic.data_position import DataPosition
-from ds_dynmo.engine.elastic.release import RankLocation
-from ds_dynmo.engine.elastic.repack_plan import JobStages, RepackPlan
 from ds_dynmo.engine.optimizer.parameter_groups import options_of
 from ds_dynmo.engine.serialization.objects import to_bytes
 from ds_dynmo.engine.stage import DeepSpeedPipeline, StageContext
@@ -16,30 +13,11 @@ from ds_dynmo.errors import MigrationError
 
 
 class Stateful(Protocol):
-    """What a rank that comes back, or joins, has to load from the others."""
+    """What a rank that comes back has to load from the others."""
 
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> Any: ...
-
-
-@dataclass(frozen=True)
-class JobSnapshot:
-    """What rank 0 broadcasts when stages come back.
-
-    Attributes:
-        plan: how layers get onto them.
-        before: the stages at work without them, and those that stay parked.
-        locations: where each rank runs, by its rank at the launch.
-        first_seconds: of the iteration that ``max_slowdown`` is counted from, from now on; None: as before.
-        job: what :func:`describe_job` gave, for ``from_bytes``.
-    """
-
-    plan: RepackPlan
-    before: JobStages
-    locations: dict[int, RankLocation]
-    first_seconds: float | None
-    job: bytes
 
 
 def describe_job(stage: StageContext, data: DataPosition, progress: Stateful, states: Mapping[str, Stateful]) -> bytes:

@@ -15,7 +15,7 @@ RANK = """
 import sys, threading, time
 sys.path.insert(0, {root!r})
 from ds_dynmo import end_with_launcher
-from ds_dynmo.launchers import _launchers
+from ds_dynmo.launch import _launchers
 
 end_with_launcher()
 end_with_launcher()

@@ -1,0 +1,22 @@
+"""What was withdrawn, by the name that a user wrote, and what to do instead.
+
+Whoever reads such a name refuses it: :func:`refusal` says so.
+"""
+
+from __future__ import annotations
+
+_ELASTIC_LAUNCH = "launch by torchrun --nnodes MIN:MAX with --resume, see docs/elastic.md"
+
+WITHDRAWN = {
+    "dynmo.repack.accept_joins": _ELASTIC_LAUNCH,
+    "dynmo.repack.release_attempts": "each re-packing releases what earlier ones could not; a program can try longer",
+    'dynmo.repack.release = "slurm"': '"release": "command" with a program that calls scontrol, see docs/elastic.md',
+    "--join": _ELASTIC_LAUNCH,
+    "engine.join": _ELASTIC_LAUNCH,
+}
+"""Keys of the configuration, keys with a value as in JSON, flags and calls."""
+
+
+def refusal(name: str) -> str | None:
+    """Return why ``name`` is refused; None: it was not withdrawn."""
+    return f"{name}: withdrawn; {WITHDRAWN[name]}" if name in WITHDRAWN else None
