@@ -19,7 +19,6 @@ MUTATIONS = [
         "        if index != layers.indices[-1]:\n"
         "            _write(extras, folder, layer_file(index, replica, slice_index))\n",
         f"{RESUMES} -k SGD",
-        "cpu",
     ),
     Mutation(
         "the file `latest` names a checkpoint before it is whole",
@@ -27,7 +26,6 @@ MUTATIONS = [
         "        sync(os.path.join(self.temporary, FOLDER))\n",
         "        write_latest(self._save_dir, self._tag)\n        sync(os.path.join(self.temporary, FOLDER))\n",
         f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-two-13]",
-        "cpu",
     ),
     Mutation(
         "a checkpoint is written into the folder of the one before",
@@ -35,7 +33,6 @@ MUTATIONS = [
         "            os.rename(self.temporary, self._replacing)\n            self._replace()\n",
         "            _remove(self._path)\n            os.rename(self.temporary, self._path)\n",
         f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-one-13]",
-        "cpu",
     ),
     Mutation(
         "a file of another run of the same length is not noticed",
@@ -43,7 +40,6 @@ MUTATIONS = [
         "    if found != saved:\n",
         "    if found.num_bytes != saved.num_bytes:\n",
         f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
-        "cpu",
     ),
     Mutation(
         "code in a file is run",
@@ -51,7 +47,6 @@ MUTATIONS = [
         "weights_only=True",
         "weights_only=False",
         f"{DAMAGE}::test_a_malicious_pickle_and_an_empty_file_are_refused",
-        "cpu",
     ),
     Mutation(
         "a damaged file is found after layers have moved",
@@ -61,7 +56,6 @@ MUTATIONS = [
         "            context.balancer.go_to(target, Request(Reason.CHECKPOINT), settles=False)\n"
         "        present = _gather(context, present_shapes)\n",
         f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
-        "cpu",
     ),
     Mutation(
         "a resumed layer gets the optimizer's state of the parameter before",
@@ -69,7 +63,6 @@ MUTATIONS = [
         "number, index, offset, parameter.numel()))",
         "number, max(index - 1, 0), offset, parameter.numel()))",
         f"{RESUMES} -k SGD",
-        "cpu",
     ),
     Mutation(
         "a resumed run has the step counts of new moments",
@@ -77,7 +70,6 @@ MUTATIONS = [
         "loaded.scalars.setdefault(number, scalars)",
         'loaded.scalars.setdefault(number, {**scalars, "step": torch.zeros_like(scalars["step"])})',
         f"{RESUMES} -k 'bf16'",
-        "cpu",
     ),
     Mutation(
         "the pieces of a saved parameter are put together with an overlap of one element",
@@ -85,7 +77,6 @@ MUTATIONS = [
         "stop - shard * shard_numel, position - begin)",
         "stop - shard * shard_numel, max(position - begin - 1, 0))",
         f"{RESUMES} -k 'zero1'",
-        "cpu",
     ),
     Mutation(
         "a resumed run begins its learning rates anew",
@@ -93,7 +84,6 @@ MUTATIONS = [
         "            engine.lr_scheduler.load_state_dict(copy.deepcopy(_scheduler_state(context, loaded)))\n",
         "            pass\n",
         f"{RESUMES} -k 'sparse'",
-        "cpu",
     ),
     Mutation(
         "a resumed run does not continue its ranks' random numbers",
@@ -101,7 +91,6 @@ MUTATIONS = [
         "    if loaded.random is not None:\n",
         "    if loaded.random is None:\n",
         f"{RESUMES} -k SGD",
-        "cpu",
     ),
     Mutation(
         "a resumed run decides as if it had just begun",
@@ -109,7 +98,6 @@ MUTATIONS = [
         '            balancer.trigger.load_state_dict(saved["controller"])\n',
         "",
         "tests/distributed/test_checkpoint.py::test_a_resumed_run_keeps_the_times_of_profiles_and_decisions",
-        "cpu",
     ),
     Mutation(
         "the state of frozen layers is not written",
@@ -117,7 +105,6 @@ MUTATIONS = [
         '"parked": {number: dict(self.held((number, True))) for number in self.numbers},',
         '"parked": {number: {} for number in self.numbers},',
         f"{CHANGED}::test_frozen_layers_get_their_state_back -k bf16",
-        "cpu",
     ),
     Mutation(
         "layers that were frozen resume as trainable ones",
@@ -125,7 +112,6 @@ MUTATIONS = [
         '        parameter.requires_grad_(about["requires_grad"])\n        if not',
         "        if not",
         f"{CHANGED}::test_frozen_layers_get_their_state_back -k bf16",
-        "cpu",
     ),
     Mutation(
         "attributes that a layer changed are lost in a checkpoint",
@@ -133,7 +119,6 @@ MUTATIONS = [
         "                subs[path].__dict__[name] = value\n",
         "                pass\n",
         f"{CHANGED}::test_changed_layers_load_as_they_were_saved[2-2]",
-        "cpu",
     ),
     Mutation(
         "non-persistent buffers are lost in a checkpoint",
@@ -142,7 +127,6 @@ MUTATIONS = [
         "{name: None if buffer is None else buffer.detach() for name, buffer in module._buffers.items()"
         " if name not in module._non_persistent_buffers_set}",
         f"{CHANGED}::test_changed_layers_load_as_they_were_saved[2-2]",
-        "cpu",
     ),
     Mutation(
         "weights that are loaded without the optimizer's state do not reach the master weights",
@@ -150,7 +134,6 @@ MUTATIONS = [
         "            self.shards.follow_weights()\n",
         "            pass\n",
         f"{CHANGED}::test_weights_load_without_state_under_a_wrapper",
-        "cpu",
     ),
     Mutation(
         "parameters on both sides of a new one are taken for one interval",
@@ -158,7 +141,6 @@ MUTATIONS = [
         "            gaps += 1  # what",
         "            pass  # what",
         f"{CHANGED}::test_weights_of_another_shape_keep_the_state_of_other_parameters",
-        "cpu",
     ),
     Mutation(
         "each replica resumes with the experts of the first",
@@ -166,7 +148,6 @@ MUTATIONS = [
         "replica = engine.grid.get_data_parallel_id() if same_replicas else 0",
         "replica = 0",
         "tests/distributed/test_expert_parallel.py::test_a_resumed_run_equals_an_uninterrupted_one",
-        "cpu",
     ),
     Mutation(
         "shards of stock DeepSpeed are taken for those of one replica",
@@ -174,7 +155,6 @@ MUTATIONS = [
         'return shard_size(total, int(saved.read(stage_file(saved.layout.numbers[stage]))["dp_world_size"]))',
         "return shard_size(total, 1)",
         f"{STOCK}::test_wrapped_checkpoints_load_in_stock_and_back -k 'stock-ours and zero1'",
-        "cpu",
     ),
     Mutation(
         "a checkpoint of stock DeepSpeed is read at the partition in force",
@@ -182,7 +162,6 @@ MUTATIONS = [
         "        placement=context.origin.placement,\n",
         "        placement=context.stage.placement,\n",
         f"{STOCK}::test_a_stock_checkpoint_loads_after_layers_have_moved",
-        "cpu",
     ),
     Mutation(
         "a slice of a universal checkpoint is cut from the beginning of a parameter",
@@ -190,7 +169,6 @@ MUTATIONS = [
         "tensor.narrow(dim, start + sum(share[:tp_rank]), share[tp_rank])",
         "tensor.narrow(dim, start, share[tp_rank])",
         f"{UNIVERSAL}::test_from_two_slices_to_one_and_back",
-        "cpu",
     ),
     Mutation(
         "the two moments of a universal checkpoint are exchanged",
@@ -198,7 +176,6 @@ MUTATIONS = [
         "{what: folder.cut(saved, what, model.shapes[key], tp_rank) for what in MOMENTS}",
         "{what: folder.cut(saved, other, model.shapes[key], tp_rank) for what, other in zip(MOMENTS, MOMENTS[::-1])}",
         f"{UNIVERSAL}::test_another_number_of_replicas_has_the_same_state",
-        "cpu",
     ),
     Mutation(
         "the loss scale begins anew in a run that resumes from a universal checkpoint",
@@ -206,6 +183,5 @@ MUTATIONS = [
         "loss_scale = folder.loss_scale() if with_state else {}",
         "loss_scale = {}",
         f"{UNIVERSAL}::test_a_loss_scale_goes_on",
-        "cpu",
     ),
 ]

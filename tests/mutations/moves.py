@@ -23,7 +23,6 @@ MUTATIONS = [
         "                part._buffers[name] = torch.zeros_like(part._buffers[name])\n"
         "        self._free()\n        return content",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "masks and a router's bias are left behind",
@@ -32,7 +31,6 @@ MUTATIONS = [
         "        for buffer in content.module.buffers():\n            buffer.zero_()\n"
         "        self._free()\n        return content",
         "tests/distributed/test_moe.py::test_a_decision_after_every_batch_changes_nothing -k bias",
-        "cpu",
     ),
     Mutation(
         "attributes that a layer keeps are left behind",
@@ -40,7 +38,6 @@ MUTATIONS = [
         "    own.update({**parts.attributes, **(parts.hooks or {})})\n",
         "    own.update(parts.hooks or {})\n",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "extra state is left behind",
@@ -48,7 +45,6 @@ MUTATIONS = [
         "        shell.set_extra_state(from_bytes(parts.extra_state, device))\n",
         "        pass\n",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "a layer that moves trains again, though it was set to evaluate",
@@ -56,7 +52,6 @@ MUTATIONS = [
         "    shell.training = parts.training\n",
         "",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "a frozen parameter arrives as a trainable one",
@@ -64,7 +59,6 @@ MUTATIONS = [
         "return nn.Parameter(data, requires_grad=meta.requires_grad)",
         "return nn.Parameter(data)",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "a parameter arrives in the precision of the model",
@@ -72,7 +66,6 @@ MUTATIONS = [
         "return nn.Parameter(data, requires_grad=meta.requires_grad)",
         "return nn.Parameter(data.float(), requires_grad=meta.requires_grad)",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "gradients that are held are lost",
@@ -80,7 +73,6 @@ MUTATIONS = [
         "            parameter.grad = gradient\n",
         "",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "what a user set on a parameter is lost",
@@ -88,7 +80,6 @@ MUTATIONS = [
         "            vars(parameter).update(attributes)\n",
         "",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "a user's hook on a parameter is lost",
@@ -96,7 +87,6 @@ MUTATIONS = [
         "            register_hooks(parameter, hooks)\n",
         "",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "a view of a weight arrives as a copy",
@@ -104,7 +94,6 @@ MUTATIONS = [
         "    bases = find_bases(tensors)\n",
         "    bases: dict[int, int] = {}\n",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "a layer that is built where it arrives draws the rank's random numbers",
@@ -112,7 +101,6 @@ MUTATIONS = [
         "        random.setstate(python)\n",
         "",
         TRAVELS,
-        "cpu",
     ),
     Mutation(
         "a weight that changed on its way is not sent again",
@@ -120,7 +108,6 @@ MUTATIONS = [
         "return (self.tensor._version, self.tensor.data_ptr()) == (self.version, self.address)",
         "return True",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
-        "cpu",
     ),
     Mutation(
         "a layer arrives as it was when its move was prepared",
@@ -128,7 +115,6 @@ MUTATIONS = [
         "        migration.packed = context.pack_again(migration.packed)\n",
         "",
         f"{PHASES}::test_changes_between_prepare_and_commit_arrive",
-        "cpu",
     ),
     Mutation(
         "stages of a tied layer that moved do not sum its gradients",
@@ -136,7 +122,6 @@ MUTATIONS = [
         "            context.layers.tie(context.grid, context.comm.tied_group)\n",
         "            pass\n",
         TIED,
-        "cpu",
     ),
     Mutation(
         "layers are skipped under activation checkpointing once they have moved",
@@ -144,7 +129,6 @@ MUTATIONS = [
         "        module.is_checkpointable_results_interval = None  # stale results would silently skip layers\n",
         "",
         "tests/distributed/test_bitwise.py::test_rebalances_change_nothing_under_activation_checkpointing[1-True]",
-        "cpu",
     ),
     Mutation(
         "a layer draws by its place in its stage",
@@ -152,7 +136,6 @@ MUTATIONS = [
         'return [getattr(own.get(index), "draws_as_layer", index) for index in self.indices]',
         "return list(range(len(self.indices)))",
         f"{RANDOM}::test_moves_change_nothing[False]",
-        "cpu",
     ),
     Mutation(
         "all micro-batches of a batch draw the same",
@@ -160,7 +143,6 @@ MUTATIONS = [
         "        self._begun[kind] += 1\n",
         "",
         "tests/distributed/test_replicas.py::test_replicas_share_the_samples_and_random_numbers_of_a_batch",
-        "cpu",
     ),
     Mutation(
         "all replicas draw the same",
@@ -168,7 +150,6 @@ MUTATIONS = [
         "replica=self._replica, micro_batch",
         "replica=0, micro_batch",
         f"{RANDOM}::test_replicas_use_different_random_numbers",
-        "cpu",
     ),
     Mutation(
         "a layer that is recomputed draws other numbers",
@@ -176,7 +157,6 @@ MUTATIONS = [
         "            draws = self._in_buffer.get(self._pass.buffer_id, self._pass.draws)\n",
         "            draws = self._pass.draws._replace(micro_batch=self._begun.total())\n",
         f"{RANDOM}::test_moves_and_recomputation_change_nothing[1-True]",
-        "cpu",
     ),
     Mutation(
         "layers use up the random numbers of their rank",
@@ -184,7 +164,6 @@ MUTATIONS = [
         "                self._restore(self._outer)\n",
         "                pass\n",
         "tests/local/test_random_streams.py::test_the_global_generators_are_restored",
-        "cpu",
     ),
     Mutation(
         "ranks do not compare where layers go",
@@ -192,7 +171,6 @@ MUTATIONS = [
         "        if most != -least:\n",
         "        if False:\n",
         f"{ENGINE}::test_if_ranks_disagree_nothing_moves",
-        "cpu",
     ),
     Mutation(
         "two ways from the same partition look alike to the ranks that compare them",
@@ -200,7 +178,13 @@ MUTATIONS = [
         'return f"{self.placement} -> {new}"',
         'return f"{self.placement}"',
         f"{ENGINE}::test_if_ranks_disagree_nothing_moves",
-        "cpu",
+    ),
+    Mutation(
+        "ranks that do not take part are not named",
+        "ds_dynmo/engine/comm/communicator.py",
+        "                if missing:\n",
+        "                if False:\n",
+        f"{ENGINE}::test_a_rebalance_on_some_ranks_raises_an_error_that_names_the_others",
     ),
     Mutation(
         "a rank that cannot send its layers does not say so",
@@ -208,7 +192,6 @@ MUTATIONS = [
         "every = self._gather([int(failure is None), outgoing_bytes])",
         "every = self._gather([1, outgoing_bytes])",
         "tests/distributed/test_moves.py::test_a_layer_that_cannot_be_packed_stays_and_training_continues",
-        "cpu",
     ),
     Mutation(
         "a move that fails before it begins leaves a stage without its buffers of gradients",
@@ -216,7 +199,6 @@ MUTATIONS = [
         "            context.state.abandon()\n            raise error from failure\n",
         "            raise error from failure\n",
         f"{PHASES}::test_a_move_that_is_not_started_leaves_no_trace",
-        "cpu",
     ),
     Mutation(
         "an error after bytes have moved is called harmless",
@@ -225,7 +207,6 @@ MUTATIONS = [
         'f"{error}. Layers had begun to move: resume the job from its last checkpoint", harmless=True\n'
         "            ) from error",
         "tests/distributed/test_faults.py::test_once_bytes_move_a_failure_stops_every_rank_with_its_place -k unpack",
-        "cpu",
     ),
     Mutation(
         "a layer that was sent keeps its memory",
@@ -233,7 +214,6 @@ MUTATIONS = [
         "                parameter.data = parameter.data.new_empty(0)\n",
         "                pass\n",
         f"{PHASES}::test_sent_tensors_live_until_the_commit -k bf16",
-        "cpu",
     ),
     Mutation(
         "a layer takes a copy of another layer's weight along",
@@ -241,7 +221,6 @@ MUTATIONS = [
         "            if tensor is theirs or _lies_in(tensor, theirs):\n",
         "            if False:\n",
         "tests/distributed/test_refused_references.py::test_references_that_would_become_copies_are_refused_by_name",
-        "cpu",
     ),
     Mutation(
         "layers move though the optimizer trains other parameters than theirs",
@@ -249,6 +228,5 @@ MUTATIONS = [
         "            context.check()\n            packed = context.pack_leaving(plan)\n",
         "            packed = context.pack_leaving(plan)\n",
         "tests/distributed/test_late_optimizer.py::test_a_move_is_refused_if_the_optimizer_trains_something_else",
-        "cpu",
     ),
 ]

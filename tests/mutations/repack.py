@@ -17,7 +17,6 @@ MUTATIONS = [
         "        self._behind += max(0, passed - self.passed)\n",
         "",
         COME_BACK,
-        "cpu",
     ),
     Mutation(
         "a rank that comes back has its learning rates of then",
@@ -25,7 +24,6 @@ MUTATIONS = [
         "        group.update(options)\n",
         "        pass\n",
         f"{REPACK}::test_a_recalled_rank_gets_learning_rates_set_by_hand",
-        "cpu",
     ),
     Mutation(
         "a rank that comes back has its scheduler of then",
@@ -33,7 +31,6 @@ MUTATIONS = [
         '        engine.lr_scheduler.load_state_dict(job["scheduler"])\n',
         "        pass\n",
         COME_BACK,
-        "cpu",
     ),
     Mutation(
         "state that was shared is lost with the ranks that go",
@@ -41,7 +38,6 @@ MUTATIONS = [
         "                change.load_shared_states(from_bytes(change.comm.broadcast_object(job), engine.device))\n",
         "                change.comm.broadcast_object(job)\n",
         f"{REPACK}::test_state_that_a_rank_holds_for_itself_survives -k 'automatic'",
-        "cpu",
     ),
     Mutation(
         "a released rank goes on training",
@@ -49,7 +45,6 @@ MUTATIONS = [
         "    if engine.released:\n",
         "    if False:\n",
         COME_BACK,
-        "cpu",
     ),
     Mutation(
         "the gradients of a smaller world are summed over the replicas of the larger one",
@@ -57,7 +52,6 @@ MUTATIONS = [
         "    engine.dp_world_size = groups._get_data_parallel_world_size()\n",
         "",
         f"{REPLICAS}::test_freed_stages_become_replicas",
-        "cpu",
     ),
     Mutation(
         "a stage of a smaller world has its number of the larger one",
@@ -65,7 +59,6 @@ MUTATIONS = [
         "    engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1\n",
         "",
         f"{REPACK}::test_attributes_built_once_fit_the_new_world",
-        "cpu",
     ),
     Mutation(
         "all copies of a replica train on the same part of a batch",
@@ -73,7 +66,6 @@ MUTATIONS = [
         "        return self.copy_index * own, own, (self.replica_multiplier - 1 - self.copy_index) * own\n",
         "        return 0, own, (self.replica_multiplier - 1) * own\n",
         f"{REPLICAS}::test_replicas_share_the_samples_and_random_numbers_of_a_batch",
-        "cpu",
     ),
     Mutation(
         "every copy of a replica takes the whole batch",
@@ -81,7 +73,6 @@ MUTATIONS = [
         "        engine.set_train_batch_size(engine.train_batch_size())\n",
         "",
         f"{REPLICAS}::test_freed_stages_become_replicas",
-        "cpu",
     ),
     Mutation(
         "a job is re-packed onto ranks that lack the memory",
@@ -89,7 +80,6 @@ MUTATIONS = [
         "memory=self.memory.on(count) if self.memory is not None else None,",
         "memory=None,",
         f"{FAILURES}::test_a_repacking_that_does_not_fit_names_one_that_would",
-        "cpu",
     ),
     Mutation(
         "a job is re-packed though a rank lacks the memory on the way",
@@ -97,7 +87,6 @@ MUTATIONS = [
         "        self._balancer.memory.check(plan.moves)\n",
         "",
         "tests/distributed/test_move_memory.py::test_stages_stay_parked_if_a_recall_does_not_fit",
-        "cpu",
     ),
     Mutation(
         "ranks are given back though training becomes too slow",
@@ -105,7 +94,6 @@ MUTATIONS = [
         "within = self.first_seconds / (1.0 - repack.max_slowdown)",
         "within = 4.0 * self.first_seconds / (1.0 - repack.max_slowdown)",
         f"{REPACK}::test_automatic_repacking_shrinks_and_grows",
-        "cpu",
     ),
     Mutation(
         "ranks are not called back when training needs them",
@@ -113,7 +101,6 @@ MUTATIONS = [
         "return more if gain >= margin * within else present",
         "return present",
         f"{REPACK}::test_automatic_repacking_shrinks_and_grows",
-        "cpu",
     ),
     Mutation(
         "layers that cannot be sent are found when the ranks have parted",
@@ -122,7 +109,6 @@ MUTATIONS = [
         "",
         "tests/distributed/test_refused_references.py"
         "::test_layers_that_cannot_leave_are_refused_before_the_old_world_ends",
-        "cpu",
     ),
     Mutation(
         "a rank that died while layers moved is not named",
@@ -130,7 +116,6 @@ MUTATIONS = [
         "            if not dead:\n",
         "            if dead or not dead:\n",
         f"{FAILURES}::test_a_rank_that_dies_while_layers_move_is_named",
-        "cpu",
     ),
     Mutation(
         "a job that goes on with fewer stages keeps the order of the larger pipeline",
@@ -138,6 +123,5 @@ MUTATIONS = [
         "            self._stage.schedule.forget()\n",
         "",
         "tests/distributed/test_schedule_decisions.py::test_after_a_repacking_the_order_comes_from_the_profile",
-        "cpu",
     ),
 ]

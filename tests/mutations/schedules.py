@@ -16,7 +16,6 @@ MUTATIONS = [
         "        return self._waiting.popleft()\n",
         "        return self._waiting[0]\n",
         TRAINS,
-        "cpu",
     ),
     Mutation(
         "the weight gradient of the last micro-batch is forgotten",
@@ -24,7 +23,6 @@ MUTATIONS = [
         "        if deferred:\n",
         "        if deferred and self.gradients._waiting:\n",
         TRAINS,
-        "cpu",
     ),
     Mutation(
         "weight gradients that wait are added twice",
@@ -32,7 +30,6 @@ MUTATIONS = [
         "return whole(parameter, common, reduce(torch.add, gradients))",
         "return whole(parameter, common, reduce(torch.add, gradients * 2))",
         TRAINS,
-        "cpu",
     ),
     Mutation(
         "weight gradients are computed in both parts of a backward pass",
@@ -40,7 +37,6 @@ MUTATIONS = [
         "            return torch.zeros_like(gradient)\n        return gradient.clone()",
         "            return gradient\n        return gradient.clone()",
         "tests/distributed/test_schedule_features.py::test_features_work_as_under_1f1b -k 'used or unusual or tied'",
-        "cpu",
     ),
     Mutation(
         "two micro-batches in flight share a buffer",
@@ -48,7 +44,6 @@ MUTATIONS = [
         "            taken.add(given[key])\n",
         "",
         TRAINS,
-        "cpu",
     ),
     Mutation(
         "the optimizer steps before stages have summed the gradients of tied layers",
@@ -56,7 +51,6 @@ MUTATIONS = [
         "yield [deepspeeds.ReduceTiedGrads(), deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep()]",
         "yield [deepspeeds.ReduceGrads(), deepspeeds.OptimizerStep(), deepspeeds.ReduceTiedGrads()]",
         "tests/distributed/test_schedules.py::test_training_equals_1f1b_with_tied_layers_on_one_stage",
-        "cpu",
     ),
     Mutation(
         "1F1B runs one forward pass more ahead",
@@ -64,7 +58,6 @@ MUTATIONS = [
         "ahead = min(num_stages - stage, micro_batches)",
         "ahead = min(num_stages - stage + 1, micro_batches)",
         "tests/pure/schedules/test_orders.py",
-        "cpu",
     ),
     Mutation(
         "an order may compute a weight gradient before the gradient that it is made of",
@@ -72,7 +65,6 @@ MUTATIONS = [
         "action.kind == Kind.WEIGHT_GRADIENT and action.micro_batch >= done",
         "action.kind == Kind.WEIGHT_GRADIENT and action.micro_batch > done",
         SCHEDULE,
-        "cpu",
     ),
     Mutation(
         "stages may wait for each other in a circle",
@@ -80,7 +72,6 @@ MUTATIONS = [
         "    if any(asleep):\n",
         "    if False:\n",
         SCHEDULE,
-        "cpu",
     ),
     Mutation(
         "two orders have the same hash",
@@ -88,7 +79,6 @@ MUTATIONS = [
         "json.dumps([self.owners, self.micro_batches, self.orders]",
         "json.dumps([self.owners, self.micro_batches]",
         SCHEDULE,
-        "cpu",
     ),
     Mutation(
         "an order holds more micro-batches than the memory limit allows",
@@ -96,7 +86,6 @@ MUTATIONS = [
         "return ScheduleChoice(self._config.schedule, interval, limit_bytes, in_force, schedule.back_to_back)",
         "return ScheduleChoice(self._config.schedule, interval, None, in_force, schedule.back_to_back)",
         "tests/distributed/test_schedule_decisions.py::test_an_order_stays_within_the_memory_limit",
-        "cpu",
     ),
     Mutation(
         "a layer that is recomputed in the first part of a backward pass draws other numbers",
@@ -104,7 +93,6 @@ MUTATIONS = [
         "            InputGradientPass: self._backward_pass,\n",
         "",
         "tests/distributed/test_schedules.py::test_training_equals_1f1b -k 'bf16-3 and reentrant'",
-        "cpu",
     ),
     Mutation(
         "the last frozen layer of the prefix counts as one that trains",
@@ -112,7 +100,6 @@ MUTATIONS = [
         "(index for index, trains in enumerate(trainable) if trains), len(trainable))",
         "(max(index - 1, 0) for index, trains in enumerate(trainable) if trains), len(trainable))",
         f"{FROZEN}::test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient",
-        "cpu",
     ),
     Mutation(
         "gradients are sent to a stage that is frozen",
@@ -120,7 +107,6 @@ MUTATIONS = [
         "        changed[schedule.SendGrad] = lambda _: _free_input\n",
         "",
         f"{FROZEN}::test_a_frozen_stage_runs_no_backward_pass_and_receives_no_gradient",
-        "cpu",
     ),
     Mutation(
         "a stage behind a frozen one computes gradients that nobody needs",
@@ -128,7 +114,6 @@ MUTATIONS = [
         "                tensor.requires_grad_(False)\n",
         "                pass\n",
         f"{FROZEN}::test_freezing_equals_one_process[2-True-1]",
-        "cpu",
     ),
     Mutation(
         "a mask between stages gets a gradient",
@@ -136,7 +121,6 @@ MUTATIONS = [
         "                tensor.requires_grad_(flag)\n",
         "                tensor.requires_grad_(True)\n",
         "tests/distributed/test_masks.py::test_each_tensor_crosses_a_boundary_once_and_two_of_eight_go_back",
-        "cpu",
     ),
     Mutation(
         "of tensors that no layer used nothing goes back",
@@ -144,6 +128,5 @@ MUTATIONS = [
         "                    tensor.grad = torch.zeros_like(tensor)\n",
         "                    pass\n",
         "tests/distributed/test_masks.py::test_what_travels_beside_hidden_states_trains_as_on_one_stage",
-        "cpu",
     ),
 ]

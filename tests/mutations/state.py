@@ -20,7 +20,6 @@ MUTATIONS = [
         "optimizer_state=[self._state.get(parameter) for parameter in parameters],",
         "optimizer_state=[None for parameter in parameters],",
         PLAIN,
-        "cpu",
     ),
     Mutation(
         "the two moments of a moved layer are exchanged",
@@ -29,7 +28,6 @@ MUTATIONS = [
         "                    self._state[parameter] = state\n"
         '                    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]\n',
         PLAIN,
-        "cpu",
     ),
     Mutation(
         "the steps of a moved layer are counted from 0",
@@ -37,7 +35,6 @@ MUTATIONS = [
         "                    self._state[parameter] = state\n",
         '                    self._state[parameter] = {**state, "step": torch.zeros_like(state["step"])}\n',
         PLAIN,
-        "cpu",
     ),
     Mutation(
         "a moved layer trains in the first parameter group",
@@ -45,7 +42,6 @@ MUTATIONS = [
         "joining.setdefault(number, []).append(parameter)",
         "joining.setdefault(0, []).append(parameter)",
         GROUPS + "[two]",
-        "cpu",
     ),
     Mutation(
         "the second moment stays behind in the flat shards of the stage before",
@@ -53,7 +49,6 @@ MUTATIONS = [
         "if transfer.source == transfer.destination or not self.plan.is_held(kind, transfer):",
         'if kind == "exp_avg_sq" or transfer.source == transfer.destination or not self.plan.is_held(kind, transfer):',
         SHARDED,
-        "cpu",
     ),
     Mutation(
         "the master weights of a stage are made from its bf16 weights",
@@ -61,7 +56,6 @@ MUTATIONS = [
         "                master.data = shard\n                master.grad",
         "                master.data = shard.bfloat16().float()\n                master.grad",
         FLAT,
-        "cpu",
     ),
     Mutation(
         "an interval of a flat shard is read one element early",
@@ -69,7 +63,6 @@ MUTATIONS = [
         "start_old=at_old - shard_old * sizes[0],",
         "start_old=max(at_old - shard_old * sizes[0] - 1, 0),",
         SHARDED,
-        "cpu",
     ),
     Mutation(
         "an interval ends with the old shards, though the new ones are cut elsewhere",
@@ -77,7 +70,6 @@ MUTATIONS = [
         "length = min(numel - done, (shard_old + 1) * sizes[0] - at_old, (shard_new + 1) * sizes[1] - at_new)",
         "length = min(numel - done, (shard_old + 1) * sizes[0] - at_old)",
         SHARDED,
-        "cpu",
     ),
     Mutation(
         "the moments of a frozen layer are lost until it thaws",
@@ -85,7 +77,6 @@ MUTATIONS = [
         "                    self._parked[number][name] = shard\n",
         "                    self._parked[number][name] = shard if name == MASTER else torch.zeros_like(shard)\n",
         FROZEN,
-        "cpu",
     ),
     Mutation(
         "a group that was empty on a stage trains at the rate that it had there",
@@ -93,7 +84,6 @@ MUTATIONS = [
         "                    group.update(content.group_options.get(number, {}))\n",
         "                    pass\n",
         "tests/distributed/test_lr_schedulers.py::test_a_rate_set_where_a_group_has_parameters_goes_with_them",
-        "cpu",
     ),
     Mutation(
         "the entries of a scheduler's lists stay in the order of a rank's own groups",
@@ -101,7 +91,6 @@ MUTATIONS = [
         "found.set([entries[name] for name in order])",
         "found.set([entries[name] for name in [*mine, *(name for name in order if name not in mine)]])",
         "tests/distributed/test_lr_schedulers.py::test_as_many_phases_as_groups_stay_in_their_order[sequential]",
-        "cpu",
     ),
     Mutation(
         "gradients are clipped by the norm of their stage",
@@ -109,7 +98,6 @@ MUTATIONS = [
         "return sum_over_all(squares).sum().sqrt()",
         "return squares.sum().sqrt()",
         "tests/distributed/test_as_deepspeed.py::test_clipping_uses_the_norm_of_the_whole_model",
-        "cpu",
     ),
     Mutation(
         "gradients in shards are clipped by a norm without the last stage",
@@ -117,7 +105,6 @@ MUTATIONS = [
         "        return sharded_norm(held, self._comm",
         "        held = [] if self._engine.is_last_stage() else held\n        return sharded_norm(held, self._comm",
         "tests/distributed/test_tied_classes.py::test_every_weight_counts_once_in_clipping -k zero1",
-        "cpu",
     ),
     Mutation(
         "a tied layer counts in the norm once for each stage that has it",
@@ -125,7 +112,6 @@ MUTATIONS = [
         "if (key := self.key(index)) is None or index == self.uses(key)[0]",
         "if (key := self.key(index)) is None or index in self.uses(key)",
         "tests/distributed/test_bitwise.py::test_tied_uses_on_one_stage_equal_two_stages",
-        "cpu",
     ),
     Mutation(
         "experts of all replicas but the first are left out of the norm",
@@ -133,7 +119,6 @@ MUTATIONS = [
         "return on_this_slice and (location.replica == 0 or is_own(parameter))",
         "return on_this_slice and location.replica == 0",
         "tests/distributed/test_expert_parallel.py::test_split_experts_train_as_all_experts_on_every_replica",
-        "cpu",
     ),
     Mutation(
         "the experts of a replica are cut as if all replicas had the same",
@@ -141,7 +126,6 @@ MUTATIONS = [
         "return 0 if group in self.own_groups else int(self._grid.data_parallel_id)",
         "return int(self._grid.data_parallel_id)",
         "tests/distributed/test_expert_parallel_precisions.py::test_split_experts_train_as_all_experts_on_every_replica",
-        "cpu",
     ),
     Mutation(
         "the moments of the elements that stay are those of the first elements",
@@ -149,7 +133,6 @@ MUTATIONS = [
         "name: entry.select(held) if is_per_element",
         "name: held.reshape(-1)[: len(entry.index)].clone() if is_per_element",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
-        "cpu",
     ),
     Mutation(
         "elements that stay are looked for from the beginning of every replica's shard",
@@ -157,7 +140,6 @@ MUTATIONS = [
         "to(shard.device) + (start - begin)",
         "to(shard.device) + max(start - begin, 0)",
         f"{KEPT}::test_it_trains_as_a_dense_weight_with_a_mask",
-        "cpu",
     ),
     Mutation(
         "the moments of pruned elements are not set to 0",
@@ -165,7 +147,6 @@ MUTATIONS = [
         "                part.masked_fill_(where.reshape(-1)[start : start + part.numel()], 0)\n",
         "                pass\n",
         "tests/distributed/test_pruning.py::test_pruned_weights_stay_pruned_in_an_optimizer_with_moments",
-        "cpu",
     ),
     Mutation(
         "the step counts of a move in phases are those at its beginning",
@@ -173,7 +154,6 @@ MUTATIONS = [
         "        self._next.plan = replace(self._next.plan, scalars=counted)\n",
         "",
         "tests/distributed/test_migration_phases.py::test_step_counts_are_those_at_the_commit",
-        "cpu",
     ),
     Mutation(
         "gradients of a batch are lost by a move before the step",
@@ -181,6 +161,5 @@ MUTATIONS = [
         "        if self._wrapper.holds_gradients:\n            raise ValueError(",
         "        if False:\n            raise ValueError(",
         "tests/distributed/test_migration_phases.py::test_a_move_that_would_lose_gradients_is_refused",
-        "cpu",
     ),
 ]
